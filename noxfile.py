@@ -1,0 +1,41 @@
+"""The checks of this repository: `nox -s tests`, `lint`, `docs` and `bench`."""
+
+import nox
+
+nox.options.sessions = ["lint", "tests", "docs"]
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def install(session: nox.Session, *groups: str, extras: str = "experiments") -> None:
+    session.install("-e", f".[{extras}]", *nox.project.dependency_groups(PROJECT, *groups))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default suite, on 8 emulated CPU devices. Arguments go to pytest."""
+    install(session, "tests")
+    session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, formatting and types."""
+    install(session, "tests", "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pyright")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, with every warning an error."""
+    install(session, "docs")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The measurements that the README and the docs quote."""
+    install(session)
+    for script in ("loop.py", "resume.py"):
+        session.run("python", f"experiments/benchmarks/{script}", *session.posargs)

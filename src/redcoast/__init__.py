@@ -1,0 +1,1 @@
+"""Automatic distributed training and inference of any PyTree model, in plain functions."""

@@ -1,0 +1,1 @@
+"""Model families: one file each, readable as the reference of its architecture."""

@@ -1,0 +1,281 @@
+"""Checkpoints are nested dicts of arrays that Orbax writes, and a page of JSON."""
+
+import functools as ft
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+
+FORMAT = 1
+ARRAYS = "state"
+METADATA = "metadata"
+LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
+ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+Names = tuple[str, ...]
+ROOT = "value"  # the name of an array that is the whole tree
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint that is whole, but not of the tree it was asked for."""
+
+
+def save_checkpoint(
+    path: str | Path, tree: PyTree, *, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Saves the arrays of a tree as a nested dict, with Orbax.
+
+    The checkpoint does not depend on how the arrays are split, and reads back with Orbax alone.
+    It appears under its name only when it is whole. What is no array (functions, sizes, Python
+    numbers) belongs to the code and is not saved.
+
+    **Arguments:**
+
+    - `path`: a directory that does not exist yet.
+    - `tree`: any PyTree; typed PRNG keys are saved as their data.
+    - `metadata`: what else to keep, as JSON can hold it.
+
+    **Raises:**
+
+    `ValueError` if something stands at `path` already, or if the tree holds no array.
+
+    !!! Example
+
+        ```python
+        rc.save_checkpoint("models/final", model, metadata={"perplexity": 12.5})
+        ```
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    if path.exists():
+        raise ValueError(
+            f"{path} exists already, and a checkpoint never overwrites anything. Choose another "
+            "path, or remove it first."
+        )
+    handler = ocp.CompositeCheckpointHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=save_args(tree, metadata or {}))
+
+
+def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
+    """What Orbax is to write: the arrays in a nested dict, and the JSON beside them."""
+    import orbax.checkpoint as ocp
+
+    flat = flatten_arrays(tree)
+    if not flat:
+        raise ValueError("The tree holds no array, so that there is nothing to save.")
+    flat = {_full((), names): x for names, x in flat.items()}
+    keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
+    document = {
+        "format": FORMAT,
+        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "prng_keys": keys,
+        "metadata": dict(metadata),
+    }
+    arrays = _nest({p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()})
+    return ocp.args.Composite(
+        **{ARRAYS: ocp.args.PyTreeSave(arrays), METADATA: ocp.args.JsonSave(document)}
+    )
+
+
+def load_checkpoint(
+    path: str | Path,
+    like: PyTree | None = None,
+    *,
+    shardings: PyTree[NamedSharding | None] | None = None,
+    subtree: str | None = None,
+) -> PyTree:
+    """Loads a checkpoint, whole or in part, onto any mesh.
+
+    **Arguments:**
+
+    - `path`: the directory of the checkpoint.
+    - `like`: a tree of the structure that was saved, concrete or abstract
+        (`eqx.filter_eval_shape`). Its arrays say shapes and dtypes; all else is taken from it.
+    - `shardings`: where to put the arrays, as [`redcoast.infer_shardings`][] says for `like`.
+        Without, arrays go where those of `like` are.
+    - `subtree`: a path inside the checkpoint such as `"model"` or `"model/layers/0"`: only what
+        is below is read, and `like` is of the structure of that part.
+
+    **Returns:**
+
+    A tree like `like`. Without `like`, the nested dict, of NumPy arrays.
+
+    **Raises:**
+
+    `ValueError` if there is no checkpoint, if `subtree` is not in it, or if structure, shapes or
+    dtypes differ from those of `like`: the message names the paths that differ.
+
+    !!! Example
+
+        ```python
+        model = rc.load_checkpoint("runs/lm/checkpoints/500", model, subtree="model")
+        ```
+    """
+    path = Path(path).absolute()
+    document = read_metadata(path)
+    everything = _saved_arrays(path)
+    prefix = tuple(subtree.strip("/").split("/")) if subtree else ()
+    saved = {p: x for p, x in everything.items() if p[: len(prefix)] == prefix}
+    if not saved:
+        tops = ", ".join(sorted({p[0] for p in everything}))
+        raise CheckpointMismatch(f"{path} has nothing at {subtree!r}; at the top it has {tops}.")
+    if like is None:
+        return _unwrap(_read(path, dict.fromkeys(saved)), prefix)
+    flat = flatten_arrays(like)
+    places = {} if shardings is None else flatten_arrays(shardings, Sharding)
+    _check_same(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
+    found = _read(path, {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()})
+    leaves, structure = jax.tree.flatten(like)
+    names = {_names(p): p for p, _ in jax.tree_util.tree_leaves_with_path(like)}
+    impls = document["prng_keys"]
+    read = {
+        names[p]: _typed(x, _get(found, _full(prefix, p)), impls.get("/".join(_full(prefix, p))))
+        for p, x in flat.items()
+    }
+    paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(like)]
+    return structure.unflatten([read.get(p, x) for p, x in zip(paths, leaves, strict=True)])
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The JSON of a checkpoint."""
+    if not (path / ARRAYS).is_dir():
+        raise ValueError(
+            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the directory "
+            "that `save_checkpoint` was given, or one of those below a run's `checkpoints`."
+        )
+    document = json.loads((path / METADATA / METADATA).read_text())
+    if document["format"] > FORMAT:
+        raise CheckpointMismatch(
+            f"{path} is of format {document['format']}, written by redcoast "
+            f"{document['versions']['redcoast']}; this version reads up to format {FORMAT}. "
+            "Install that version or a newer one."
+        )
+    return document
+
+
+def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
+    """The arrays of a tree, by the names along their paths."""
+    flat: dict[Names, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, kinds):
+            continue
+        names = _names(path)
+        if names in flat:
+            raise ValueError(
+                f"Two arrays have the same path, {'/'.join(names)}: keys of a dict that differ "
+                "only in their type, such as 1 and '1'. Rename one of them."
+            )
+        flat[names] = leaf
+    return flat
+
+
+def _names(path: tuple[Any, ...]) -> Names:
+    # A slash inside a key must not read as a level of its own.
+    return tuple(jax.tree_util.keystr((k,), simple=True).replace("/", "%2F") for k in path)
+
+
+def _full(prefix: Names, names: Names) -> Names:
+    return prefix + names or (ROOT,)
+
+
+def _nest(flat: dict[Names, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for names, x in flat.items():
+        inner = nested
+        for name in names[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[names[-1]] = x
+    return nested
+
+
+def _get(nested: Any, names: Names) -> Any:
+    return ft.reduce(lambda inner, name: inner[name], names, nested)
+
+
+def _unwrap(nested: dict[str, Any], prefix: Names) -> Any:
+    inner = _get(nested, prefix)
+    return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _stored(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array in the checkpoint: a PRNG key is its data."""
+    return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+
+
+def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
+    """What to read, and where to: a NumPy array stays one where nothing else is said."""
+    if sharding is None and not isinstance(x, np.ndarray):
+        sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return _stored(x), sharding
+
+
+def _typed(like: Any, found: Any, impl: str | None) -> Any:
+    return jax.random.wrap_key_data(found, impl=impl) if _is_key(like) else found
+
+
+def _saved_arrays(path: Path) -> dict[Names, Any]:
+    """Shapes and dtypes of all the arrays in a checkpoint."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
+    return {_names(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _read(path: Path, wanted: dict[Names, tuple[Any, Sharding | None] | None]) -> dict[str, Any]:
+    """Reads arrays, each to where it is wanted; as NumPy arrays where nothing is said."""
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    def how(place: tuple[Any, Sharding | None] | None) -> ocp.RestoreArgs:
+        if place is None or place[1] is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=place[1], global_shape=place[0].shape)
+
+    args = ocp.args.PyTreeRestore(
+        item=_nest(dict.fromkeys(wanted, 0)),
+        restore_args=_nest({names: how(place) for names, place in wanted.items()}),
+        partial_restore=True,
+    )
+    return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / ARRAYS), args=args)
+
+
+def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
+    """Names what differs between the checkpoint and the tree that it is to fill."""
+    show = lambda names: "/".join(names)  # noqa: E731
+    missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or extra:
+        raise CheckpointMismatch(
+            f"{path} does not have the structure of `like`. "
+            + f"Only in `like`: {_some(map(show, missing))}. "
+            + f"Only in the checkpoint: {_some(map(show, extra))}. "
+            + "Build the model and the optimizer as they were when it was saved, or read a part "
+            "of it with `subtree`."
+        )
+    kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"  # noqa: E731
+    stored = {names: _stored(x) for names, x in wanted.items()}
+    differ = [
+        f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in `like`"
+        for names, x in sorted(stored.items())
+        if (tuple(saved[names].shape), saved[names].dtype) != (tuple(x.shape), x.dtype)
+    ]
+    if differ:
+        raise CheckpointMismatch(f"{path} holds other arrays than `like`: {_some(differ, '; ')}.")
+
+
+def _some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
+    found = list(items)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return separator.join(found[:most]) + more if found else "nothing"

@@ -1,0 +1,190 @@
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from ._mesh import batch_sharding
+
+
+def compile_step(
+    step: Callable[..., tuple[PyTree, PyTree]],
+    state_shardings: PyTree[NamedSharding],
+    *,
+    mesh: Mesh | None = None,
+) -> "CompiledStep":
+    """Compiles a training step for loops of one's own, as `fit` does for its loop.
+
+    The compiled step returns before the device is done, so that the next batch can be
+    prepared meanwhile; reading a metric waits for it. The state that is passed in is donated:
+    its memory holds the new state, and the old one can no longer be read. State keeps the
+    given shardings from step to step, and there is one compilation for each shape.
+
+    **Arguments:**
+
+    - `step`: a pure function `step(state, *args) -> (state, aux)`, such as
+        [`redcoast.train_step`][] with its keyword arguments bound by `functools.partial`.
+    - `state_shardings`: a `NamedSharding` for each array of the state, as
+        [`redcoast.infer_shardings`][] gives them.
+    - `mesh`: the mesh that bare `PartitionSpec`s in `step` refer to; that of
+        `state_shardings` by default.
+
+    **Returns:**
+
+    A callable `(state, *args) -> (state, aux)`. NumPy arrays among `args` are placed with
+    their first dimension split over `data` and `fsdp`, where it divides; JAX arrays stay where
+    they are. It has `lower(state, *args)`, as jitted functions do, which takes abstract
+    arguments too.
+
+    **Raises:**
+
+    `ValueError` if `state_shardings` holds no sharding, or does not match the state that the
+    step is called with, or if the step returns a state of another structure.
+
+    !!! Example
+
+        ```python
+        step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
+        step = rc.compile_step(step, rc.infer_shardings(state, mesh))
+        for batch in batches:
+            state, metrics = step(state, batch)
+        ```
+    """
+    shardings = jax.tree.leaves(state_shardings)
+    if not shardings:
+        raise ValueError(
+            "`state_shardings` holds no sharding. Pass what `infer_shardings(state, mesh)` returns."
+        )
+    return CompiledStep(step, shardings, shardings[0].mesh if mesh is None else mesh)
+
+
+class CompiledStep:
+    """A compiled step: called like the step it was made from, or lowered to look inside."""
+
+    def __init__(self, step: Callable[..., Any], shardings: list[NamedSharding], mesh: Mesh):
+        self._shardings = shardings
+        self._mesh = mesh
+        self._jitted = jax.jit(
+            _on_state(step, mesh),
+            static_argnums=(1, 3),
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+        )
+
+    def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
+        arrays, static = split(state)
+        self._check(state, arrays)
+        given, constants = split(args, numbers=True)
+        given = [place(x, self._mesh) for x in given]
+        arrays, aux = self._jitted(_unaliased(arrays), static, given, constants)
+        return join(arrays, static), aux
+
+    def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
+        """As `jax.jit(...).lower`."""
+        arrays, static = split(state)
+        self._check(state, arrays)
+        given, constants = split(args, numbers=True)
+        return self._jitted.lower(arrays, static, given, constants)
+
+    def _check(self, state: PyTree, arrays: list[Any]) -> None:
+        if len(arrays) != len(self._shardings):
+            raise ValueError(
+                f"The state holds {len(arrays)} arrays, but `state_shardings` has "
+                f"{len(self._shardings)} shardings. They must come from the same tree: "
+                "`infer_shardings(state, mesh)`."
+            )
+
+
+class Static(NamedTuple):
+    """All of a tree but its arrays: hashable, so that `jax.jit` compiles once for each."""
+
+    structure: Any
+    leaves: tuple[Any, ...]  # `None`, which is no leaf, stands where an array was
+
+
+def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
+    """Parts a tree into its arrays and all else; `numbers` counts Python's as arrays."""
+    # `jax.jit` on a flat list costs half of what it does on a tree of modules, and the static
+    # part is compared by the same C++ code that looks up the compiled program.
+    kinds = (*ARRAYS, int, float, complex) if numbers else ARRAYS
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    return arrays, Static(
+        structure, tuple(None if isinstance(leaf, kinds) else leaf for leaf in leaves)
+    )
+
+
+def join(arrays: list[Any], static: Static) -> PyTree:
+    """The inverse of `split`."""
+    rest = iter(arrays)
+    return static.structure.unflatten(
+        [next(rest) if leaf is None else leaf for leaf in static.leaves]
+    )
+
+
+ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+def place(x: Any, mesh: Mesh) -> Any:
+    """Puts a NumPy array on the devices of a mesh, as a batch."""
+    if isinstance(x, np.ndarray) and x.ndim:
+        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
+    return x
+
+
+def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`fn(tree, *args)` as a function of what `split` makes of both."""
+
+    def call(arrays: list[Any], static: Static, given: list[Any], constants: Static) -> Any:
+        # Bare `PartitionSpec`s in user code refer to this mesh.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(join(arrays, static), *join(given, constants))
+
+    return call
+
+
+def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    call = _on_lists(step, mesh)
+
+    def flat_step(arrays: list[Any], static: Static, *rest: Any) -> tuple[list[Any], PyTree]:
+        new_state, aux = call(arrays, static, *rest)
+        new_arrays, new_static = split(new_state)
+        if new_static != static:
+            raise ValueError(
+                "The step must return a state of the structure that it was given. It was given "
+                f"{static} and returned {new_static}."
+            )
+        return new_arrays, aux
+
+    return flat_step
+
+
+def _unaliased(arrays: list[Any]) -> list[Any]:
+    """Copies arrays that stand in several places: a buffer can be donated only once."""
+    seen: set[int] = set()
+    result = []
+    for array in arrays:
+        result.append(jnp.copy(array) if id(array) in seen else array)
+        seen.add(id(array))
+    return result
+
+
+def compile_call(
+    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
+) -> Callable[..., PyTree]:
+    """Compiles `fn(tree, *args)` for a tree that stays as it is; returns what `fn` returns."""
+    jitted = jax.jit(
+        _on_lists(fn, mesh),
+        static_argnums=(1, 3),
+        in_shardings=(jax.tree.leaves(shardings), None),
+    )
+
+    def call(tree: PyTree, *args: PyTree) -> PyTree:
+        given, constants = split(args, numbers=True)
+        return jitted(*split(tree), [place(x, mesh) for x in given], constants)
+
+    return call

@@ -1,0 +1,250 @@
+"""From raw examples to batches on the devices, a few ahead of the step."""
+
+import copy
+import functools as ft
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree, UInt64
+
+from ._mesh import batch_sharding, batch_shards
+from ._shuffle import batch_indices, example_generators
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+CollateFn = Callable[..., PyTree]
+AHEAD = 4
+WORKERS = 2
+
+
+class Batch(NamedTuple):
+    arrays: PyTree
+    rows: int
+    position: int  # of the run, behind this batch
+    stream: Any = None  # the state of the stream behind this batch
+
+
+def is_stream(examples: Any) -> bool:
+    """Whether examples come one by one, from an iterator whose state can be saved (Grain's)."""
+    return all(hasattr(examples, name) for name in ("__next__", "get_state", "set_state"))
+
+
+def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], Any], int]:
+    """A function from the epoch to the examples, and how many there are in each."""
+    if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
+        return lambda epoch: examples, _length(examples, name)
+    if not callable(examples):
+        raise TypeError(
+            f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
+            "(a list, an array, a dataset), be a function from the epoch to such a thing, or be "
+            "an iterator with `get_state` and `set_state`, as Grain's are."
+        )
+    length = _length(examples(0), f"{name}(0)")
+
+    @ft.lru_cache(maxsize=2)  # a batch may span two epochs
+    def of_epoch(epoch: int) -> Any:
+        found = examples(epoch)
+        if len(found) != length:
+            raise ValueError(
+                f"`{name}({epoch})` has {len(found)} examples, but `{name}(0)` has {length}. "
+                "Every epoch must have the same number."
+            )
+        return found
+
+    return of_epoch, length
+
+
+def _length(examples: Any, name: str) -> int:
+    if len(examples) == 0:
+        raise ValueError(f"`{name}` is empty. Pass at least one example.")
+    return len(examples)
+
+
+def training_batches(
+    examples: Any,
+    collate_fn: CollateFn,
+    *,
+    batch_size: int,
+    seed: UInt64[np.ndarray, "2"],
+    start: int,
+    stop: int,
+    mesh: Mesh,
+) -> Iterator[Batch]:
+    """The batches from one position of a run to another, shuffled anew in each epoch."""
+    of_epoch, length = by_epoch(examples)
+
+    def make(drawn: tuple[int, list[int], list[int]]) -> Batch:
+        begin, epochs, indices = drawn
+        found: list[Any] = []
+        for epoch in sorted(set(epochs)):
+            here = [i for e, i in zip(epochs, indices, strict=True) if e == epoch]
+            found += fetch(of_epoch(epoch), here)
+        rngs = lambda: example_generators(epochs, indices, seed)  # noqa: E731
+        arrays = collate(collate_fn, found, indices, rngs)
+        return Batch(place_batch(arrays, mesh), len(found), begin + len(found))
+
+    draws = batch_indices(start, stop, batch_size, length, seed)
+    positions = range(start, stop, batch_size)
+    drawn = ((p, *draw) for p, draw in zip(positions, draws, strict=True))
+    return _alike(prefetch(make, drawn, workers=WORKERS))
+
+
+def stream_batches(
+    stream: Any,
+    collate_fn: CollateFn,
+    *,
+    batch_size: int,
+    seed: UInt64[np.ndarray, "2"],
+    start: int,
+    stop: int | None,
+    mesh: Mesh,
+) -> Iterator[Batch]:
+    """The batches of a stream, from where it stands, with its state behind each of them."""
+
+    def draw() -> Iterator[tuple[int, list[Any], Any]]:
+        position = start
+        while stop is None or position < stop:
+            wanted = batch_size if stop is None else min(batch_size, stop - position)
+            found = [x for _, x in zip(range(wanted), stream, strict=False)]
+            if not found:
+                return
+            position += len(found)
+            yield position, found, copy.deepcopy(stream.get_state())
+
+    def make(drawn: tuple[int, list[Any], Any]) -> Batch:
+        position, found, state = drawn
+        indices = list(range(position - len(found), position))
+        rngs = lambda: example_generators([0] * len(found), indices, seed)  # noqa: E731
+        arrays = collate(collate_fn, found, indices, rngs)
+        return Batch(place_batch(arrays, mesh), len(found), position, state)
+
+    return _alike(prefetch(make, draw(), workers=WORKERS))
+
+
+def ordered_batches(
+    examples: Any, collate_fn: CollateFn, *, batch_size: int, mesh: Mesh, name: str = "examples"
+) -> Iterator[Batch]:
+    """All examples once, in order: for evaluation and prediction."""
+    of_epoch, length = by_epoch(examples, name=name)
+
+    def make(bounds: tuple[int, int]) -> Batch:
+        indices = list(range(*bounds))
+        arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
+        return Batch(place_batch(arrays, mesh), len(indices), bounds[1])
+
+    return prefetch(make, chunks(length, batch_size, batch_shards(mesh)), workers=WORKERS)
+
+
+def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int]]:
+    """Bounds of batches that leave nothing over, of few different sizes."""
+    # The last examples go in a batch that divides over the devices and, whole on each device,
+    # in batches no larger than a device's share, so that memory is that of a full batch.
+    share = max(1, batch_size // shards)
+    start = 0
+    while start < length:
+        rows = min(batch_size, length - start)
+        if rows < batch_size and rows % shards:
+            rows = rows // shards * shards or min(share, rows)
+        yield start, start + rows
+        start += rows
+
+
+def fetch(examples: Any, indices: list[int]) -> list[Any]:
+    """The examples at the given indices; in one call where the data offers it."""
+    if hasattr(examples, "__getitems__"):  # datasets on disk read faster so
+        return list(examples.__getitems__(indices))
+    return [examples[i] for i in indices]
+
+
+def collate(
+    collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
+) -> PyTree:
+    """Calls `collate_fn` and checks that it returned a batch of these examples."""
+    try:
+        if "rngs" in _parameters(collate_fn):
+            arrays = collate_fn(examples, rngs=rngs())
+        else:
+            arrays = collate_fn(examples)
+    except Exception as error:
+        error.add_note(f"Raised by `collate_fn` for the examples with indices {indices}.")
+        raise
+    _check_rows(arrays, len(examples))
+    return arrays
+
+
+@ft.lru_cache(maxsize=16)
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _check_rows(arrays: PyTree, rows: int) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves:
+        raise ValueError("`collate_fn` returned no array. It must return a PyTree of NumPy arrays.")
+    for path, leaf in leaves:
+        where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.dtype.kind in "OSU":
+            what = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
+            raise TypeError(
+                f"`collate_fn` returned {what} at {where}. It must return a PyTree of NumPy "
+                "arrays of numbers, batch dimension first."
+            )
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"`collate_fn` was given {rows} examples and returned an array of shape "
+                f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows."
+            )
+
+
+def place_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
+    """Puts a batch on the devices, split over `data` and `fsdp` where it divides."""
+    rows = jax.tree.leaves(arrays)[0].shape[0]
+    return jax.device_put(arrays, batch_sharding(mesh, rows))
+
+
+def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Passes batches on while they have the structure and the dtypes of the first."""
+    first = None
+    for batch in batches:
+        found = jax.tree.structure(batch.arrays), _kinds(batch.arrays)
+        first = first or found
+        if found != first:
+            raise ValueError(
+                "`collate_fn` returned batches of different structure. The first had "
+                f"{_describe(*first)}; another had {_describe(*found)}. Every batch must have the "
+                "same keys, dtypes and numbers of dimensions."
+            )
+        yield batch
+
+
+def _kinds(arrays: PyTree) -> list[tuple[Any, int]]:
+    return [(x.dtype, x.ndim) for x in jax.tree.leaves(arrays)]
+
+
+def _describe(structure: Any, kinds: list[tuple[Any, int]]) -> str:
+    return str(structure.unflatten([f"{dtype}, {ndim} dimensions" for dtype, ndim in kinds]))
+
+
+def prefetch(
+    make: Callable[[T], U], items: Iterable[T], *, workers: int, ahead: int = AHEAD
+) -> Iterator[U]:
+    """`map(make, items)` in threads, in order, `ahead` results ahead of the reader."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="redcoast-data")
+    pending: deque[Any] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(make, item))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        # The reader may stop early; batches under way are of no use then.
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,234 @@
+"""Evaluation and prediction over raw examples: each of them once."""
+
+import functools as ft
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ._compile import compile_call
+from ._data import Batch, CollateFn, ordered_batches
+from ._loss import LossFn, evaluate_loss
+from ._mesh import ambient_or_default
+from ._precision import check_compute_dtype
+from ._predict import PredictFn, predict
+from ._sharding import infer_shardings
+
+
+OutputFn = Callable[[PyTree], list[Any]]
+
+
+def evaluate(
+    model: PyTree,
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    batch_size: int,
+    mesh: Mesh | None = None,
+    key: PRNGKeyArray | None = None,
+    compute_dtype: Any = None,
+) -> dict[str, float]:
+    """The mean loss and metrics over examples, with the model in inference mode.
+
+    Every example counts exactly once, whatever the batch size.
+
+    **Arguments:**
+
+    - `model`: any PyTree, on one device or already split.
+    - `examples`: anything with a length and an index.
+    - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
+        parameter `rngs`, it is given `rngs=None` here: nothing is augmented.
+    - `loss_fn`: as for [`redcoast.train_step`][].
+    - `batch_size`: how many examples a batch has, over all devices.
+    - `mesh`: the devices to use; by default the ambient mesh, or else all devices as `data`.
+    - `key`: a JAX key for losses that draw random numbers; `jax.random.key(0)` by default.
+    - `compute_dtype`: as for [`redcoast.train_step`][].
+
+    **Returns:**
+
+    A dict of `loss` and all of `aux`: means weighted by `aux["weight"]`, or else by the number of
+    examples. `weight` itself, if the loss returns it, is the sum.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
+    it must not.
+
+    !!! Example
+
+        ```python
+        metrics = rc.evaluate(
+            model, test_examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64
+        )
+        ```
+    """
+    check_batch_size(batch_size)
+    mesh = ambient_or_default(mesh)
+    shardings = infer_shardings(model, mesh)
+    evaluation = compile_evaluation(loss_fn, shardings, mesh, compute_dtype)
+    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    return run_evaluation(evaluation, place_tree(model, shardings), batches, key)
+
+
+def predict_examples(
+    model: PyTree,
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    predict_fn: PredictFn,
+    batch_size: int,
+    output_fn: OutputFn | None = None,
+    mesh: Mesh | None = None,
+    key: PRNGKeyArray | None = None,
+    compute_dtype: Any = None,
+) -> list[Any]:
+    """Predicts examples, in order, with the model in inference mode.
+
+    **Arguments:**
+
+    - `model`, `examples`, `collate_fn`, `batch_size`, `mesh`, `key`, `compute_dtype`: as for
+        [`redcoast.evaluate`][].
+    - `predict_fn`: `predict_fn(model, batch, key)`, as for [`redcoast.predict`][].
+    - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
+        (NumPy arrays) into a list with one entry for each example, such as decoded text. By
+        default, the entries are the rows.
+
+    **Returns:**
+
+    A list with one entry for each example.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
+    it must not.
+
+    !!! Example
+
+        ```python
+        labels = rc.predict_examples(
+            model, images, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=64
+        )
+        ```
+    """
+    check_batch_size(batch_size)
+    mesh = ambient_or_default(mesh)
+    shardings = infer_shardings(model, mesh)
+    prediction = compile_prediction(predict_fn, shardings, mesh, compute_dtype)
+    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    outputs = run_prediction(prediction, place_tree(model, shardings), batches, output_fn, key)
+    return list(outputs)
+
+
+def compile_evaluation(
+    loss_fn: LossFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
+) -> Callable[..., Any]:
+    """A compiled `(model, batch, key) -> (means, weight, names)`."""
+    check_compute_dtype(compute_dtype, training=False)
+
+    def evaluation(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> tuple[Any, Any]:
+        model = eqx.nn.inference_mode(model)
+        loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+        return {**aux, "loss": loss}, weight
+
+    return compile_call(evaluation, shardings, mesh)
+
+
+def compile_prediction(
+    predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
+) -> Callable[..., Any]:
+    """A compiled `(model, batch, key) -> predictions`."""
+    bound = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    return compile_call(bound, shardings, mesh)
+
+
+def run_evaluation(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None = None,
+) -> dict[str, float]:
+    """Weighted means over batches, summed up on the host in double precision."""
+    sums: dict[str, float] = {}
+    total = 0.0
+    for means, weight in _one_behind(evaluation, model, batches, key):
+        weight = float(weight)
+        total += weight
+        for name, mean in means.items():
+            share = weight if name == "weight" else weight * float(mean) if weight else 0.0
+            sums[name] = sums.get(name, 0.0) + share
+    if total == 0:
+        raise ValueError(
+            "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
+        )
+    return {name: x if name == "weight" else x / total for name, x in sums.items()}
+
+
+def run_prediction(
+    prediction: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    output_fn: OutputFn | None,
+    key: PRNGKeyArray | None = None,
+) -> Iterator[Any]:
+    """The outputs, one for each example."""
+    counted = []  # filled as the batches are drawn
+
+    def counting() -> Iterator[Batch]:
+        for batch in batches:
+            counted.append(batch.rows)
+            yield batch
+
+    for i, predictions in enumerate(_one_behind(prediction, model, counting(), key)):
+        yield from _outputs(predictions, output_fn, counted[i])
+
+
+def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
+    if output_fn is None:
+        return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
+    outputs = output_fn(predictions)
+    if not hasattr(outputs, "__len__") or len(outputs) != rows:
+        found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
+        raise ValueError(
+            f"`output_fn` was given the predictions of {rows} examples and returned {found}. It "
+            "must return a list with one entry for each example."
+        )
+    return list(outputs)
+
+
+def _one_behind(
+    call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
+) -> Iterator[Any]:
+    """Results as NumPy arrays, each read when the next is under way."""
+    key = jax.random.key(0) if key is None else key
+    under_way = None
+    for i, batch in enumerate(batches):
+        result = call(model, batch.arrays, jax.random.fold_in(key, i))
+        if under_way is not None:
+            yield jax.device_get(under_way)
+        under_way = result
+    if under_way is not None:
+        yield jax.device_get(under_way)
+
+
+def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
+    """Puts the arrays of a tree where the shardings say; what is no array stays."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(shardings)
+    alias = False if copy else None
+    return structure.unflatten(
+        [
+            leaf if place is None else jax.device_put(leaf, place, may_alias=alias)
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+    )
+
+
+def check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
+
+

@@ -1,0 +1,115 @@
+"""What `loss_fn` may return, checked and brought into one form."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from ._precision import cast_floating, cast_like, widen
+
+
+LossFn = Callable[..., Any]
+# Names that `train_step` reports itself.
+RESERVED = ("loss", "grad_norm", "skipped", "learning_rate")
+
+
+class LossResult(NamedTuple):
+    loss: Float[Array, ""]
+    aux: dict[str, Any]
+    weight: Float[Array, ""]
+    model: PyTree
+
+
+def evaluate_loss(
+    loss_fn: LossFn, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, compute_dtype: Any
+) -> LossResult:
+    """Calls `loss_fn` in `compute_dtype`; the result is in float32 or wider."""
+    compute_model = cast_floating(model, compute_dtype)
+    out = loss_fn(compute_model, cast_floating(batch, compute_dtype), key)
+    loss, aux, new_model = _unpack(out, model)
+    _check_loss(loss)
+    _check_aux(aux)
+    if new_model is not model:
+        new_model = _moved_on(new_model, model)
+    aux = {name: widen(value) for name, value in aux.items()}
+    weight = aux.get("weight", jnp.asarray(_rows(batch), jnp.float32))
+    return LossResult(widen(loss), aux, weight, new_model)
+
+
+def _unpack(out: Any, model: PyTree) -> tuple[Any, dict[str, Any], PyTree]:
+    if not isinstance(out, tuple):
+        return out, {}, model
+    if len(out) == 2:
+        return out[0], out[1], model
+    if len(out) == 3:
+        return out
+    raise ValueError(
+        f"`loss_fn` returned a tuple of {len(out)}. It must return a scalar, `(scalar, aux)` or "
+        "`(scalar, aux, model)`."
+    )
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, jax.Array):
+        raise TypeError(
+            f"`loss_fn` returned a loss of type {type(loss).__name__}. It must be a scalar JAX "
+            "array that depends on the model."
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"`loss_fn` returned a loss of shape {loss.shape}. It must be a scalar: take the mean "
+            "over the batch, `jnp.mean(loss)`."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"`loss_fn` returned a loss of dtype {loss.dtype}, which has no gradient. It must be "
+            "a floating scalar."
+        )
+
+
+def _check_aux(aux: Any) -> None:
+    if not isinstance(aux, dict):
+        raise TypeError(
+            f"The second value that `loss_fn` returned is of type {type(aux).__name__}. It must "
+            "be a dict of scalar metrics."
+        )
+    for name, value in aux.items():
+        if name in RESERVED:
+            raise ValueError(
+                f"`loss_fn` returned a metric called {name!r} in `aux`, a name that is taken: "
+                f"{', '.join(RESERVED)} are reported by `train_step`. Give it another name."
+            )
+        if jnp.ndim(value):
+            raise ValueError(
+                f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
+                "scalars: reduce it, or return it from `predict_fn`."
+            )
+
+
+def _moved_on(new_model: PyTree, model: PyTree) -> PyTree:
+    """The model that `loss_fn` returned, in the dtypes that the model is stored in."""
+    old_structure, new_structure = jax.tree.structure(model), jax.tree.structure(new_model)
+    if old_structure != new_structure:
+        raise ValueError(
+            "The model that `loss_fn` returned has another structure than the one it was given. "
+            f"It was given {old_structure} and returned {new_structure}."
+        )
+    new_model = cast_like(new_model, model)
+    old_leaves = jax.tree_util.tree_leaves_with_path(model)
+    for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):
+        if eqx.is_array(old) and (jnp.shape(new), new.dtype) != (old.shape, old.dtype):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"The model that `loss_fn` returned holds {new.dtype}{list(jnp.shape(new))} at "
+                f"{where}, where it was given {old.dtype}{list(old.shape)}. Keep shape and dtype."
+            )
+    return new_model
+
+
+def _rows(batch: PyTree) -> int:
+    """The number of examples of a batch: the weight of a loss that names none."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    return next((shape[0] for shape in shapes if shape), 1)

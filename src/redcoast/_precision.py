@@ -1,0 +1,45 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+def check_compute_dtype(dtype: Any, *, training: bool) -> None:
+    """Refuses what would lose gradients or is no floating dtype."""
+    if dtype is None:
+        return
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, not {dtype!r}."
+        )
+    if training and jnp.dtype(dtype) == jnp.float16:
+        raise ValueError(
+            "`compute_dtype=jnp.float16` is refused for training: its range ends at 65,504 and "
+            "6e-8, so that gradients overflow or vanish without loss scaling. Use jnp.bfloat16, "
+            "which has the range of float32 and needs none."
+        )
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating arrays of a tree; with `dtype=None`, nothing."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Casts each floating array to the dtype of its counterpart in a tree of equal structure."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_floating(x) else x, tree, like)
+
+
+def is_floating(x: Any) -> bool:
+    # NumPy scalars have a dtype as well; Python floats are weakly typed and adapt by themselves.
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def widen(x: Any) -> Array:
+    """To float32, unless it is wider: half precision and integers are too coarse for sums."""
+    x = jnp.asarray(x)
+    wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+    return x if wide else x.astype(jnp.float32)

@@ -1,0 +1,188 @@
+"""Progress of a training loop: a bar on a terminal, a line now and then elsewhere."""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping
+from io import TextIOBase
+from time import perf_counter
+from typing import Any, NamedTuple, SupportsFloat, TextIO
+
+Stream = TextIO | TextIOBase
+
+# Throughput is that of the last so many seconds: a change shows, and a hiccup does not.
+_WINDOW = 30.0
+_BAR_INTERVAL = 0.1
+_FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
+
+
+class _Sample(NamedTuple):
+    seconds: float
+    step: int
+    done: float
+
+
+class Progress:
+    """What `progress` returns; `update` it after each step, and `close` it at the end."""
+
+    def __init__(
+        self, total_steps: int | None, start: int, unit: str, bar: Any | None, file: Stream | None
+    ):
+        self._total, self._unit, self._bar, self._file = total_steps, unit, bar, file
+        self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
+        self._step, self._done, self._metrics = start, 0.0, {}
+        self._samples: deque[_Sample] = deque()
+        self._next = math.inf if file is None else 0.0
+        self._drawn = start
+        self._idle, self._paused_at = 0.0, None
+
+    def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
+        """Counts a step that is done.
+
+        **Arguments:**
+
+        - `step`: the number of steps done so far.
+        - `metrics`: those of the step; `loss` is shown, and `weight`, if there, counts tokens.
+        - `amount`: the number of examples in the step's batch.
+        """
+        self._step, self._metrics = step, metrics
+        self._done += float(metrics.get("weight", amount))
+        now = perf_counter()
+        if now >= self._next:
+            self._tick(now)
+
+    def pause(self) -> None:
+        """Stops the clock of the throughput: an evaluation, a compilation or a save begins."""
+        if self._paused_at is None:
+            self._paused_at = perf_counter()
+
+    def resume(self) -> None:
+        """Starts the clock again."""
+        if self._paused_at is not None:
+            self._idle += perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def close(self) -> None:
+        """Shows the last step and ends the bar; later calls do nothing."""
+        self.resume()
+        if self._drawn != self._step and self._next < math.inf:
+            self._draw(perf_counter())
+        self._next = math.inf
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tick(self, now: float) -> None:
+        first = not self._samples
+        if first:
+            # The clock starts when the first step is done, so that its compilation does not count.
+            self._samples.append(self._sample(now))
+        if not first or self._bar is not None:
+            self._draw(now)
+        self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
+
+    def _sample(self, now: float) -> _Sample:
+        now = now if self._paused_at is None else self._paused_at
+        return _Sample(now - self._idle, self._step, self._done)
+
+    def _draw(self, now: float) -> None:
+        self._drawn = self._step
+        sample = self._sample(now)
+        self._samples.append(sample)
+        while len(self._samples) > 2 and self._samples[1].seconds <= sample.seconds - _WINDOW:
+            self._samples.popleft()
+        details = self._details(self._samples[0], sample)
+        if self._bar is not None:
+            self._bar.n = self._step
+            self._bar.set_postfix_str(", ".join(details), refresh=False)
+            self._bar.refresh()
+        else:
+            of_total = "" if self._total is None else f"/{self._total:,}"
+            print("  ".join([f"step {self._step:,}{of_total}", *details]), file=self._file)
+            assert self._file is not None
+            self._file.flush()
+
+    def _details(self, first: _Sample, last: _Sample) -> list[str]:
+        details = []
+        if "loss" in self._metrics:
+            details.append(f"loss {float(self._metrics['loss']):.4g}")
+        seconds = last.seconds - first.seconds
+        if seconds > 0 and last.step > first.step:
+            rate = (last.done - first.done) / seconds
+            unit = "tokens" if "weight" in self._metrics else self._unit
+            details.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
+            if self._total is not None:
+                left = (self._total - last.step) * seconds / (last.step - first.step)
+                details.append(f"{_clock(left)} left")
+        return details
+
+
+def progress(
+    total_steps: int | None,
+    *,
+    start: int = 0,
+    unit: str = "examples",
+    enabled: bool | None = None,
+    file: Stream | None = None,
+) -> Progress:
+    """Shows how far a loop is: step, loss, throughput, time left.
+
+    On a terminal that is a bar; elsewhere, a plain line after about five seconds, then one
+    every thirty, and one for the last step. The clock of the throughput starts when the first step
+    is done, so that its compilation does not count, and stands still between `pause()` and
+    `resume()`.
+
+    !!! example
+
+        ```python
+        with progress(1000) as bar:
+            for step in range(1000):
+                ...
+                bar.update(step + 1, {"loss": loss}, batch_size)
+        ```
+
+    **Arguments:**
+
+    - `total_steps`: the number of steps at which the loop ends; `None` where that is not known.
+    - `start`: the number of steps done before (in a resumed run).
+    - `unit`: what `amount` counts; it is `"tokens"` when the metrics hold a `weight`.
+    - `enabled`: `None` draws a bar on a terminal and prints lines elsewhere; `True` draws the bar
+      anywhere (some notebooks and consoles show one, though they are no terminal); `False` shows
+      nothing.
+    - `file`: where to write; standard error by default.
+
+    **Returns:**
+
+    An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
+    also a context manager.
+    """
+    file = sys.stderr if file is None else file
+    if enabled is False or file is None:
+        return Progress(total_steps, start, unit, None, None)
+    bar = _bar(total_steps, start, file) if enabled or file.isatty() else None
+    return Progress(total_steps, start, unit, bar, file)
+
+
+def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
+    from tqdm import tqdm
+
+    layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
+    return tqdm(
+        total=total_steps,
+        initial=start,
+        file=file,
+        dynamic_ncols=True,
+        bar_format=layout if total_steps is not None else "step {n_fmt}{postfix}",
+        postfix="waiting for the first step",
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

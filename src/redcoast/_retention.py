@@ -1,0 +1,160 @@
+"""The checkpoints of a run: where they are, how often one is made, and which are kept."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxtyping import PyTree
+
+from ._checkpoint import CheckpointMismatch, load_checkpoint, read_metadata, save_args
+
+
+logger = logging.getLogger("redcoast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where and how often `fit` saves its state, and which checkpoints it keeps.
+
+    **Arguments:**
+
+    - `directory`: the directory of the run. Checkpoints go to `checkpoints/<step>` below it, and
+        the metrics to `metrics.jsonl`.
+    - `every`: after how many steps to save; at each evaluation or end of an epoch by default. The
+        end of training is always saved.
+    - `keep`: how many of the newest to keep.
+    - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept as
+        well; one is then made at each evaluation that is the best so far.
+    - `mode`: whether the `"min"` or the `"max"` of `best` is the best.
+    - `resume`: whether to go on from the newest checkpoint in `directory`, if there is one. With
+        `False`, a directory that holds checkpoints is an error.
+
+    !!! Example
+
+        ```python
+        rc.Checkpoints("runs/lm", every=500, keep=3, best="rouge2", mode="max")
+        ```
+    """
+
+    directory: str | Path
+    _: dataclasses.KW_ONLY
+    every: int | None = None
+    keep: int = 1
+    best: str | None = None
+    mode: Literal["min", "max"] = "min"
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`Checkpoints({name}={value})` must be at least 1.")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory).absolute() / "checkpoints"
+
+
+def saved_steps(checkpoints: Checkpoints) -> list[int]:
+    """The steps of which there is a checkpoint, oldest first."""
+    path = checkpoints.path
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else []
+
+
+def restore_newest(
+    checkpoints: Checkpoints, like: PyTree, shardings: PyTree
+) -> tuple[PyTree, dict[str, Any]] | None:
+    """The newest whole checkpoint of a run and its metadata; nothing if there is none yet."""
+    steps = saved_steps(checkpoints)
+    if steps and not checkpoints.resume:
+        raise ValueError(
+            f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` asks "
+            "to begin anew. Choose another directory, or remove this one."
+        )
+    for step in reversed(steps):
+        path = checkpoints.path / str(step)
+        try:
+            tree = load_checkpoint(path, like, shardings=shardings)
+            return tree, read_metadata(path)["metadata"]
+        except CheckpointMismatch:
+            raise
+        except Exception as error:
+            # The step will be saved again, and what is left of this one may still be of use.
+            aside = path.with_name(f"{step}.damaged")
+            path.rename(aside)
+            logger.warning(
+                "The checkpoint %s is damaged (%s: %s). It was moved to %s, and the one before it "
+                "is used.",
+                *(path, type(error).__name__, str(error).splitlines()[0], aside),
+            )
+    if steps:
+        raise ValueError(
+            f"All checkpoints in {checkpoints.path} are damaged; they were moved aside. Choose "
+            "another directory to begin anew."
+        )
+    return None
+
+
+def best_value(checkpoints: Checkpoints) -> float | None:
+    """The best value of the best-metric among the checkpoints that are kept."""
+    if checkpoints.best is None:
+        return None
+    found = [
+        read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
+        for step in saved_steps(checkpoints)
+    ]
+    values = [m[checkpoints.best] for m in found if checkpoints.best in m]
+    return (min if checkpoints.mode == "min" else max)(values, default=None)
+
+
+def is_better(checkpoints: Checkpoints, value: float, best: float | None) -> bool:
+    if math.isnan(value):
+        return False
+    return best is None or (value < best if checkpoints.mode == "min" else value > best)
+
+
+class Saver:
+    """Saves in the background, deletes what the policy does not keep, and waits at the end."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._manager = _open(checkpoints)
+
+    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
+        """Begins to save a tree; its arrays may be donated as soon as this returns."""
+        if step not in self._manager.all_steps():
+            metrics = metadata.get("metrics") or None
+            self._manager.save(step, args=save_args(tree, metadata), metrics=metrics, force=True)
+
+    def close(self) -> None:
+        """Waits for what is being saved."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _open(checkpoints: Checkpoints) -> Any:
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import checkpoint_managers as policies
+
+    keep: Any = policies.LatestN(checkpoints.keep)
+    if checkpoints.best is not None:
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: _rank(checkpoints, metrics),
+            n=1,
+            keep_checkpoints_without_metrics=False,
+        )
+        keep = policies.AnyPreservationPolicy([keep, best])
+    options = ocp.CheckpointManagerOptions(preservation_policy=keep, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(checkpoints.path, options=options)
+
+
+def _rank(checkpoints: Checkpoints, metrics: Mapping[str, float]) -> float:
+    """Larger is better, and a metric that is missing or no number is the worst."""
+    value = metrics.get(checkpoints.best or "", math.nan)
+    if math.isnan(value):
+        return -math.inf
+    return -value if checkpoints.mode == "min" else value

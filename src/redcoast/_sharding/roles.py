@@ -1,0 +1,118 @@
+"""What every array of a model does, and which of its dimensions the `model` axis splits."""
+
+import re
+from dataclasses import dataclass
+
+
+from .attention import split_attention
+from .chains import is_open, split_alone, split_chains, split_pairs
+from .convention import settle
+from .nodes import Leaf, grow
+from .reading import NORMS, RECURRENT, read_group
+from .splits import Split, Splits, indivisible
+from .stacks import stack_dims
+from .units import Group, Unit, Votes, size_votes, units_below
+from .vocabulary import split_heads, split_tables, vocabulary_sizes
+
+_NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """For each leaf (by index): its split over `model`, and how many dimensions count layers.
+
+    `fixed` are the dimensions that are never split: stacked layers and windows of convolutions.
+    """
+
+    splits: Splits
+    stacks: dict[int, int]
+    fixed: dict[int, frozenset[int]]
+
+
+def find_roles(tree: object, n: int) -> Roles:
+    """The roles of the arrays of `tree` when the `model` axis has `n` devices."""
+    root = grow(tree)
+    stacks = stack_dims(root)
+    votes = size_votes(root, stacks)
+    group = settle(read_group(root, stacks, votes), votes)
+    splits = _split_units(group, votes, n)
+    for part in group:
+        for leaf in part.loose:
+            reason = _loose_reason(leaf, part.owner, stacks[leaf.index])
+            splits.setdefault(leaf.index, Split(None, reason))
+    splits |= _vocabulary_biases(group, splits, stacks, n)
+    fixed = {i: frozenset(range(depth)) for i, depth in stacks.items()}
+    for unit in units_below(group):
+        fixed[unit.weight.index] |= frozenset(unit.spatial)
+    return Roles(splits, stacks, fixed)
+
+
+def _split_units(group: Group, votes: Votes, n: int) -> Splits:
+    """Attention and pairs first: they tell which widths are the residual stream's."""
+    parents = {id(m): g for g in group for m in g.members.values() if isinstance(m, Group)}
+    done: Splits = {}
+    for part in group:
+        done |= split_attention(part, parents.get(id(part)), done, n)
+    for part in group:
+        done |= split_pairs(part, done, _residual(part, done), votes, n)
+    residual = _residual(group, done)
+    done |= split_tables(group, residual, n)
+    done |= split_heads(group, done, n)
+    residual |= _table_widths(group, done)
+    for part in group:
+        done |= split_chains(part, done, residual, n)
+    for unit in units_below(group):
+        if is_open(unit, done):
+            done |= split_alone(unit, residual, n)
+    return done
+
+
+def _residual(group: Group, done: Splits) -> set[int]:
+    """The sizes that the matrices split so far read from, or write to, whole."""
+    found = set()
+    for unit in units_below(group):
+        split = done.get(unit.weight.index)
+        if split is not None and split.dim is not None:
+            found.add(unit.in_size if split.dim in unit.outs else unit.out_size)
+    return found
+
+
+def _table_widths(group: Group, done: Splits) -> set[int]:
+    tables = [unit for unit in units_below(group) if unit.kind == "table"]
+    return {_other_size(unit, done[unit.weight.index]) for unit in tables}
+
+
+def _other_size(unit: Unit, split: Split) -> int:
+    return unit.in_size if split.dim in unit.outs else unit.out_size
+
+
+def _vocabulary_biases(
+    group: Group, done: Splits, stacks: dict[int, int], n: int
+) -> Splits:
+    """Biases of the logits that stand beside no matrix of theirs."""
+    sizes = vocabulary_sizes(group, done)
+    splits: Splits = {}
+    for part in group:
+        for leaf in part.loose:
+            dims = [d for d in range(len(leaf.shape)) if leaf.shape[d] > 1]
+            if len(dims) == 1 and leaf.shape[dims[0]] in sizes and not stacks[leaf.index]:
+                size = leaf.shape[dims[0]]
+                bad = size % n
+                reason = indivisible("vocabulary", size, n) if bad else "bias of the vocabulary"
+                splits[leaf.index] = Split(None if bad else dims[0], reason)
+    return splits
+
+
+def _loose_reason(leaf: Leaf, owner: object, stack: int) -> str:
+    if isinstance(owner, RECURRENT):
+        return "recurrent: its output is needed whole at every step"
+    if isinstance(owner, NORMS):
+        return "norm scale"
+    rank = sum(size > 1 for size in leaf.shape[stack:])
+    if rank > 1:
+        return "not recognised as a matrix"
+    if rank == 0:
+        return "scalar"
+    return "norm scale" if any(map(_NORM.search, leaf.path[-2:])) else "vector"
+
+

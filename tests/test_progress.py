@@ -1,0 +1,186 @@
+import functools
+import inspect
+import io
+import itertools
+import time
+import timeit
+
+import pytest
+
+from redcoast import _progress
+from redcoast._progress import Progress, progress
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers each line as it stood when it was last drawn."""
+
+    def isatty(self):
+        return True
+
+    def screen(self):
+        rows = [""]
+        for part in self.getvalue().replace("\n", "\n\r").split("\r"):
+            row = rows[-1]
+            rows[-1] = part.rstrip("\n") + row[len(part.rstrip("\n")) :]
+            if part.endswith("\n"):
+                rows.append("")
+        return [row.rstrip() for row in rows if row.strip()]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, which pass only where a test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(_progress, "perf_counter", lambda: now[0])
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    return sleep
+
+
+def test_lines_off_a_terminal(clock):
+    file = io.StringIO()
+    bar = progress(1000, file=file)
+    clock(60.0)  # compilation
+    printed = {}
+    for step in range(1, 81):
+        bar.update(step, {"loss": 2 / step}, 32)
+        printed[step] = file.getvalue().count("\n")
+        clock(1.0)
+    bar.close()
+    new_lines = [b for a, b in itertools.pairwise(printed) if printed[b] > printed[a]]
+    assert new_lines == [6, 36, 66]
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "step 6/1,000  loss 0.3333  32 examples/s  16:34 left"
+    assert lines[-1].startswith("step 80/1,000  loss 0.025  ")
+    assert len(lines) == 4
+
+
+def test_throughput_leaves_pauses_and_compilation_out(clock):
+    file = io.StringIO()
+    bar = progress(None, file=file)
+    clock(100.0)
+    for step in range(1, 11):
+        bar.update(step, {}, 1000)
+        bar.pause()
+        clock(50.0)
+        bar.pause()  # a save within an evaluation, say, changes nothing
+        bar.resume()
+        clock(0.5)
+    bar.close()
+    rates = [line.split("  ")[1] for line in file.getvalue().splitlines()]
+    assert set(rates) <= {"2,000 examples/s", "1,800 examples/s"}
+    assert len(rates) > 2
+
+
+def test_throughput_is_that_of_the_last_half_minute(clock):
+    file = Terminal()
+    bar = progress(None, file=file)
+    for step in range(1, 121):
+        bar.update(step, {}, 10)
+        clock(1.0 if step < 60 else 0.1)
+    bar.close()
+    assert "10 examples/s" in file.getvalue()
+    # 85 steps in 31 seconds; over the whole run it would be 18 a second.
+    rate = float(file.screen()[-1].split()[2])
+    assert rate == pytest.approx(27.7, abs=0.5)
+
+
+def test_weights_count_tokens(clock):
+    file = io.StringIO()
+    with progress(20, file=file) as bar:
+        for step in range(1, 11):
+            bar.update(step, {"loss": 1.0, "weight": 4096.0}, 4)
+            clock(0.25)
+    # Nine steps lie between the first and the last, and the clock went on after the last.
+    assert file.getvalue() == "step 10/20  loss 1  14,746 tokens/s  0:03 left\n"
+
+
+def test_bar_on_a_terminal(clock):
+    file = Terminal()
+    bar = progress(100, start=40, unit="images", file=file)
+    assert "step 40/100" in file.getvalue()
+    for step in range(41, 99):
+        bar.update(step, {"loss": 0.5}, 8)
+        clock(0.5)
+    bar.close()
+    bar.close()
+    (line,) = file.screen()
+    assert line.startswith("step 98/100 |")
+    assert line.endswith("| 98%, loss 0.5, 16 images/s, 0:01 left")
+
+
+def test_bar_is_drawn_at_most_every_tenth_of_a_second(clock):
+    file = Terminal()
+    bar = progress(None, file=file)
+    for step in range(1, 1001):
+        bar.update(step, {}, 1)
+        clock(0.001)
+    drawn = file.getvalue().count("step")
+    bar.close()
+    assert 5 < drawn < 25
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_nothing_when_off(kind, clock):
+    file = kind()
+    with progress(10, enabled=False, file=file) as bar:
+        for step in range(1, 11):
+            bar.update(step, {"loss": 1.0}, 1)
+            clock(10.0)
+    assert file.getvalue() == ""
+
+
+def test_enabled_draws_a_bar_anywhere(clock):
+    file = io.StringIO()
+    with progress(10, enabled=True, file=file) as bar:
+        bar.update(1, {"loss": 1.0}, 1)
+    assert "10%" in file.getvalue()
+
+
+def test_error_in_the_loop_shows_the_last_step(clock):
+    file = io.StringIO()
+
+    def loop():
+        with progress(10, file=file) as bar:
+            bar.update(3, {"loss": float("nan")}, 1)
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        loop()
+    assert file.getvalue() == "step 3/10  loss nan\n"
+
+
+def test_no_step_no_line():
+    file = io.StringIO()
+    progress(10, file=file).close()
+    assert file.getvalue() == ""
+
+
+def test_writes_to_standard_error_by_default(capsys):
+    with progress(10) as bar:
+        bar.update(1, {}, 1)
+    assert capsys.readouterr() == ("", "step 1/10\n")
+
+
+@pytest.mark.parametrize("enabled", [None, True])
+def test_costs_less_than_ten_microseconds(enabled):
+    bar = progress(10**9, enabled=enabled, file=io.StringIO())
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "weight": 100.0}
+    bar.update(1, metrics, 32)
+    # As users have it, without the type checker. The best of many short runs redraws nothing.
+    update = functools.partial(inspect.unwrap(Progress.update), bar, 2, metrics, 32)
+    seconds = min(timeit.repeat(update, number=100, repeat=100))
+    bar.close()
+    assert seconds / 100 < 10e-6
+
+
+def test_real_time():
+    file = io.StringIO()
+    with progress(5, file=file) as bar:
+        for step in range(1, 6):
+            time.sleep(0.02)
+            bar.update(step, {}, 1)
+    rate = float(file.getvalue().split("  ")[1].split()[0])
+    assert 5 < rate < 51

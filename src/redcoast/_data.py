@@ -1,6 +1,5 @@
 """From raw examples to batches on the devices, a few ahead of the step."""
 
-import copy
 import functools as ft
 import inspect
 from collections import deque
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
 from ._mesh import batch_sharding, batch_shards
+from ._stream import encode_stream_state
 from ._shuffle import batch_indices, example_generators
 
 
@@ -29,6 +29,17 @@ class Batch(NamedTuple):
     rows: int
     position: int  # of the run, behind this batch
     stream: Any = None  # the state of the stream behind this batch
+
+
+def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Batches, and whether each is the last: the next is at hand already."""
+    before: list[T] = []
+    for batch in batches:
+        if before:
+            yield before.pop(), False
+        before.append(batch)
+    if before:
+        yield before.pop(), True
 
 
 def is_stream(examples: Any) -> bool:
@@ -116,7 +127,7 @@ def stream_batches(
             if not found:
                 return
             position += len(found)
-            yield position, found, copy.deepcopy(stream.get_state())
+            yield position, found, encode_stream_state(stream.get_state())
 
     def make(drawn: tuple[int, list[Any], Any]) -> Batch:
         position, found, state = drawn

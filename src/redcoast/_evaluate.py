@@ -154,7 +154,7 @@ def run_evaluation(
     """Weighted means over batches, summed up on the host in double precision."""
     sums: dict[str, float] = {}
     total = 0.0
-    for means, weight in _one_behind(evaluation, model, batches, key):
+    for _, (means, weight) in _one_behind(evaluation, model, batches, key):
         weight = float(weight)
         total += weight
         for name, mean in means.items():
@@ -175,15 +175,8 @@ def run_prediction(
     key: PRNGKeyArray | None = None,
 ) -> Iterator[Any]:
     """The outputs, one for each example."""
-    counted = []  # filled as the batches are drawn
-
-    def counting() -> Iterator[Batch]:
-        for batch in batches:
-            counted.append(batch.rows)
-            yield batch
-
-    for i, predictions in enumerate(_one_behind(prediction, model, counting(), key)):
-        yield from _outputs(predictions, output_fn, counted[i])
+    for rows, predictions in _one_behind(prediction, model, batches, key):
+        yield from _outputs(predictions, output_fn, rows)
 
 
 def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
@@ -201,12 +194,12 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
 
 def _one_behind(
     call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
-) -> Iterator[Any]:
-    """Results as NumPy arrays, each read when the next is under way."""
+) -> Iterator[tuple[int, Any]]:
+    """Rows and results, as NumPy arrays; each is read when the next is under way."""
     key = jax.random.key(0) if key is None else key
     under_way = None
     for i, batch in enumerate(batches):
-        result = call(model, batch.arrays, jax.random.fold_in(key, i))
+        result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))
         if under_way is not None:
             yield jax.device_get(under_way)
         under_way = result

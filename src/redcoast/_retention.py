@@ -56,6 +56,11 @@ class Checkpoints:
             raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
 
     @property
+    def metric(self) -> str:
+        """The name of the best-metric, as evaluation reports it."""
+        return (self.best or "").removeprefix("eval/")
+
+    @property
     def path(self) -> Path:
         return Path(self.directory).absolute() / "checkpoints"
 
@@ -108,12 +113,14 @@ def best_value(checkpoints: Checkpoints) -> float | None:
         read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
         for step in saved_steps(checkpoints)
     ]
-    values = [m[checkpoints.best] for m in found if checkpoints.best in m]
+    values = [m[checkpoints.metric] for m in found if checkpoints.metric in m]
     return (min if checkpoints.mode == "min" else max)(values, default=None)
 
 
-def is_better(checkpoints: Checkpoints, value: float, best: float | None) -> bool:
-    if math.isnan(value):
+def is_better(checkpoints: Checkpoints, metrics: Mapping[str, float], best: float | None) -> bool:
+    """Whether an evaluation is the best so far."""
+    value = metrics.get(checkpoints.metric, math.nan)
+    if checkpoints.best is None or math.isnan(value):
         return False
     return best is None or (value < best if checkpoints.mode == "min" else value > best)
 
@@ -130,7 +137,10 @@ class Saver:
             metrics = metadata.get("metrics") or None
             self._manager.save(step, args=save_args(tree, metadata), metrics=metrics, force=True)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Waits for what is being saved."""
         self._manager.wait_until_finished()
         self._manager.close()
@@ -154,7 +164,7 @@ def _open(checkpoints: Checkpoints) -> Any:
 
 def _rank(checkpoints: Checkpoints, metrics: Mapping[str, float]) -> float:
     """Larger is better, and a metric that is missing or no number is the worst."""
-    value = metrics.get(checkpoints.best or "", math.nan)
+    value = metrics.get(checkpoints.metric, math.nan)
     if math.isnan(value):
         return -math.inf
     return -value if checkpoints.mode == "min" else value

@@ -126,7 +126,7 @@ def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
         ```python
         log = rc.console_logger(every=0)
         log({"loss": 2.5, "grad_norm": 1.25}, 100)
-        # step     100  loss 2.5        grad_norm 1.25
+        # step     100  loss 2.5         grad_norm 1.25
         ```
 
     **Arguments:**

@@ -70,9 +70,7 @@ def init_state(
 
     if shardings is None:
         return create(key)
-    _, static = split(eqx.filter_eval_shape(create, key))
-    flat_create = jax.jit(lambda k: split(create(k))[0], out_shardings=jax.tree.leaves(shardings))
-    return join(flat_create(key), static)
+    return create_split(create, key, shardings=shardings)
 
 
 def state_of(
@@ -82,11 +80,24 @@ def state_of(
     params, _ = partition_trainable(model, trainable)
     if not jax.tree.leaves(params):
         raise ValueError(
-            "The model has no trainable leaf: none is an inexact array that `trainable` selects."
+            "The model has no trainable leaf: none is a floating array that `trainable` selects."
         )
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     return jax.tree.map(_strongly_typed, state)
+
+
+def create_split(
+    create: Callable[..., TrainState], *args: PyTree, shardings: PyTree[NamedSharding | None]
+) -> TrainState:
+    """`create(*args)`, computed by each device for its own part."""
+    _, static = split(eqx.filter_eval_shape(create, *args))
+    arrays, constants = eqx.partition(args, eqx.is_array)
+    flat_create = jax.jit(
+        lambda a: split(create(*eqx.combine(a, constants)))[0],
+        out_shardings=jax.tree.leaves(shardings),
+    )
+    return join(flat_create(arrays), static)
 
 
 def _strongly_typed(x: Any) -> Any:

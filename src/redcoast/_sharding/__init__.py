@@ -1,1 +1,3 @@
-from .plan import Plan as Plan, infer_shardings as infer_shardings, plan_shardings as plan_shardings
+from .plan import Plan as Plan
+from .plan import infer_shardings as infer_shardings
+from .plan import plan_shardings as plan_shardings

@@ -4,43 +4,20 @@ This is the second rule of RedCoast (arXiv:2310.16355, section 3.1), which is Me
 (arXiv:1909.08053, section 3).
 """
 
-import re
 from typing import Any
 
 import equinox as eqx
 
+from .names import role_of
 from .splits import Splits, column, row
 from .units import Group, Unit, near_units
 
-_ROLES = {
-    "q": "query",
-    "query": "query",
-    "k": "key",
-    "key": "key",
-    "v": "value",
-    "value": "value",
-    "kv": "fused",
-    "key_value": "fused",
-    "qkv": "fused",
-    "query_key_value": "fused",
-    "in": "fused",
-    "c_attn": "fused",
-    "pack": "fused",
-    "o": "output",
-    "out": "output",
-    "output": "output",
-    "c": "output",
-    "attn_vec": "output",
-    "": "output",
-}
 _SAYS = {
     "query": "attention query",
     "key": "attention key",
     "value": "attention value",
     "fused": "attention query, key and value in one",
 }
-_SUFFIX = re.compile(r"(^|_)(proj|projection|linear|lin|layer|weight|kernel|dense|einsum|w)$")
-_PREFIX = re.compile(r"^(w|to|linear)_?(?=(q|k|v|o|qkv|kv|out|pack)$)")
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
@@ -61,18 +38,6 @@ def split_attention(group: Group, parent: Group | None, done: Splits, n: int) ->
     return _split(inputs, output, group.owner, n)
 
 
-def role_of(unit: Unit) -> str | None:
-    """What a name says: query, key, value, fused (several of them in one matrix) or output."""
-    for name in unit.names:
-        stem = re.sub("qkv.*", "qkv", name.lower())
-        while _SUFFIX.search(stem):
-            stem = _SUFFIX.sub("", stem)
-        role = _ROLES.get(_PREFIX.sub("", stem))
-        if role is not None:
-            return role
-    return None
-
-
 def _open(unit: Unit | None, done: Splits) -> Any:
     return unit is not None and unit.kind == "linear" and unit.weight.index not in done
 
@@ -80,11 +45,13 @@ def _open(unit: Unit | None, done: Splits) -> Any:
 def _explicit_heads(units: list[Unit], n: int) -> Splits:
     """Where heads are a dimension of their own, shapes tell everything."""
     splits: Splits = {}
+    apart = any(unit.outs[-1] - unit.outs[0] > 1 for unit in units)  # (experts, width, hidden)
+    what = "heads or experts" if apart else "heads"
     for unit in units:
         if len(unit.outs) == 2:
-            splits |= column(unit, n, f"heads of {unit.name}")
+            splits |= column(unit, n, f"{what} of {unit.name}")
         if len(unit.ins) == 2:
-            splits |= row(unit, n, f"heads into {unit.name}")
+            splits |= row(unit, n, f"{what} into {unit.name}")
     return splits
 
 
@@ -138,7 +105,7 @@ def _square_beside(square: Unit, parent: Group | None) -> bool:
 
 
 def _output(units: list[Unit], inputs: dict[str, Unit]) -> Unit | None:
-    """The matrix that reads what attention leaves of the values and writes what the queries read."""
+    """The matrix that reads what attention makes of the values and writes the queries' width."""
     query = inputs.get("query", inputs.get("fused"))
     fits = [side for unit in units for side in _sides(unit) if query and _closes(side, query)]
     named = [unit for unit in fits if role_of(unit) == "output"]
@@ -176,7 +143,7 @@ def _parts(fused: Unit, output: Unit | None, inputs: dict[str, Unit]) -> int:
 
 
 def _heads(owner: Any) -> tuple[int | None, int | None]:
-    """Numbers of heads that a module writes down in its fields: all, and those of keys and values."""
+    """Numbers of heads, of all and of keys and values, that a module has in its fields."""
     if not isinstance(owner, eqx.Module):
         return None, None
     heads = [getattr(owner, name, None) for name in _HEADS]

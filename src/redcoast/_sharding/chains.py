@@ -7,15 +7,15 @@ the next one reads split, so that one all-reduce serves both.
 from collections.abc import Iterator
 from math import prod
 
+from .names import reads_width, writes_width
 from .splits import Splits, column, row, whole
 from .units import Group, Unit, Votes, near_units
 
 LARGE = 4096  # elements; splitting fewer saves less than the communication costs
+NARROW = 8  # an output this many times narrower than its input is little work, done whole
 
 
-def split_pairs(
-    group: Group, done: Splits, residual: set[int], votes: Votes, n: int
-) -> Splits:
+def split_pairs(group: Group, done: Splits, residual: set[int], votes: Votes, n: int) -> Splits:
     """Matrices from the residual width to an inner one, and from there back: both split inside.
 
     `residual` are the widths that attention below the group reads; those are not inner ones.
@@ -25,11 +25,11 @@ def split_pairs(
         return {}
     width = _width(units, votes)
     units = [unit for unit in units if width in sizes(unit)]
-    ups = [unit for unit in units if unit.in_size == width != unit.out_size]
-    downs = [unit for unit in units if unit.out_size == width != unit.in_size]
+    ups = [unit for unit in units if unit.in_size == width and _reads(unit)]
+    downs = [unit for unit in units if unit.out_size == width and _writes(unit)]
     splits: Splits = {}
     for down in downs:
-        inner = down.in_size not in residual
+        inner = down.square or down.in_size not in residual
         mates = [up for up in ups if inner and up.out_size in (down.in_size, 2 * down.in_size)]
         if mates:
             splits |= row(down, n, f"pairs with {mates[-1].name}")
@@ -81,6 +81,13 @@ def _width(units: list[Unit], votes: Votes) -> int:
     return max((size for unit in units for size in sizes(unit)), key=score)
 
 
+def _reads(unit: Unit) -> bool:
+    """Only where both sides are alike has the name to say which is the inner one."""
+    return not unit.square or reads_width(unit)
+
+
+def _writes(unit: Unit) -> bool:
+    return not unit.square or writes_width(unit)
 
 
 def _runs(group: Group, done: Splits) -> Iterator[list[Unit]]:
@@ -117,9 +124,18 @@ def _alternate(run: list[Unit], residual: set[int], place: str, n: int) -> Split
         if before is not None:
             splits |= row(unit, n, f"pairs with {place}{before.name}")
             before = None
-        elif after is None or unit.out_size in residual:
+        elif unit.out_size in residual:
             splits |= split_alone(unit, residual, n)
+        elif after is None:
+            splits |= _last(unit, n)
         else:
             splits |= column(unit, n, f"pairs with {place}{after.name}")
             before = unit if splits[unit.weight.index].dim is not None else None
     return splits
+
+
+def _last(unit: Unit, n: int) -> Splits:
+    """The end of a chain of odd length is split if it is worth gathering its output."""
+    if unit.out_size * NARROW < unit.in_size:
+        return whole(unit, f"output of {unit.out_size} from {unit.in_size}, narrow")
+    return column(unit, n, "output")

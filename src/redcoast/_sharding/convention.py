@@ -1,14 +1,10 @@
 """The order in which a tree stores input and output, told from the matrices that show it."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 
-from .attention import role_of
+from .names import reads_width, role_of, writes_width
 from .units import GENERIC, Group, Unit, Votes, units_below
-
-_READS_WIDTH = re.compile(r"w?_?(gate|up|fc_?1|c_fc|fc_?in|wi(_\d)?|expand|intermediate|h_to_4h)\b.*")
-_WRITES_WIDTH = re.compile(r"w?_?(down|fc_?2|fc_?out|contract|4h_to_h)\b.*")
 
 
 def settle(group: Group, votes: Votes) -> Group:
@@ -42,12 +38,9 @@ def _by_role(unit: Unit, votes: Votes) -> Unit | None:
     if sizes[unit.in_size] == sizes[unit.out_size]:
         return None
     reads = unit if sizes[unit.in_size] > sizes[unit.out_size] else unit.flipped()
-    name = unit.names[-1].lower()
-    if role_of(unit) in ("query", "key", "value", "fused") or _READS_WIDTH.fullmatch(name):
+    if role_of(unit) in ("query", "key", "value", "fused") or reads_width(unit):
         return reads
-    if _WRITES_WIDTH.fullmatch(name):
-        return reads.flipped()
-    return None
+    return reads.flipped() if writes_width(unit) else None
 
 
 def _turned(group: Group, first: Counter[str]) -> Group:

@@ -47,10 +47,6 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def is_key(leaf: Leaf) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def is_inexact(leaf: Leaf) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, np.inexact)
 
@@ -63,10 +59,6 @@ def children_of(x: Any) -> list[tuple[Any, Any]]:
 
 def key_name(key: Any) -> str:
     return jtu.keystr((key,), simple=True)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    return jtu.keystr(path, simple=True, separator="/")
 
 
 def flat_leaves(tree: Any) -> list[Leaf | None]:

@@ -62,9 +62,7 @@ def _stock(
     return unit
 
 
-def _bare(
-    name: str, leaf: Leaf, node: Node, stacks: dict[int, int], votes: Votes
-) -> Unit | None:
+def _bare(name: str, leaf: Leaf, node: Node, stacks: dict[int, int], votes: Votes) -> Unit | None:
     """An array that stands by itself in a module or dict, `wq` say, with its bias if it has one."""
     sizes: Counter[int] = votes[scope(leaf.path)]
     bias = _bias_of(name, leaf, node)
@@ -72,13 +70,15 @@ def _bare(
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
-    """The array beside `name` that is called like its bias and has one of its sizes."""
+    """The array beside `name` that is called like its bias, or comes next, and fits it."""
+    following = list(node.children)[list(node.children).index(name) + 1 :][:1]
     candidates = (
         re.sub("weight|kernel", "bias", name),
         re.sub("^[wW]", "b", name),
         f"{name}_bias",
         f"b{name}",
         re.sub("_proj$", "", name) + "_bias",
+        *(following if node.ordered else ()),
     )
     for candidate in candidates:
         bias = node.children.get(candidate)

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 
-
 from .attention import split_attention
 from .chains import is_open, split_alone, split_chains, split_pairs
 from .convention import settle
@@ -15,6 +14,8 @@ from .units import Group, Unit, Votes, size_votes, units_below
 from .vocabulary import split_heads, split_tables, vocabulary_sizes
 
 _NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNORECASE)
+
+_BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ def _split_units(group: Group, votes: Votes, n: int) -> Splits:
     done: Splits = {}
     for part in group:
         done |= split_attention(part, parents.get(id(part)), done, n)
+    done |= split_tables(group, _residual(group, done), n)
+    widths = _table_widths(group, done)
     for part in group:
-        done |= split_pairs(part, done, _residual(part, done), votes, n)
-    residual = _residual(group, done)
-    done |= split_tables(group, residual, n)
+        done |= split_pairs(part, done, _residual(part, done) | widths, votes, n)
     done |= split_heads(group, done, n)
-    residual |= _table_widths(group, done)
+    residual = _residual(group, done) | widths
     for part in group:
         done |= split_chains(part, done, residual, n)
+    residual |= _residual(group, done)
     for unit in units_below(group):
         if is_open(unit, done):
             done |= split_alone(unit, residual, n)
@@ -71,6 +73,8 @@ def _residual(group: Group, done: Splits) -> set[int]:
     """The sizes that the matrices split so far read from, or write to, whole."""
     found = set()
     for unit in units_below(group):
+        if unit.kind == "table":
+            continue
         split = done.get(unit.weight.index)
         if split is not None and split.dim is not None:
             found.add(unit.in_size if split.dim in unit.outs else unit.out_size)
@@ -86,14 +90,14 @@ def _other_size(unit: Unit, split: Split) -> int:
     return unit.in_size if split.dim in unit.outs else unit.out_size
 
 
-def _vocabulary_biases(
-    group: Group, done: Splits, stacks: dict[int, int], n: int
-) -> Splits:
+def _vocabulary_biases(group: Group, done: Splits, stacks: dict[int, int], n: int) -> Splits:
     """Biases of the logits that stand beside no matrix of theirs."""
     sizes = vocabulary_sizes(group, done)
     splits: Splits = {}
     for part in group:
         for leaf in part.loose:
+            if not _BIAS.search("/".join(leaf.path[-1:])) or isinstance(part.owner, RECURRENT):
+                continue
             dims = [d for d in range(len(leaf.shape)) if leaf.shape[d] > 1]
             if len(dims) == 1 and leaf.shape[dims[0]] in sizes and not stacks[leaf.index]:
                 size = leaf.shape[dims[0]]
@@ -114,5 +118,3 @@ def _loose_reason(leaf: Leaf, owner: object, stack: int) -> str:
     if rank == 0:
         return "scalar"
     return "norm scale" if any(map(_NORM.search, leaf.path[-2:])) else "vector"
-
-

@@ -14,6 +14,8 @@ from .overrides import Override, apply_overrides
 from .roles import Roles, find_roles
 from .splits import Split
 
+FSDP_TOO = "; fsdp: largest remaining dimension"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -27,7 +29,7 @@ class Row:
 
 def plan_rows(tree: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
     """A row for each array, in flattened order. `axes` are the mesh's axes and their sizes."""
-    parts = dict((key_name(key), child) for key, child in children_of(tree) if key is not None)
+    parts = {key_name(key): child for key, child in children_of(tree) if key is not None}
     if not {"model", "opt_state"} <= set(parts):
         return _model_rows(tree, axes, overrides)
     model = _model_rows(parts["model"], axes, overrides)
@@ -74,7 +76,7 @@ def _model_rows(model: Any, axes: dict[str, int], overrides: Sequence[Override])
 def _spec(leaf: Leaf, roles: Roles, axes: dict[str, int]) -> tuple[P, str]:
     """What the rules say: over `model` first, and then over `fsdp` what is left."""
     if not is_inexact(leaf):
-        return P(), "whole: no parameter"
+        return P(), "whole: integers or keys, no parameter"
     split, fixed = roles.splits[leaf.index], roles.fixed[leaf.index]
     split = split if axes["model"] > 1 else Split(None, "")
     stored, why = None, ""
@@ -88,7 +90,7 @@ def _spec(leaf: Leaf, roles: Roles, axes: dict[str, int]) -> tuple[P, str]:
 
 def _reason(split: Split, stored: int | None, why: str) -> str:
     if split.dim is not None:
-        return split.reason if stored is None else f"{split.reason}; {why}"
+        return split.reason if stored is None else split.reason + FSDP_TOO
     if stored is not None:
         return f"{why}; not over model: {split.reason}" if split.reason else why
     return f"whole: {split.reason or why or 'one device on fsdp and model'}"

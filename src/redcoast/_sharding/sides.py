@@ -77,7 +77,7 @@ def _with_heads(
     dims: list[int],
     sizes: Counter,
 ) -> Unit | None:
-    """Query, key and value (width, heads, head size) or an output matrix (heads, head size, width)."""
+    """Query, key, value (width, heads, head size) or an output (heads, head size, width)."""
     shape = weight.shape
     width = _width_dim(names, shape, dims, sizes)
     rest = tuple(d for d in dims if d != width)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 
@@ -31,7 +32,7 @@ def _stock(node: Node | Leaf) -> Iterator[tuple[int, int]]:
         yield from _stock(child)
 
 
-def stock_rank(owner: object, name: str) -> int | None:
+def stock_rank(owner: Any, name: str) -> int | None:
     """The rank of one layer's array `name` in a stock Equinox layer."""
     nn = eqx.nn
     if name not in ("weight", "bias", "weight_ih", "weight_hh", "bias_n"):
@@ -70,7 +71,7 @@ def _is_stack(node: Node, depth: int, known: dict[int, int]) -> bool:
 
 
 def _looks_stacked(leaves: list[tuple[Leaf, tuple[int, ...]]]) -> bool:
-    """Matrices of rank 3 or more, with stacked vectors beside them or a size that is nowhere else."""
+    """Matrices of rank 3 or more, with stacked vectors beside them or a size of their own."""
     matrices = [shape for _, shape in leaves if len(shape) > 2]
     vectors = [(leaf, shape) for leaf, shape in leaves if len(shape) == 2]
     if not matrices or len(matrices) + len(vectors) < len(leaves):

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from .rows import FSDP_TOO
+
 WIDTH = 100
 _COLUMNS = ("path", "shape", "spec", "MB/device", "reason")
 _LONGEST = {"path": 36, "shape": 22, "spec": 25}
@@ -18,7 +20,8 @@ def draw_table(report: dict[str, Any]) -> str:
     groups = _grouped([row for row in report["rows"] if row["role"] != "optimizer state"])
     odd = _grouped([row for row in states if _remarkable(row)])
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
-    lines = [f"Plan over the mesh {mesh}", "", *_body(groups), "", *_totals(report)]
+    lines = [f"Plan over the mesh {mesh}", "", *_body(groups), *_stored(report), ""]
+    lines += _totals(report)
     whole = [group for group in [*groups, *odd] if group["parts"] == 1]
     split_axes = [axis for axis in ("fsdp", "model") if report["mesh"][axis] > 1]
     if whole and not split_axes:
@@ -26,6 +29,13 @@ def draw_table(report: dict[str, Any]) -> str:
     elif whole:
         lines += ["", "Whole on every device:", *_whole(whole)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _stored(report: dict[str, Any]) -> list[str]:
+    """Said once for all rows, where their spec shows it."""
+    if not any(row["reason"].endswith(FSDP_TOO) for row in report["rows"]):
+        return []
+    return ["(fsdp: each large array is stored split along its largest remaining dimension)"]
 
 
 def _remarkable(row: Group) -> bool:
@@ -69,9 +79,15 @@ def _body(groups: list[Group]) -> list[str]:
 
 
 def _cells(group: Group) -> tuple[str, ...]:
-    shape = "(" + ", ".join(map(str, group["shape"])) + ")"
-    megabytes = f"{group['bytes_per_device'] / _MEGA:,.2f}"
-    return group["path"], shape, _spec(group["spec"]), megabytes, group["reason"]
+    reason = group["reason"].removesuffix(FSDP_TOO)
+    reason = reason.removeprefix("whole: ") if not group["spec"] else reason
+    path, shape = group["path"] or "(the array)", str(tuple(group["shape"]))
+    return path, shape, _spec(group["spec"]), _megabytes(group["bytes_per_device"]), reason
+
+
+def _megabytes(count: int) -> str:
+    """Two digits behind the point, more where it is little."""
+    return f"{count / _MEGA:,.{2 if count >= _MEGA or not count else 4}f}"
 
 
 def _spec(spec: list[Any]) -> str:
@@ -112,19 +128,18 @@ def _totals(report: dict[str, Any]) -> list[str]:
     lines = [_total("parameters", parameters)]
     if states["arrays"]:
         times = states["bytes"] / max(1, parameters["bytes"])
-        name = "optimizer state"
-        lines.append(f"{_total(name, states)}  follows its parameters: {times:.1f} x")
+        lines.append(_total("optimizer state", states))
+        lines.append(f"{'':<17}(follows its parameters: {times:.1f} x)")
     if totals["other"]["bytes"] > _MEGA:
         lines.append(_total("other", totals["other"]))
-    return [*lines, _total("all", totals["all"])]
+    return [*lines, _total("all", totals["all"])] if len(lines) > 1 else lines
 
 
 def _total(name: str, total: dict[str, int]) -> str:
-    whole, device = total["bytes"], total["bytes_per_device"]
-    return (
-        f"{name:<15} {whole / _MEGA:>12,.2f} MB whole {device / _MEGA:>12,.2f} MB per device"
-        f"{whole / max(1, device):>8.1f} x less"
-    )
+    whole, device = _megabytes(total["bytes"]), _megabytes(total["bytes_per_device"])
+    times = total["bytes"] / max(1, total["bytes_per_device"])
+    less = f", {times:.1f} x less than whole" if times > 1 else ""
+    return f"{name:<15}  {device:>12} MB per device of {whole} MB{less}"
 
 
 def _whole(groups: list[Group]) -> list[str]:
@@ -138,7 +153,7 @@ def _whole(groups: list[Group]) -> list[str]:
 
 def _reason_lines(reason: str, groups: list[Group]) -> list[str]:
     names = [group["path"] or "the array" for group in groups]
-    megabytes = sum(group["bytes"] for group in groups) / _MEGA
+    megabytes = _megabytes(sum(group["bytes"] for group in groups))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    pieces = _pieces(f"{megabytes:>10,.2f} MB  {reason}: {shown}".lstrip(), WIDTH - 6)
+    pieces = _pieces(f"{megabytes} MB  {reason}: {shown}", WIDTH - 6)
     return ["  " + pieces[0], *("      " + piece for piece in pieces[1:])]

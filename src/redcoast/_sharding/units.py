@@ -87,20 +87,20 @@ def units_below(group: Group) -> Iterator[Unit]:
 
 
 def near_units(group: Group) -> list[Unit | None]:
-    """The matrices of a group; a smaller group with only one counts as that one, others as None.
+    """The matrices of a group; a smaller group with only one counts as that one.
 
-    The names of what is returned are relative to the group.
+    A group with more is None in their place, one without any (a norm, a function) is left out. The
+    names of what is returned are relative to the group.
     """
-    return [_near(key, member) for key, member in group.members.items()]
-
-
-def _near(key: str, member: Unit | Group) -> Unit | None:
-    if isinstance(member, Unit):
-        return member.called(key)
-    below = [unit for unit in units_below(member)]
-    if len(below) != 1:
-        return None
-    return below[0].called(key, *below[0].names)
+    near: list[Unit | None] = []
+    for key, member in group.members.items():
+        below = [member] if isinstance(member, Unit) else list(units_below(member))
+        if len(below) > 1:
+            near.append(None)
+        elif below:
+            names = (key,) if isinstance(member, Unit) else (key, *below[0].names)
+            near.append(below[0].called(*names))
+    return near
 
 
 def scope(path: tuple[str, ...], above: int = 0) -> Scope:
@@ -124,6 +124,6 @@ def size_votes(root: Node, stacks: dict[int, int]) -> Votes:
     for leaf in leaves_below(root):
         shape = [size for size in leaf.shape[stacks[leaf.index] :] if size > 1]
         counter = votes.setdefault(scope(leaf.path), Counter())
-        counter.update({size: 4 for size in set(shape)})
+        counter.update(dict.fromkeys(set(shape), 4))
         counter.update(shape[:1] + shape[-1:])
     return votes

@@ -2,7 +2,6 @@
 
 import re
 
-
 from .splits import Split, Splits, indivisible
 from .units import Group, Unit, units_below
 
@@ -24,7 +23,7 @@ def split_tables(root: Group, residual: set[int], n: int) -> Splits:
 
 
 def split_heads(root: Group, done: Splits, n: int) -> Splits:
-    """Matrices outside the layers that have the vocabulary on one side: its heads; and their biases."""
+    """Matrices outside the layers that have the vocabulary on one side, and their biases."""
     sizes = vocabulary_sizes(root, done)
     splits: Splits = {}
     for unit in units_below(root):

@@ -1,0 +1,420 @@
+"""The training loop, to be read, copied and changed."""
+
+import contextlib
+import functools as ft
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ._compile import compile_step
+from ._data import (
+    Batch,
+    CollateFn,
+    by_epoch,
+    is_stream,
+    stream_batches,
+    training_batches,
+    with_last,
+)
+from ._evaluate import OutputFn, check_batch_size, place_tree
+from ._loss import LossFn
+from ._mesh import ambient_or_default, batch_shards
+from ._metrics_file import metrics_file
+from ._predict import PredictFn
+from ._progress import Progress
+from ._progress import progress as show_progress
+from ._reading import Log, MetricsReader
+from ._retention import Checkpoints, Saver, best_value, is_better, restore_newest, saved_steps
+from ._sharding import Plan, plan_shardings
+from ._shuffle import data_seed
+from ._signals import stop_signals
+from ._stream import decode_stream_state
+from ._tracking import RunInfo, code_version, say
+from ._train import TrainState, create_split, state_of, train_step
+from ._validation import MetricFn, Validation, make_validation
+
+
+logger = logging.getLogger("redcoast")
+
+
+class Course(NamedTuple):
+    """From where to where a run goes, in steps and in positions of its data."""
+
+    step: int
+    position: int
+    last_step: int | None  # `None`: until a stream ends
+    last_position: int | None
+    length: int | None  # of an epoch
+
+    def ends_epoch(self, before: int, after: int) -> bool:
+        """Whether a batch between two positions reaches the end of an epoch."""
+        return self.length is not None and after // self.length > before // self.length
+
+
+def fit(
+    model_or_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    batch_size: int,
+    mesh: Mesh | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    key: PRNGKeyArray | None = None,
+    predict_fn: PredictFn | None = None,
+    output_fn: OutputFn | None = None,
+    metric_fn: MetricFn | None = None,
+    eval_examples: Any = None,
+    eval_every: int | None = None,
+    checkpoints: Checkpoints | None = None,
+    log: Log | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    trainable: PyTree = eqx.is_inexact_array,
+    overrides: Sequence[tuple[str, Any]] = (),
+    progress: bool | None = None,
+) -> TrainState:
+    """Trains a model on raw examples, split over the devices of a mesh.
+
+    The data is a function of the key and the step: each epoch has an order of its own, batches run
+    on across the ends of epochs, and only the last batch of a run may be short. A run that is
+    stopped and started again goes on where it was, bit by bit. SIGTERM and SIGINT end it after the
+    step under way, with a checkpoint; a second signal stops at once.
+
+    **Arguments:**
+
+    - `model_or_state`: a model, any PyTree, of which a copy is trained; or a
+        [`redcoast.TrainState`][], which is donated and goes on from its step.
+    - `optimizer`: an optax optimizer. With `optax.inject_hyperparams`, its learning rate is logged.
+    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a function
+        from the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`,
+        as Grain's are.
+    - `collate_fn`: `collate_fn(examples)` turns a list of raw examples into a PyTree of NumPy
+        arrays, batch dimension first. It is called in threads. If it has a parameter `rngs`, it is
+        given one NumPy `Generator` for each example, for augmentation (`None` in evaluation).
+    - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
+    - `batch_size`: how many examples a step takes, over all devices.
+    - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient one, or all devices as `data`.
+    - `epochs`, `steps`: how long to train, counted from the beginning of the run: one of the two.
+        A stream may have neither, and trains until it ends.
+    - `key`: a JAX key, which decides the order of the data and all that the loss draws;
+        `jax.random.key(0)` by default.
+    - `predict_fn`, `output_fn`, `metric_fn`: `predict_fn(model, batch, key)` and `output_fn` as for
+        [`redcoast.predict_examples`][]; `metric_fn(examples, outputs)` returns a dict of numbers.
+    - `eval_examples`: held-out examples, on which the loss and these metrics are evaluated.
+    - `eval_every`: after how many steps; by default at the end of each epoch. The end of training
+        is always evaluated.
+    - `checkpoints`: a [`redcoast.Checkpoints`][]; without, nothing is saved.
+    - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives. It gets
+        `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step, `eval/...` at
+        evaluations.
+    - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `overrides`: as for [`redcoast.infer_shardings`][].
+    - `progress`: `True` shows a bar anywhere, `False` prints nothing; by default there is a bar on
+        a terminal and a line now and then elsewhere.
+
+    **Returns:**
+
+    The [`redcoast.TrainState`][] at the end. Its `model` is the trained model.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` before the first step, in a full sentence, if an argument or what
+    one of the functions returns cannot work. `FloatingPointError` if loss or gradient stay without
+    a finite value for 20 steps in a row.
+
+    !!! Example
+
+        ```python
+        state = rc.fit(
+            model, optax.adamw(3e-4), examples,
+            collate_fn=collate_fn, loss_fn=loss_fn, batch_size=32, epochs=3,
+        )
+        ```
+    """
+    check_batch_size(batch_size)
+    mesh = ambient_or_default(mesh)
+    quiet = progress is False or jax.process_index() != 0
+    state, plan = _initial(model_or_state, optimizer, key, mesh, trainable, overrides)
+    restored = restore_newest(checkpoints, state, plan.shardings) if checkpoints else None
+    state, saved = restored or (state, {})
+    course = _course(examples, state, saved, batch_size, epochs, steps)
+    validation = make_validation(
+        eval_examples,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        predict_fn=predict_fn,
+        output_fn=output_fn,
+        metric_fn=metric_fn,
+        batch_size=batch_size,
+        shardings=plan.shardings.model,
+        mesh=mesh,
+        compute_dtype=compute_dtype,
+    )
+    _check_eval_every(eval_every, validation)
+    if not quiet:
+        _announce(plan, course, restored is not None, batch_size)
+    _rehearse(validation, state, checkpoints)
+    step = ft.partial(
+        train_step,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        compute_dtype=compute_dtype,
+        trainable=trainable,
+    )
+    with contextlib.ExitStack() as stack:
+        run = _run_info(checkpoints, restored is not None, plan, batch_size)
+        bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
+        logs = _start_loggers(log, run, stack)
+        return _loop(
+            state,
+            _batches(examples, collate_fn, state, saved, course, batch_size, mesh),
+            _compiled_steps(step, plan, batch_size, accumulate),
+            course=course,
+            reader=MetricsReader(logs, stack.enter_context(bar), ft.partial(_where, checkpoints)),
+            bar=bar,
+            validation=validation,
+            eval_every=eval_every,
+            checkpoints=checkpoints,
+            saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
+            stopping=stack.enter_context(stop_signals()),
+        )
+
+
+def _loop(
+    state: TrainState,
+    batches: Iterator[Batch],
+    step_of: Callable[[int], Any],
+    *,
+    course: Course,
+    reader: MetricsReader,
+    bar: Progress,
+    validation: Validation | None,
+    eval_every: int | None,
+    checkpoints: Checkpoints | None,
+    saver: Saver | None,
+    stopping: Callable[[], bool],
+) -> TrainState:
+    step, position, stream = course.step, course.position, None
+    best = best_value(checkpoints) if checkpoints else None
+
+    def evaluate() -> dict[str, float]:
+        reader.flush()
+        bar.pause()
+        metrics = validation(state.model, state.key) if validation else {}
+        bar.resume()
+        reader.write(metrics, step)
+        return {name.removeprefix("eval/"): value for name, value in metrics.items()}
+
+    def save(metrics: dict[str, float]) -> None:
+        if saver:
+            reader.flush()
+            data = {"position": position, "length": course.length, "stream": stream}
+            saver.save(step, state, metadata={"step": step, "data": data, "metrics": metrics})
+
+    for batch, last in with_last(batches):
+        state, metrics = step_of(batch.rows)(state, batch.arrays)
+        step += 1
+        reader.push(step, metrics, batch.rows)
+        epoch_ended = last or course.ends_epoch(position, batch.position)
+        position, stream = batch.position, batch.stream
+
+        due = last or (step % eval_every == 0 if eval_every else epoch_ended)
+        evaluated = evaluate() if validation and due else {}
+        if checkpoints:
+            better = is_better(checkpoints, evaluated, best)
+            best = evaluated[checkpoints.metric] if better else best
+            every = checkpoints.every
+            due = last or (step % every == 0 if every else epoch_ended or bool(evaluated))
+            if due or better or stopping():
+                save(evaluated)
+        if stopping():
+            logger.warning("A signal came: training stops after step %d.", step)
+            break
+    reader.flush()
+    return state
+
+
+def _initial(
+    model_or_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray | None,
+    mesh: Mesh,
+    trainable: PyTree,
+    overrides: Sequence[tuple[str, Any]],
+) -> tuple[TrainState, Plan]:
+    """The state of the run, split over the mesh, and the plan of it."""
+    if isinstance(model_or_state, TrainState):
+        if key is not None:
+            raise ValueError("`key` is part of the `TrainState` that `fit` was given; leave it out.")
+        plan = plan_shardings(model_or_state, mesh, overrides=overrides)
+        return place_tree(model_or_state, plan.shardings), plan
+    key = jax.random.key(0) if key is None else key
+    create = ft.partial(state_of, optimizer=optimizer, trainable=trainable)
+    abstract = eqx.filter_eval_shape(lambda m, k: create(m, key=k), model_or_state, key)
+    plan = plan_shardings(abstract, mesh, overrides=overrides)
+    # A copy: training donates its state, and the caller's model stays theirs.
+    model = place_tree(model_or_state, plan.shardings.model, copy=True)
+    return create_split(lambda m, k: create(m, key=k), model, key, shardings=plan.shardings), plan
+
+
+def _course(
+    examples: Any,
+    state: TrainState,
+    saved: dict[str, Any],
+    batch_size: int,
+    epochs: int | None,
+    steps: int | None,
+) -> Course:
+    """Where the run begins, and where it ends."""
+    stream = is_stream(examples)
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}. Train for at least one.")
+    if epochs is not None and steps is not None:
+        raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` say how long; pass one.")
+    if epochs is None and steps is None and not stream:
+        raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
+    if epochs is not None and stream:
+        raise ValueError("A stream has no epochs. Pass `steps`, or nothing to train to its end.")
+    step = int(state.step)
+    length = None if stream else by_epoch(examples)[1]
+    data = saved.get("data", {"position": step * batch_size, "length": length})
+    position = data["position"]
+    if data["length"] != length:
+        logger.warning(
+            "The run began with %s examples in an epoch and goes on with %s: from here on the "
+            "order of the data is another one.",
+            *(data["length"], length),
+        )
+    if steps is not None:
+        return Course(step, position, steps, position + (steps - step) * batch_size, length)
+    if epochs is None or length is None:
+        return Course(step, position, None, None, length)
+    left = max(0, epochs * length - position)
+    return Course(step, position, step + -(-left // batch_size), epochs * length, length)
+
+
+def _batches(
+    examples: Any,
+    collate_fn: CollateFn,
+    state: TrainState,
+    saved: dict[str, Any],
+    course: Course,
+    batch_size: int,
+    mesh: Mesh,
+) -> Iterator[Batch]:
+    where = {
+        "batch_size": batch_size,
+        "seed": data_seed(state.key),
+        "start": course.position,
+        "stop": course.last_position,
+        "mesh": mesh,
+    }
+    if course.length is not None:
+        return training_batches(examples, collate_fn, **where)
+    if saved:
+        examples.set_state(decode_stream_state(saved["data"]["stream"]))
+    return stream_batches(examples, collate_fn, **where)
+
+
+def _compiled_steps(
+    step: Callable[..., Any], plan: Plan, batch_size: int, accumulate: int
+) -> Callable[[int], Any]:
+    """The compiled step for a number of examples."""
+    shards = batch_shards(plan.mesh)
+
+    @ft.lru_cache(maxsize=None)
+    def compiled(count: int) -> Any:
+        return compile_step(ft.partial(step, accumulate=count), plan.shardings)
+
+    def of(rows: int) -> Any:
+        if rows == batch_size:
+            return compiled(accumulate)
+        # A short last batch may not divide over the devices: in microbatches no larger than what
+        # a device holds otherwise, it needs no more memory.
+        share = max(1, batch_size // (accumulate * shards))
+        held = rows // shards if rows % shards == 0 else rows
+        return compiled(next(k for k in range(-(-held // share), rows + 1) if rows % k == 0))
+
+    return of
+
+
+def _rehearse(
+    validation: Validation | None, state: TrainState, checkpoints: Checkpoints | None
+) -> None:
+    """Evaluates one batch, so that a mistake there shows before an epoch is spent."""
+    names = []
+    if validation is not None:
+        metrics = validation(state.model, state.key, batches=1)
+        names = [name.removeprefix("eval/") for name in metrics]
+    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
+        raise ValueError(
+            f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
+            f"{', '.join(names) or 'none, for want of `eval_examples`'}."
+        )
+
+
+def _check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
+    if eval_every is not None and validation is None:
+        raise ValueError("`eval_every` needs something to evaluate on; pass `eval_examples` too.")
+    if eval_every is not None and eval_every < 1:
+        raise ValueError(f"`eval_every` is {eval_every}. Evaluate every step at the most.")
+
+
+def _announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None:
+    """Prints how the model is split, and what a user should know of the run."""
+    say(str(plan))
+    shards = batch_shards(plan.mesh)
+    if resumed:
+        say(f"Resumed at step {course.step}.")
+    if course.last_step is not None and course.step >= course.last_step:
+        say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
+    if course.length is not None and course.length < batch_size:
+        say(f"The {course.length} examples are fewer than a batch of {batch_size}: batches span epochs.")
+    if batch_size % shards:
+        say(
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
+            f"each computes all of it. A multiple of {shards} would be split."
+        )
+
+
+def _run_info(
+    checkpoints: Checkpoints | None, resumed: bool, plan: Plan, batch_size: int
+) -> RunInfo:
+    directory = Path(checkpoints.directory).absolute() if checkpoints else None
+    config = {
+        "batch_size": batch_size,
+        "mesh": dict(plan.mesh.shape),
+        "versions": code_version(),
+    }
+    return RunInfo(directory=directory, resumed=resumed, plan=str(plan), config=config)
+
+
+def _start_loggers(log: Log | None, run: RunInfo, stack: contextlib.ExitStack) -> list[Log]:
+    """The loggers of the run, started, and closed with the stack."""
+    logs: list[Log] = [] if log is None else [log]
+    if run.directory is not None:
+        logs.append(metrics_file(run.directory / "metrics.jsonl"))
+    for logger_ in logs:
+        if hasattr(logger_, "start"):
+            logger_.start(run)
+        if hasattr(logger_, "close"):
+            stack.callback(logger_.close)
+    return logs
+
+
+def _where(checkpoints: Checkpoints | None) -> str:
+    steps = saved_steps(checkpoints) if checkpoints else []
+    if not steps or not checkpoints:
+        return "There is no checkpoint."
+    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."

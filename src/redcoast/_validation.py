@@ -1,0 +1,110 @@
+"""Evaluation inside the training loop: on the loss, and through predictions on metrics."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ._data import CollateFn, by_epoch, fetch, ordered_batches
+from ._evaluate import (
+    OutputFn,
+    compile_evaluation,
+    compile_prediction,
+    run_evaluation,
+    run_prediction,
+)
+from ._loss import LossFn
+from ._predict import PredictFn
+
+
+MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """Evaluates a model on held-out examples; compiled once for the whole run."""
+
+    examples: Any
+    collate_fn: CollateFn
+    batch_size: int
+    mesh: Mesh
+    evaluation: Callable[..., Any]
+    prediction: Callable[..., Any] | None
+    output_fn: OutputFn | None
+    metric_fn: MetricFn | None
+
+    def __call__(
+        self, model: PyTree, key: PRNGKeyArray, *, batches: int | None = None
+    ) -> dict[str, float]:
+        """The metrics, as `eval/<name>`; on the first few batches only if so told."""
+        metrics = run_evaluation(self.evaluation, model, self._batches(batches), key)
+        if self.prediction is not None and self.metric_fn is not None:
+            drawn = self._batches(batches)
+            outputs = list(run_prediction(self.prediction, model, drawn, self.output_fn, key))
+            of_epoch, _ = by_epoch(self.examples, name="eval_examples")
+            found = self.metric_fn(fetch(of_epoch(0), list(range(len(outputs)))), outputs)
+            metrics |= _check_metrics(found, metrics)
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def _batches(self, count: int | None) -> Any:
+        drawn = ordered_batches(
+            self.examples,
+            self.collate_fn,
+            batch_size=self.batch_size,
+            mesh=self.mesh,
+            name="eval_examples",
+        )
+        return drawn if count is None else itertools.islice(drawn, count)
+
+
+def make_validation(
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    predict_fn: PredictFn | None,
+    output_fn: OutputFn | None,
+    metric_fn: MetricFn | None,
+    batch_size: int,
+    shardings: PyTree,
+    mesh: Mesh,
+    compute_dtype: Any,
+) -> Validation | None:
+    """What `fit` evaluates with; nothing if there are no examples to evaluate on."""
+    if metric_fn is not None and predict_fn is None:
+        raise ValueError("`metric_fn` compares predictions with examples; pass `predict_fn` too.")
+    if output_fn is not None and metric_fn is None:
+        raise ValueError("`output_fn` makes what `metric_fn` is given; pass `metric_fn` too.")
+    if examples is None:
+        if metric_fn is not None:
+            raise ValueError("`metric_fn` needs examples; pass `eval_examples` too.")
+        return None
+    evaluation = compile_evaluation(loss_fn, shardings, mesh, compute_dtype)
+    prediction = None
+    if predict_fn is not None and metric_fn is not None:
+        prediction = compile_prediction(predict_fn, shardings, mesh, compute_dtype)
+    return Validation(
+        examples, collate_fn, batch_size, mesh, evaluation, prediction, output_fn, metric_fn
+    )
+
+
+def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:
+    if not isinstance(found, dict):
+        raise TypeError(
+            f"`metric_fn` returned {type(found).__name__}. It must return a dict of numbers."
+        )
+    for name, value in found.items():
+        if name in taken:
+            raise ValueError(
+                f"`metric_fn` returned a metric called {name!r}, which `loss_fn` reports already. "
+                "Give it another name."
+            )
+        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+            raise ValueError(
+                f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
+            )
+    return {name: float(value) for name, value in found.items()}

@@ -1,0 +1,411 @@
+import dataclasses
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from redcoast._tracking import RunInfo
+from redcoast._wandb import wandb_logger
+
+
+class FakeWandb:
+    """A stand-in for the module, which does to each call what a test says."""
+
+    def __init__(self, mode="online", **behaviour):
+        self.behaviour = behaviour
+        self.arguments, self.logged, self.finished = {}, [], False
+        self.settings = SimpleNamespace(mode=mode, base_url="https://api.wandb.ai")
+
+    def setup(self):
+        return self
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        self.behaviour.get("init", lambda: None)()
+        return SimpleNamespace(
+            log=self.log,
+            finish=self.finish,
+            define_metric=lambda *_, **__: None,
+            disabled=False,
+            offline=arguments.get("mode") == "offline",
+            url="https://wandb.ai/me/p/runs/1",
+            dir="/runs/wandb/offline-run-1/files",
+        )
+
+    def log(self, metrics):
+        self.behaviour.get("log", lambda: None)()
+        self.logged.append(metrics)
+
+    def finish(self):
+        self.behaviour.get("finish", lambda: None)()
+        self.finished = True
+
+    def Html(self, text):
+        return text
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """A function that puts a `FakeWandb` where wandb is, and nobody is logged in."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def install(**behaviour):
+        wandb = FakeWandb(**behaviour)
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        return wandb
+
+    return install
+
+
+@pytest.fixture
+def hang():
+    """Waits until the test is over."""
+    over = threading.Event()
+    yield over.wait
+    over.set()
+
+
+def info(directory=None, resumed=False, plan=""):
+    return RunInfo(directory, resumed, plan, {"batch_size": 32})
+
+
+def slowest(log, steps):
+    """The longest that any of a number of calls took, in seconds."""
+    longest = 0.0
+    for step in range(steps):
+        start = time.perf_counter()
+        log({"loss": float(step)}, step)
+        longest = max(longest, time.perf_counter() - start)
+    return longest
+
+
+# Seconds. A call takes microseconds, but the machine may be busy with something else.
+PROMPT = 0.3
+
+
+def fail():
+    raise ConnectionError("no route to host")
+
+
+# With the real W&B, offline.
+
+
+@pytest.fixture
+def real_wandb(tmp_path, monkeypatch):
+    """W&B as in a fresh process: it reads its environment variables once."""
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    yield
+    wandb.teardown()
+
+
+def records(path):
+    """The records of a `.wandb` file: LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore
+
+    data, at, parts = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def read_run(path):
+    """Id, whether it resumes, config, and history of a `.wandb` file."""
+    config, history, run = {}, [], None
+    for record in records(path):
+        if record.HasField("run"):
+            run = record.run
+            updates = record.run.config.update
+            config |= {update.key: json.loads(update.value_json) for update in updates}
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({"/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    assert run is not None
+    return run, config, history
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    dim: int = 256
+    dtype: object = jnp.bfloat16
+    path: Path = Path("corpus")
+    sizes: tuple = (1, 2)
+
+
+def test_offline_run_holds_what_was_logged_and_goes_on_when_resumed(real_wandb, tmp_path, capsys):
+    log = wandb_logger(project="lm", config=Config(), name="small")
+    log.start(info(tmp_path / "run", plan="layers/0 P('model')"))
+    log({"loss": 2.0, "grad_norm": 0.5}, 1)
+    log({"loss": 1.0, "grad_norm": float("nan")}, 2)
+    log({"eval/loss": 1.5}, 2)
+    log.close()
+
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert f"wandb sync {path.parent}\n" in capsys.readouterr().out
+    run, config, history = read_run(path)
+    assert (run.project, run.display_name, run.resume) == ("lm", "small", False)
+    assert config["dim"] == 256
+    assert (config["dtype"], config["path"], config["sizes"]) == ("bfloat16", "corpus", [1, 2])
+    assert config["run"] == {"batch_size": 32}
+    plan, *history = history
+    assert "P(&#x27;model&#x27;)" in (path.parent / "files" / plan["plan/path"]).read_text()
+    assert [row["step"] for row in history] == [1, 2, 2]
+    assert [row.get("loss") for row in history] == [2.0, 1.0, None]
+    assert history[2]["eval/loss"] == 1.5
+    metric = next(r.metric for r in records(path) if r.metric.glob_name == "*")
+    assert metric.step_metric == "step"
+
+    # The resumed run repeats step 2.
+    log.start(info(tmp_path / "run", resumed=True))
+    for step in (2, 3):
+        log({"loss": 1 / step}, step)
+    log.close()
+    second = next(p for p in (tmp_path / "wandb").glob("offline-run-*/*.wandb") if p != path)
+    again, _, history = read_run(second)
+    assert (again.run_id, again.resume) == (run.run_id, True)
+    assert [(row["step"], row["loss"]) for row in history] == [(2, 0.5), (3, 1 / 3)]
+
+
+def test_disabled_writes_and_says_nothing(real_wandb, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = wandb_logger(project="lm")
+    log({"loss": 2.0}, 1)
+    log.close()
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+# What the user sees when W&B fails, hangs or is slow.
+
+
+def test_sends_everything_in_order(fake, capsys):
+    wandb = fake()
+    log = wandb_logger(project="lm", mode="online", tags=["a"])
+    assert slowest(log, 500) < PROMPT
+    log.close()
+    assert wandb.logged == [{"loss": float(step), "step": step} for step in range(500)]
+    assert wandb.finished
+    assert wandb.arguments["tags"] == ["a"]
+    assert "optax" in wandb.arguments["config"]["run"]
+    assert capsys.readouterr().out == "W&B: https://wandb.ai/me/p/runs/1\n"
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_error_is_one_warning(fake, caplog, call):
+    fake(**{call: fail})
+    log = wandb_logger(project="lm")
+    log.start(info())
+    for _ in range(5):
+        assert slowest(log, 100) < PROMPT
+        time.sleep(0.02)
+    log.close()
+    log.close()
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("redcoast", logging.WARNING)
+    assert "W&B failed (ConnectionError: no route to host)" in record.message
+    # Nothing piles up for a W&B that is not there.
+    assert log._queue.qsize() < 500 or call == "finish"
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_hanging_is_given_up_after_a_while(fake, hang, caplog, call):
+    fake(**{call: hang})
+    log = wandb_logger(project="lm", close_timeout=0.2)
+    log.start(info())
+    assert slowest(log, 100) < PROMPT
+    start = time.perf_counter()
+    log.close()
+    assert 0.2 <= time.perf_counter() - start < 1
+    (record,) = caplog.records
+    assert "W&B did not finish within 0.2 seconds" in record.message
+    # Where there is something on disk, the user is told how to upload it.
+    assert ("wandb sync /runs/wandb/offline-run-1" in record.message) == (call != "init")
+    start = time.perf_counter()
+    log({"loss": 1.0}, 101)
+    log.start(info())
+    log.close()
+    assert time.perf_counter() - start < PROMPT
+    assert len(caplog.records) == 1
+
+
+def test_full_queue_is_counted(fake, caplog):
+    ready = threading.Event()
+    wandb = fake(log=ready.wait)
+    log = wandb_logger(project="lm", queue_size=10)
+    assert slowest(log, 100) < PROMPT
+    ready.set()
+    log.close()
+    dropped = 100 - len(wandb.logged)
+    # The one that W&B is busy with has left the queue.
+    assert dropped in (89, 90)
+    assert [record.message for record in caplog.records] == [
+        f"W&B was too slow: {dropped} of the calls to its logger were dropped."
+    ]
+
+
+def test_slow_is_waited_for(fake, caplog):
+    wandb = fake(init=lambda: time.sleep(2 * PROMPT), log=lambda: time.sleep(0.002))
+    log = wandb_logger(project="lm")
+    assert slowest(log, 100) < PROMPT
+    log.close()
+    assert len(wandb.logged) == 100
+    assert not caplog.records
+
+
+def test_close_before_start(fake, caplog):
+    wandb = fake()
+    wandb_logger(project="lm").close()
+    assert not wandb.arguments
+    assert not caplog.records
+
+
+def run_python(code, *, environment, timeout=60):
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return result, time.perf_counter() - start
+
+
+EXIT = """
+import sys, time
+from redcoast._wandb import wandb_logger
+log = wandb_logger(project="lm", close_timeout=0.5)
+log({"loss": 1.0}, 1)
+while "wandb" not in sys.modules: time.sleep(0.01)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize("close", ["log.close()", "pass", "1 / 0"])
+def test_hanging_module_does_not_keep_the_process(tmp_path, close):
+    (tmp_path / "wandb.py").write_text("import time\ntime.sleep(1000)")
+    code = EXIT.replace("time.sleep(2)", close)
+    result, _ = run_python(code, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == (close == "1 / 0")
+    assert "W&B did not finish within 0.5 seconds" in result.stderr
+
+
+def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
+    # W&B's own exit hook would wait here for a minute and a half.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_MODE": "online",
+            "WANDB_DIR": str(tmp_path),
+        }
+        result, seconds = run_python(EXIT, environment=environment)
+    assert result.returncode == 0
+    assert "W&B did not finish within 0.5 seconds" in result.stderr
+    assert seconds < 30
+
+
+# Accounts, modes and ids.
+
+
+def started(fake, directory=None, resumed=False, **options):
+    wandb = fake(mode=options.pop("settings_mode", "online"))
+    log = wandb_logger(project="lm", **options)
+    log.start(info(directory, resumed))
+    log.close()
+    return wandb.arguments
+
+
+def test_offline_without_an_account(fake, capsys):
+    assert started(fake)["mode"] == "offline"
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert "no account was found" in out
+    assert "wandb sync /runs/wandb/offline-run-1" in out
+
+
+def test_online_with_a_key(fake, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert "mode" not in started(fake)
+
+
+def test_online_with_netrc(fake, tmp_path, monkeypatch):
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password abc\n")
+    assert "mode" not in started(fake)
+    (tmp_path / ".netrc").write_text("machine example.com login user password abc\n")
+    assert started(fake)["mode"] == "offline"
+    (tmp_path / ".netrc").write_text("no netrc file at all\n")
+    assert started(fake)["mode"] == "offline"
+    (tmp_path / "elsewhere").write_text("machine api.wandb.ai login user password abc\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
+    assert "mode" not in started(fake)
+
+
+def test_a_mode_that_was_asked_for_is_left_alone(fake, monkeypatch):
+    assert started(fake, mode="online")["mode"] == "online"
+    assert "mode" not in started(fake, settings_mode="disabled")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert "mode" not in started(fake)
+
+
+def test_run_id_is_kept_for_resuming(fake, tmp_path):
+    first = started(fake, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": first["id"]}
+    assert first["dir"] == str(tmp_path / "run")
+    assert "resume" not in first
+
+    resumed = started(fake, tmp_path / "run", resumed=True)
+    assert (resumed["id"], resumed["resume"]) == (first["id"], "allow")
+    # A run that starts afresh in the same directory is another run.
+    assert started(fake, tmp_path / "run")["id"] != first["id"]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}"])
+def test_resuming_without_an_id_starts_one(fake, tmp_path, content):
+    if content is not None:
+        (tmp_path / "wandb.json").write_text(content)
+    arguments = started(fake, tmp_path, resumed=True)
+    assert len(arguments["id"]) == 8
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": arguments["id"]}
+
+
+def test_options_of_the_user_win(fake, tmp_path, monkeypatch):
+    arguments = started(
+        fake, tmp_path, resumed=True, id="mine", dir="there", resume="must", settings={"a": 1}
+    )
+    assert (arguments["id"], arguments["dir"], arguments["resume"]) == ("mine", "there", "must")
+    assert arguments["settings"]["a"] == 1
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "mine"}
+    monkeypatch.setenv("WANDB_CONSOLE", "wrap")
+    assert "console" not in started(fake)["settings"]
+
+
+@pytest.mark.parametrize("config", [3, "text", ["a"], Config])
+def test_bad_config(config):
+    with pytest.raises(TypeError, match="pass a mapping or a dataclass instance"):
+        wandb_logger(project="lm", config=config)

@@ -315,3 +315,18 @@ def test_agrees_with_megatron_on_stacked_layers(name):
         expected[block[1:] if inside else key] = dim + 1 if inside and dim is not None else dim
     share, wrong = agreement(stacked, split_dims(nested(stacked), 4), expected)
     assert share == 1, wrong
+
+
+@pytest.mark.parametrize("name", ["t5 gated", "bert"])
+def test_agrees_with_megatron_where_names_say_nothing(name):
+    """Every name but `weight`, `bias` and numbers replaced; position tables need theirs."""
+    family, renamed = name.split()[0], {}
+    words = sorted({part for key in SMALL[name] for part in key.split(".")})
+    kept = r"\d+|weight|bias|.*(position|type|relative).*"
+    names = {word: word if re.fullmatch(kept, word) else f"x{i}y" for i, word in enumerate(words)}
+    for key, shape in SMALL[name].items():
+        renamed[".".join(names[part] for part in key.split("."))] = shape, key
+    shapes = {new: shape for new, (shape, _) in renamed.items()}
+    expected = {new: megatron(family, key, shape, 4) for new, (shape, key) in renamed.items()}
+    share, wrong = agreement(shapes, split_dims(nested(shapes), 4), expected)
+    assert share >= 0.95, wrong

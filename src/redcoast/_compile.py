@@ -1,5 +1,6 @@
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ._mesh import batch_sharding
+from ._mesh import place_batch
+
+
+ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+NUMBERS = (*ARRAYS, np.generic, int, float, complex)
 
 
 def compile_step(
@@ -74,48 +79,75 @@ class CompiledStep:
             out_shardings=(shardings, None),
             donate_argnums=0,
         )
+        # The state that was returned last, in parts: taking a tree of many modules apart costs more
+        # than running a small step. It is known by a weak reference, and forgotten with the state.
+        self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
 
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
-        arrays, static = split(state)
-        self._check(state, arrays)
+        arrays, static = self._split_state(state)
         given, constants = split(args, numbers=True)
-        given = [place(x, self._mesh) for x in given]
-        arrays, aux = self._jitted(_unaliased(arrays), static, given, constants)
-        return join(arrays, static), aux
+        arrays, aux = self._jitted(arrays, static, place_batch(given, self._mesh), constants)
+        state = join(arrays, static)
+        self._remember(state, arrays, static)
+        return state, aux
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`."""
-        arrays, static = split(state)
-        self._check(state, arrays)
-        given, constants = split(args, numbers=True)
-        return self._jitted.lower(arrays, static, given, constants)
+        return self._jitted.lower(*self._split_state(state), *split(args, numbers=True))
 
-    def _check(self, state: PyTree, arrays: list[Any]) -> None:
+    def _split_state(self, state: PyTree) -> tuple[list[Any], "Static"]:
+        if self._last is not None and self._last[0]() is state:
+            return self._last[1:]
+        arrays, static = split(state)
         if len(arrays) != len(self._shardings):
             raise ValueError(
                 f"The state holds {len(arrays)} arrays, but `state_shardings` has "
                 f"{len(self._shardings)} shardings. They must come from the same tree: "
                 "`infer_shardings(state, mesh)`."
             )
+        return _unaliased(arrays), static
+
+    def _remember(self, state: PyTree, arrays: list[Any], static: "Static") -> None:
+        def forget(reference: Any) -> None:
+            if self._last is not None and self._last[0] is reference:
+                self._last = None
+
+        try:
+            self._last = (weakref.ref(state, forget), arrays, static)
+        except TypeError:  # tuples and dicts take no weak references
+            self._last = None
 
 
-class Static(NamedTuple):
-    """All of a tree but its arrays: hashable, so that `jax.jit` compiles once for each."""
+class Static:
+    """All of a tree but its arrays; `jax.jit` compiles once for each."""
 
-    structure: Any
-    leaves: tuple[Any, ...]  # `None`, which is no leaf, stands where an array was
+    def __init__(self, structure: Any, leaves: tuple[Any, ...]):
+        self.structure = structure
+        self.leaves = leaves  # `None`, which is no leaf, stands where an array was
+        self._hash = hash((structure, leaves))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Static)
+            and self._hash == other._hash
+            and (self.structure, self.leaves) == (other.structure, other.leaves)
+        )
+
+    def __repr__(self) -> str:
+        return str(self.structure)
 
 
 def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
     """Parts a tree into its arrays and all else; `numbers` counts Python's as arrays."""
-    # `jax.jit` on a flat list costs half of what it does on a tree of modules, and the static
-    # part is compared by the same C++ code that looks up the compiled program.
-    kinds = (*ARRAYS, int, float, complex) if numbers else ARRAYS
+    # `jax.jit` on a flat list costs half of what it does on a tree of modules.
+    kinds = NUMBERS if numbers else ARRAYS
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
-    return arrays, Static(
-        structure, tuple(None if isinstance(leaf, kinds) else leaf for leaf in leaves)
-    )
+    constants = [None if isinstance(leaf, kinds) else leaf for leaf in leaves]
+    return arrays, Static(structure, tuple(constants))
 
 
 def join(arrays: list[Any], static: Static) -> PyTree:
@@ -124,16 +156,6 @@ def join(arrays: list[Any], static: Static) -> PyTree:
     return static.structure.unflatten(
         [next(rest) if leaf is None else leaf for leaf in static.leaves]
     )
-
-
-ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-def place(x: Any, mesh: Mesh) -> Any:
-    """Puts a NumPy array on the devices of a mesh, as a batch."""
-    if isinstance(x, np.ndarray) and x.ndim:
-        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
-    return x
 
 
 def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -185,6 +207,6 @@ def compile_call(
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
         given, constants = split(args, numbers=True)
-        return jitted(*split(tree), [place(x, mesh) for x in given], constants)
+        return jitted(*split(tree), place_batch(given, mesh), constants)
 
     return call

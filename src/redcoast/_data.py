@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
-from ._mesh import batch_sharding, batch_shards
+from ._mesh import batch_shards, place_batch
 from ._stream import encode_stream_state
 from ._shuffle import batch_indices, example_generators
 
@@ -212,12 +212,6 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
                 f"`collate_fn` was given {rows} examples and returned an array of shape "
                 f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows."
             )
-
-
-def place_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
-    """Puts a batch on the devices, split over `data` and `fsdp` where it divides."""
-    rows = jax.tree.leaves(arrays)[0].shape[0]
-    return jax.device_put(arrays, batch_sharding(mesh, rows))
 
 
 def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:

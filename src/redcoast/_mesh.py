@@ -153,6 +153,18 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES) if rows % batch_shards(mesh) == 0 else P())
 
 
+def place_batch(arrays: Any, mesh: Mesh) -> Any:
+    """Puts NumPy arrays on the devices of a mesh, split along the batch where it divides."""
+    if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
+        return arrays  # there is nowhere to move them, and a jitted function takes them as they are
+    return jax.tree.map(
+        lambda x: jax.device_put(x, batch_sharding(mesh, x.shape[0]))
+        if isinstance(x, np.ndarray) and x.ndim
+        else x,
+        arrays,
+    )
+
+
 def ambient_or_default(mesh: Mesh | None) -> Mesh:
     """The given mesh, or else the ambient one, or else all devices as `data`."""
     if mesh is not None:

@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from ._progress import Progress
 
 
@@ -44,7 +42,7 @@ class MetricsReader:
             log(metrics, step)
 
     def _read(self, step: int, metrics: dict[str, Any], rows: int) -> None:
-        values = {name: x.item() for name, x in jax.device_get(metrics).items()}
+        values = {name: float(x) for name, x in metrics.items()}
         self.write(values, step)
         self._bar.update(step, values, rows)
         self._skipped = self._skipped + 1 if values["skipped"] else 0

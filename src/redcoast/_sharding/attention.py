@@ -24,22 +24,23 @@ _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "kv_heads")
 
 def split_attention(group: Group, parent: Group | None, done: Splits, n: int) -> Splits:
     """The splits of the group's query, key, value and output, where it has them."""
-    units = [unit for unit in near_units(group) if _open(unit, done)]
+    units = _open(group, done)
     explicit = _explicit_heads(units, n)
     if explicit:
         return explicit
     inputs = _inputs_by_name(units) or _inputs_by_shape(units, group, parent)
     if not inputs:
         return {}
-    beside = [u for u in near_units(parent) if _open(u, done)] if parent is not None else []
+    beside = _open(parent, done) if parent is not None else []
     ids = {unit.weight.index for unit in inputs.values()}
     output = _output([u for u in units if u.weight.index not in ids], inputs)
     output = output or _output([u for u in beside if u.weight.index not in ids], inputs)
     return _split(inputs, output, group.owner, n)
 
 
-def _open(unit: Unit | None, done: Splits) -> Any:
-    return unit is not None and unit.kind == "linear" and unit.weight.index not in done
+def _open(group: Group, done: Splits) -> list[Unit]:
+    units = [unit for unit in near_units(group) if unit is not None]
+    return [unit for unit in units if unit.kind == "linear" and unit.weight.index not in done]
 
 
 def _explicit_heads(units: list[Unit], n: int) -> Splits:

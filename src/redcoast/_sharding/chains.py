@@ -20,7 +20,7 @@ def split_pairs(group: Group, done: Splits, residual: set[int], votes: Votes, n:
 
     `residual` are the widths that attention below the group reads; those are not inner ones.
     """
-    units = [unit for unit in near_units(group) if is_open(unit, done)]
+    units = [unit for unit in near_units(group) if unit is not None and is_open(unit, done)]
     if group.ordered or len(units) < 2:
         return {}
     width = _width(units, votes)
@@ -62,8 +62,8 @@ def split_alone(unit: Unit, residual: set[int], n: int) -> Splits:
     return column(unit, n, "output")
 
 
-def is_open(unit: Unit | None, done: Splits) -> bool:
-    return unit is not None and unit.kind != "table" and unit.weight.index not in done
+def is_open(unit: Unit, done: Splits) -> bool:
+    return unit.kind != "table" and unit.weight.index not in done
 
 
 def sizes(unit: Unit) -> tuple[int, int]:

@@ -52,5 +52,6 @@ def _turned(group: Group, first: Counter[str]) -> Group:
             votes = 0 if member.sure or member.kind != "linear" else first[_kind(member)]
             output_first = member.outs[0] < member.ins[0]
             wrong = votes and output_first != (votes > 0)
-            members[name] = member.flipped() if wrong else member
+            turned = member.flipped() if wrong else member
+            members[name] = replace(turned, sure=True) if votes else member
     return replace(group, members=members)

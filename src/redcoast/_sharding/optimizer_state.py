@@ -1,6 +1,6 @@
 """Specs for an optimizer's state: each array follows the parameter that it is about."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -26,29 +26,29 @@ def follow(
 def _follow(
     state: Leaf, by_path: Mapping[tuple[str, ...], Leaf], specs: Mapping[int, P]
 ) -> tuple[P, str]:
-    parameter, rest = _parameter(state, by_path)
-    if parameter is None:
-        return P(), "scalar" if not state.shape else "belongs to no parameter"
-    spec = _like(state, parameter, rest, specs[parameter.index])
-    if spec is None:
-        return P(), f"shape does not tell how it follows {parameter.name}"
-    return spec, f"{SAME} {parameter.name}"
+    candidates = list(_parameters(state, by_path))
+    for parameter, rest in candidates:
+        spec = _like(state, parameter, rest, specs[parameter.index])
+        if spec is not None:
+            return spec, f"{SAME} {parameter.name or 'the model'}"
+    if not candidates or not candidates[0][0].path:
+        return P(), "belongs to no parameter" if state.shape else "scalar"
+    return P(), f"shape does not tell how it follows {candidates[0][0].name}"
 
 
-def _parameter(
+def _parameters(
     state: Leaf, by_path: Mapping[tuple[str, ...], Leaf]
-) -> tuple[Leaf | None, tuple[str, ...]]:
-    """The parameter and what stands behind its path (SM3 numbers its accumulators by dimension)."""
-    for behind in (0, 1):
-        path = state.path[: len(state.path) - behind]
-        rest = state.path[len(path) :]
-        if behind and not rest[0].isdigit():
-            break
-        for start in range(len(path)):
-            if path[start:] in by_path:
-                return by_path[path[start:]], rest
-    alone = by_path.get(())
-    return (alone, ()) if alone is not None and state.shape == alone.shape else (None, ())
+) -> Iterator[tuple[Leaf, tuple[str, ...]]]:
+    """The parameters that may be meant, the likeliest first, and what stands behind their path.
+
+    SM3 numbers its accumulators by dimension. A model that is one array has the empty path.
+    """
+    for path, rest in ((state.path, ()), (state.path[:-1], state.path[-1:])):
+        if not rest or rest[0].isdigit():
+            starts = (path[start:] for start in range(len(path)))
+            yield from ((by_path[end], rest) for end in starts if end in by_path)
+    if () in by_path:
+        yield by_path[()], ()
 
 
 def _like(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | None:
@@ -64,9 +64,9 @@ def _like(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | N
         return trim((None,) * extra + entries)
     if len(shape) == len(like) and all(s in (1, size) for s, size in zip(shape, like, strict=True)):
         return trim(tuple(e if s > 1 else None for s, e in zip(shape, entries, strict=True)))
-    if extra == -1:
-        return _without_one(state, like, entries)
-    return P() if prod(shape) == 1 else None
+    if prod(shape) == 1:
+        return P()
+    return _without_one(state, like, entries) if extra == -1 else None
 
 
 def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None:

@@ -46,11 +46,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
-    if isinstance(given, str):
-        raise ValueError(
-            f"The override {pattern!r} gives {given!r}; a spec is a PartitionSpec, a tuple with "
-            f"one entry for each dimension such as ({given!r},), or None."
-        )
     spec = P() if given is None else P(*given)
     used = [axis for entry in spec for axis in spec_axes(entry)]
     for axis in used:

@@ -149,7 +149,7 @@ def _check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     missing = [axis for axis in _AXES if axis not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"The mesh has the axes {tuple(mesh.axis_names)} and lacks {', '.join(missing)}; a mesh "
+            f"The mesh has the axes {tuple(mesh.axis_names)} and lacks {', '.join(missing)}; one "
             "from rc.make_mesh() always has 'data', 'fsdp' and 'model', of size 1 where not used."
         )
     return mesh

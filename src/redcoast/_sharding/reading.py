@@ -25,11 +25,18 @@ def read_group(node: Node, stacks: dict[int, int], votes: Votes) -> Group:
         elif not whole:
             unit = _bare(name, child, node, stacks, votes)
             members |= {name: unit} if unit is not None else {}
-    taken = {u.weight.index for u in members.values() if isinstance(u, Unit)}
-    taken |= {u.bias.index for u in members.values() if isinstance(u, Unit) and u.bias}
+    units = [member for member in members.values() if isinstance(member, Unit)]
+    biases = {unit.bias.index for unit in units if unit.bias is not None}
+    members = {name: m for name, m in members.items() if not _is_one_of(m, biases)}
+    taken = {unit.weight.index for unit in units} | biases
     leaves = [child for child in node.children.values() if isinstance(child, Leaf)]
     loose = tuple(leaf for leaf in leaves if leaf.index not in taken)
     return Group(node.path, node.owner, node.ordered, members, loose)
+
+
+def _is_one_of(member: Unit | Group, biases: set[int]) -> bool:
+    """Biases with a dimension of heads look like matrices themselves."""
+    return isinstance(member, Unit) and member.weight.index in biases
 
 
 def _container(node: Node, stacks: dict[int, int], votes: Votes) -> Unit | None:
@@ -84,6 +91,6 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
         bias = node.children.get(candidate)
         if candidate == name or not isinstance(bias, Leaf) or len(bias.shape) >= len(weight.shape):
             continue
-        if bias.shape[-1] in weight.shape:
+        if bias.shape and bias.shape[-1] in weight.shape:
             return bias
     return None

@@ -36,7 +36,7 @@ def row(unit: Unit, n: int, reason: str, *, heads: int | None = None) -> Splits:
         return whole(unit, trouble)
     splits = {unit.weight.index: Split(unit.ins[0], f"row-split: {reason}")}
     if unit.bias is not None:
-        splits[unit.bias.index] = Split(None, "bias of a row-split matrix, added after its sum")
+        splits[unit.bias.index] = Split(None, "bias of a row-split matrix")
     return splits
 
 

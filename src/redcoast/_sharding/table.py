@@ -19,12 +19,13 @@ def draw_table(report: dict[str, Any]) -> str:
     states = [row for row in report["rows"] if row["role"] == "optimizer state"]
     groups = _grouped([row for row in report["rows"] if row["role"] != "optimizer state"])
     odd = _grouped([row for row in states if _remarkable(row)])
+    one = max(report["mesh"]["fsdp"], report["mesh"]["model"]) == 1
+    shown = [group | {"reason": ""} for group in groups] if one else groups
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
-    lines = [f"Plan over the mesh {mesh}", "", *_body(groups), *_stored(report), ""]
+    lines = [f"Plan over the mesh {mesh}", "", *_body(shown), *_stored(report), ""]
     lines += _totals(report)
     whole = [group for group in [*groups, *odd] if group["parts"] == 1]
-    split_axes = [axis for axis in ("fsdp", "model") if report["mesh"][axis] > 1]
-    if whole and not split_axes:
+    if whole and one:
         lines += ["", "Everything is whole on every device: fsdp and model have one device each."]
     elif whole:
         lines += ["", "Whole on every device:", *_whole(whole)]
@@ -33,7 +34,7 @@ def draw_table(report: dict[str, Any]) -> str:
 
 def _stored(report: dict[str, Any]) -> list[str]:
     """Said once for all rows, where their spec shows it."""
-    if not any(row["reason"].endswith(FSDP_TOO) for row in report["rows"]):
+    if not any(FSDP_TOO[2:] in row["reason"] for row in report["rows"]):
         return []
     return ["(fsdp: each large array is stored split along its largest remaining dimension)"]
 
@@ -81,6 +82,7 @@ def _body(groups: list[Group]) -> list[str]:
 def _cells(group: Group) -> tuple[str, ...]:
     reason = group["reason"].removesuffix(FSDP_TOO)
     reason = reason.removeprefix("whole: ") if not group["spec"] else reason
+    reason = reason.removeprefix(FSDP_TOO[2:] + "; ")
     path, shape = group["path"] or "(the array)", str(tuple(group["shape"]))
     return path, shape, _spec(group["spec"]), _megabytes(group["bytes_per_device"]), reason
 

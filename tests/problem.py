@@ -1,0 +1,50 @@
+"""A small classification problem that several test files train on."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def make_examples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = np.random.default_rng(99).normal(size=(16, 8))
+    x = rng.normal(size=(count, 16)).astype(np.float32)
+    y = (x @ matrix).argmax(-1).astype(np.int32)
+    return [{"x": x[i], "y": y[i], "index": i} for i in range(count)]
+
+
+def collate_fn(examples):
+    return {name: np.stack([e[name] for e in examples]) for name in ("x", "y")}
+
+
+def make_model(seed=0, width=32):
+    return eqx.nn.MLP(16, 8, width, depth=2, key=jax.random.key(seed))
+
+
+def loss_fn(model, batch, key):
+    logits = jax.vmap(model)(batch["x"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    correct = jnp.argmax(logits, -1) == batch["y"]
+    return jnp.mean(loss), {"accuracy": jnp.mean(correct.astype(jnp.float32))}
+
+
+def predict_fn(model, batch, key):
+    return jnp.argmax(jax.vmap(model)(batch["x"]), -1)
+
+
+def metric_fn(examples, outputs):
+    return {"right": float(np.mean([e["y"] == o for e, o in zip(examples, outputs, strict=True)]))}
+
+
+def batch_of(count, seed=0):
+    return collate_fn(make_examples(count, seed))
+
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(eqx.filter(tree, is_plain)))]
+
+
+def is_plain(x):
+    return eqx.is_array(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,260 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import redcoast as rc
+from problem import collate_fn, make_examples
+from redcoast._data import (
+    by_epoch,
+    chunks,
+    ordered_batches,
+    prefetch,
+    stream_batches,
+    training_batches,
+    with_last,
+)
+from redcoast._stream import decode_stream_state, encode_stream_state
+
+
+SEED = np.array([1, 2], np.uint64)
+
+
+def index_collate(examples):
+    return {"index": np.array([e["index"] for e in examples])}
+
+
+def train(examples, collate=index_collate, start=0, stop=20, batch_size=4):
+    return training_batches(
+        examples,
+        collate,
+        batch_size=batch_size,
+        seed=SEED,
+        start=start,
+        stop=stop,
+        mesh=rc.make_mesh(),
+    )
+
+
+def indices(batches):
+    return [np.asarray(b.arrays["index"]).tolist() for b in batches]
+
+
+def test_positions_run_on_and_resume_anywhere():
+    examples = make_examples(7)
+    whole = indices(train(examples, stop=21))
+    assert [len(i) for i in whole] == [4, 4, 4, 4, 4, 1]
+    flat = sum(whole, [])
+    assert all(sorted(flat[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
+    assert indices(train(examples, start=12, stop=21)) == whole[3:]
+
+
+def test_examples_may_depend_on_the_epoch():
+    def examples(epoch):
+        return [{"index": 100 * epoch + i} for i in range(5)]
+
+    flat = sum(indices(train(examples, stop=10)), [])
+    assert sorted(flat) == [0, 1, 2, 3, 4, 100, 101, 102, 103, 104]
+    with pytest.raises(ValueError, match=r"examples\(1\)` has 2 examples"):
+        by_epoch(lambda epoch: [1] * (epoch + 1))[0](1)
+
+
+@pytest.mark.parametrize("examples", [[], {}, lambda epoch: []])
+def test_no_examples(examples):
+    with pytest.raises(ValueError, match="empty"):
+        by_epoch(examples)
+
+
+def test_examples_of_a_strange_kind():
+    with pytest.raises(TypeError, match="of type int"):
+        by_epoch(3)
+
+
+def test_each_example_has_a_generator_of_its_own():
+    def collate(examples, rngs):
+        noise = [rng.random() for rng in rngs]
+        return {"index": np.array([e["index"] for e in examples]), "noise": np.array(noise)}
+
+    def noise(batches):
+        return {
+            int(i): float(x)
+            for b in batches
+            for i, x in zip(b.arrays["index"], b.arrays["noise"], strict=True)
+        }
+
+    examples = make_examples(12)
+    small = noise(train(examples, collate, stop=12, batch_size=3))
+    large = noise(train(examples, collate, stop=12, batch_size=6))
+    assert small == large
+    assert len(set(small.values())) == 12
+
+
+@pytest.mark.parametrize("length", range(1, 40))
+def test_chunks_cover_every_example_once(length):
+    bounds = list(chunks(length, 16, 8))
+    assert [i for a, b in bounds for i in range(a, b)] == list(range(length))
+    # Either split over all devices, or no larger than a device's share of a batch.
+    assert all((b - a) % 8 == 0 or b - a <= 2 for a, b in bounds)
+
+
+def test_ordered_batches_do_not_augment():
+    def collate(examples, rngs):
+        assert rngs is None
+        return index_collate(examples)
+
+    batches = ordered_batches(make_examples(21), collate, batch_size=8, mesh=rc.make_mesh())
+    assert sum(indices(batches), []) == list(range(21))
+
+
+@pytest.mark.parametrize(
+    ("collate", "error", "words"),
+    [
+        (lambda e: {"a": {"b": np.zeros((3, 2))}}, ValueError, r"4 examples.*\(3, 2\) at a/b"),
+        (lambda e: {"a": np.zeros(())}, ValueError, "first dimension"),
+        (lambda e: {"a": 1.0}, TypeError, "float at a"),
+        (lambda e: {"a": np.array(["x"] * 4)}, TypeError, "<U1 at a"),
+        (lambda e: {}, ValueError, "no array"),
+    ],
+)
+def test_collate_fn_must_return_a_batch(collate, error, words):
+    with pytest.raises(error, match=words):
+        next(train(make_examples(7), collate))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda n: {"a": np.zeros(n, np.int32)},
+        lambda n: {"b": np.zeros(n)},
+        lambda n: {"a": np.zeros((n, 1))},
+    ],
+)
+def test_structure_must_not_change(second):
+    calls = []
+
+    def collate(examples):
+        calls.append(1)
+        return {"a": np.zeros(4)} if len(calls) == 1 else second(4)
+
+    batches = train(make_examples(7), collate)
+    next(batches)
+    with pytest.raises(ValueError, match="different structure"):
+        list(batches)
+
+
+def test_errors_of_collate_fn_name_the_examples():
+    def collate(examples):
+        if any(e["index"] == 3 for e in examples):
+            raise KeyError("text")
+        return index_collate(examples)
+
+    with pytest.raises(KeyError) as info:
+        list(train(make_examples(7), collate))
+    (note,) = info.value.__notes__
+    assert "3" in note
+    assert "indices" in note
+    assert any(entry.name == "collate" for entry in info.traceback)
+
+
+def test_datasets_may_fetch_many_at_once():
+    class Dataset(list):
+        def __getitems__(self, wanted):
+            return [{"index": 1000 + i} for i in wanted]
+
+    flat = sum(indices(train(Dataset(make_examples(4)), stop=4)), [])
+    assert sorted(flat) == [1000, 1001, 1002, 1003]
+
+
+def test_prefetch_keeps_the_order_and_runs_ahead():
+    made = []
+
+    def make(i):
+        time.sleep(0.02 if i == 0 else 0)
+        made.append(i)
+        return i
+
+    results = prefetch(make, range(20), workers=3, ahead=4)
+    assert next(results) == 0
+    time.sleep(0.1)
+    assert 4 <= len(made) <= 6
+    assert list(results) == list(range(1, 20))
+
+
+def test_prefetch_ends_with_its_reader():
+    before = threading.active_count()
+    results = prefetch(lambda i: i, range(1000), workers=2)
+    next(results)
+    results.close()
+    time.sleep(0.1)
+    assert threading.active_count() <= before
+
+
+def test_with_last():
+    assert list(with_last("abc")) == [("a", False), ("b", False), ("c", True)]
+    assert list(with_last("")) == []
+
+
+class Stream:
+    """Counts, as an iterator whose state can be saved."""
+
+    def __init__(self, stop):
+        self.next, self.stop = 0, stop
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.stop:
+            raise StopIteration
+        self.next += 1
+        return {"index": self.next - 1}
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+def stream(source, start=0, stop=None):
+    return stream_batches(
+        source,
+        index_collate,
+        batch_size=4,
+        seed=SEED,
+        start=start,
+        stop=stop,
+        mesh=rc.make_mesh(),
+    )
+
+
+def test_a_stream_ends_with_a_short_batch_and_resumes_from_its_state():
+    batches = list(stream(Stream(10)))
+    assert indices(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    again = Stream(10)
+    again.set_state(decode_stream_state(batches[0].stream))
+    assert indices(stream(again, start=4)) == [[4, 5, 6, 7], [8, 9]]
+    assert indices(stream(Stream(10), stop=6)) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_stream_of_grain():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source(make_examples(10)).seed(3).shuffle().to_iter_dataset()
+    batches = list(stream(iter(source)))
+    assert sorted(sum(indices(batches), [])) == list(range(10))
+    again = iter(source)
+    again.set_state(decode_stream_state(batches[1].stream))
+    assert indices(stream(again, start=8)) == indices(batches)[2:]
+
+
+@pytest.mark.parametrize("state", [{"a": [1]}, b"\x00\xff"])
+def test_stream_states_are_json(state):
+    import json
+
+    assert decode_stream_state(json.loads(json.dumps(encode_stream_state(state)))) == state
+
+
+def test_batches_are_split_over_the_devices():
+    (batch,) = train(make_examples(8), collate_fn, stop=8, batch_size=8)
+    assert len(batch.arrays["x"].sharding.device_set) == 8
+    assert batch.arrays["x"].addressable_shards[0].data.shape == (1, 16)

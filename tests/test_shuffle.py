@@ -1,0 +1,76 @@
+from collections import Counter
+from math import factorial
+
+import jax
+import numpy as np
+import pytest
+from redcoast._shuffle import batch_indices, data_seed, example_generators, shuffled
+
+
+SEED = np.array([1, 2], np.uint64)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 10, 97, 1000, 4097])
+def test_each_epoch_visits_every_example_once(length):
+    epochs, indices = shuffled(np.arange(3 * length), length, SEED)
+    for epoch in range(3):
+        assert sorted(indices[epochs == epoch]) == list(range(length))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    epochs, indices = shuffled(np.arange(200), 100, SEED)
+    other = shuffled(np.arange(100), 100, SEED + np.uint64(1))[1]
+    assert (indices[:100] != indices[100:]).mean() > 0.9
+    assert (indices[:100] != other).mean() > 0.9
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_all_orders_are_equally_likely(length):
+    draws = 6000
+    seen = Counter(
+        tuple(shuffled(np.arange(length), length, np.array([s, 7], np.uint64))[1])
+        for s in range(draws)
+    )
+    expected = draws / factorial(length)
+    chi_squared = sum((n - expected) ** 2 / expected for n in seen.values())
+    # The 99.9 % quantiles for 5 and 23 degrees of freedom.
+    assert len(seen) == factorial(length)
+    assert chi_squared < {3: 20.5, 4: 49.7}[length]
+
+
+def test_neighbours_land_far_apart():
+    _, indices = shuffled(np.arange(100_000), 100_000, SEED)
+    correlation = np.corrcoef(indices[:-1], indices[1:])[0, 1]
+    assert abs(correlation) < 0.02
+    assert abs(np.corrcoef(np.arange(100_000), indices)[0, 1]) < 0.02
+
+
+def test_a_position_does_not_depend_on_where_one_begins():
+    _, whole = shuffled(np.arange(10**8, 10**8 + 50), 10**7, SEED)
+    _, part = shuffled(np.arange(10**8 + 40, 10**8 + 50), 10**7, SEED)
+    assert (whole[40:] == part).all()
+
+
+def test_batches_run_on_across_epochs():
+    batches = list(batch_indices(0, 25, 4, 10, SEED))
+    assert [len(i) for _, i in batches] == [4, 4, 4, 4, 4, 4, 1]
+    assert batches[2][0] == [0, 0, 1, 1]
+    flat = [i for _, indices in batches for i in indices]
+    assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10))
+    later = list(batch_indices(12, 25, 4, 10, SEED))
+    assert later == batches[3:]
+
+
+def test_the_seed_is_the_key():
+    assert (data_seed(jax.random.key(0)) == data_seed(jax.random.PRNGKey(0))).all()
+    assert (data_seed(jax.random.key(0)) != data_seed(jax.random.key(1))).any()
+
+
+def test_generators_belong_to_examples():
+    first, second = example_generators([0, 0], [3, 4], SEED)
+    (again,) = example_generators([0], [4], SEED)
+    (next_epoch,) = example_generators([1], [4], SEED)
+    draws = [g.random(4) for g in (first, second, again, next_epoch)]
+    assert (draws[1] == draws[2]).all()
+    assert (draws[0] != draws[1]).all()
+    assert (draws[1] != draws[3]).all()

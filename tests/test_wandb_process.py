@@ -1,0 +1,167 @@
+"""The real W&B: what a run on disk holds, and how a process ends whose W&B hangs."""
+
+import dataclasses
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from redcoast._tracking import RunInfo
+from redcoast._wandb import wandb_logger
+
+
+def info(directory=None, resumed=False, plan=""):
+    return RunInfo(directory, resumed, plan, {"batch_size": 32})
+
+
+@pytest.fixture
+def real_wandb(tmp_path, monkeypatch):
+    """W&B as in a fresh process: it reads its environment variables once."""
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    yield wandb
+    wandb.teardown()
+
+
+def records(path):
+    """The records of a `.wandb` file: LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore
+
+    data, at, parts = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def read_run(path):
+    """Id, whether it resumes, config, and history of a `.wandb` file."""
+    config, history, run = {}, [], None
+    for record in records(path):
+        if record.HasField("run"):
+            run = record.run
+            updates = record.run.config.update
+            config |= {update.key: json.loads(update.value_json) for update in updates}
+        if record.HasField("history"):
+            items = record.history.item
+            history.append({"/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    assert run is not None
+    return run, config, history
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    dim: int = 256
+    dtype: object = jnp.bfloat16
+    path: Path = Path("corpus")
+    sizes: tuple = (1, 2)
+
+
+def test_offline_run_holds_what_was_logged_and_goes_on_when_resumed(real_wandb, tmp_path, capsys):
+    log = wandb_logger(project="lm", config=Config(), name="small")
+    log.start(info(tmp_path / "run", plan="layers/0 P('model')"))
+    log({"loss": 2.0, "grad_norm": 0.5}, 1)
+    log({"loss": 1.0, "grad_norm": float("nan")}, 2)
+    log({"eval/loss": 1.5}, 2)
+    log.close()
+    real_wandb.teardown()  # waits for the process that writes the file
+
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert f"wandb sync {path.parent}\n" in capsys.readouterr().out
+    run, config, history = read_run(path)
+    assert (run.project, run.display_name, run.resume) == ("lm", "small", False)
+    assert config["dim"] == 256
+    assert (config["dtype"], config["path"], config["sizes"]) == ("bfloat16", "corpus", [1, 2])
+    assert config["run"] == {"batch_size": 32}
+    plan, *history = history
+    assert "P(&#x27;model&#x27;)" in (path.parent / "files" / plan["plan/path"]).read_text()
+    assert [row["step"] for row in history] == [1, 2, 2]
+    assert [row.get("loss") for row in history] == [2.0, 1.0, None]
+    assert history[2]["eval/loss"] == 1.5
+    metric = next(r.metric for r in records(path) if r.metric.glob_name == "*")
+    assert metric.step_metric == "step"
+
+    # The resumed run repeats step 2.
+    log.start(info(tmp_path / "run", resumed=True))
+    for step in (2, 3):
+        log({"loss": 1 / step}, step)
+    log.close()
+    real_wandb.teardown()
+    second = next(p for p in (tmp_path / "wandb").glob("offline-run-*/*.wandb") if p != path)
+    again, _, history = read_run(second)
+    assert (again.run_id, again.resume) == (run.run_id, True)
+    assert [(row["step"], row["loss"]) for row in history] == [(2, 0.5), (3, 1 / 3)]
+
+
+def test_disabled_writes_and_says_nothing(real_wandb, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    log = wandb_logger(project="lm")
+    log({"loss": 2.0}, 1)
+    log.close()
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+def run_python(code, *, environment, timeout=60):
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return result, time.perf_counter() - start
+
+
+EXIT = """
+import sys, time
+from redcoast._wandb import wandb_logger
+log = wandb_logger(project="lm", close_timeout=0.5)
+log({"loss": 1.0}, 1)
+while "wandb" not in sys.modules: time.sleep(0.01)
+time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize("close", ["log.close()", "pass", "1 / 0"])
+def test_hanging_module_does_not_keep_the_process(tmp_path, close):
+    (tmp_path / "wandb.py").write_text("import time\ntime.sleep(1000)")
+    code = EXIT.replace("time.sleep(2)", close)
+    result, _ = run_python(code, environment={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == (close == "1 / 0")
+    assert "W&B did not finish within 0.5 seconds" in result.stderr
+
+
+def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
+    # W&B's own exit hook would wait here for a minute and a half.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_MODE": "online",
+            "WANDB_DIR": str(tmp_path),
+        }
+        result, seconds = run_python(EXIT, environment=environment)
+    assert result.returncode == 0
+    assert "W&B did not finish within 0.5 seconds" in result.stderr
+    assert seconds < 30

@@ -1,102 +1,160 @@
-"""Trains a LLaMA-style language model on text, then samples from it.
+"""Trains a LLaMA-style language model on text, and lets it write some.
 
-The text is Python's own standard library, or any file or folder; some of its files are held out.
-
-    python experiments/language_modeling.py
-    python experiments/language_modeling.py --text books/ --tokenizer bpe
-    python experiments/language_modeling.py --devices 8 --model 4
-    python experiments/language_modeling.py --resume
+The text is the source of Python's standard library, or any file or folder (--text books/). Try
+--tokenizer bpe, --devices 8 --model 4 to split the model, and --resume after an interruption.
 """
 
 import functools as ft
-import json
 import math
 import sysconfig
-import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 import redcoast as rc
 import tyro
+from _common import plot_metric, run_directory
 from redcoast.models.llama import Llama, LlamaConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    text: Path | None = None
-    """File or folder of UTF-8 text; by default, the source of Python's standard library."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """Tokens are bytes, or byte pairs learned from the training text."""
-    vocab: int = 4096
-    """Number of different tokens of the bpe tokenizer."""
-    prompt: str = "def main("
-    """What the sample at the end begins with."""
-
-    width: int = 128
-    """Size of the residual stream."""
-    layers: int = 4
-    heads: int = 8
-    """Number of attention heads."""
-    kv_heads: int = 4
-    """Number of heads for keys and values."""
-    seq: int = 128
-    """Length of the training sequences, in tokens."""
-
-    batch_size: int = 32
-    """Sequences in a batch, over all devices."""
-    accumulate: int = 1
-    """Microbatches that a batch is split into, to save memory."""
-    steps: int = 500
-    learning_rate: float = 3e-3
-    """Peak of the learning rate."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
-
-    data: int = -1
-    """Devices that the batch is split over; -1 takes all that are left."""
-    fsdp: int = 1
-    """Devices that the batch is split over, and the storage of the model."""
-    model: int = 1
-    """Devices that the model is split over, and its arithmetic."""
-    devices: int | None = None
-    """Emulate so many devices on the CPU."""
-
-    directory: Path = Path("runs/language_modeling")
-    """Where runs are kept, each in a directory of its own."""
-    resume: bool = False
-    """Go on with the newest run in the directory; give the other options as they were."""
-    wandb: bool = False
-    """Log to Weights & Biases, without an account to a directory."""
+    text: Path | None = None  # file or folder of text; by default Python's standard library
+    tokenizer: Literal["bytes", "bpe"] = "bytes"  # tokens are bytes, or byte pairs learned here
+    vocab: int = 4096  # number of different tokens of the bpe tokenizer
+    width: int = 128  # size of the residual stream
+    layers: int = 4  # number of decoder layers
+    heads: int = 8  # number of attention heads
+    kv_heads: int = 4  # number of key and value heads, each for a group of heads
+    seq: int = 128  # length of a sequence in tokens
+    batch_size: int = 32  # sequences in a batch, over all devices
+    accumulate: int = 1  # microbatches that a batch is split into, to save memory
+    steps: int = 500  # number of training steps
+    learning_rate: float = 3e-3  # at its peak, after the warm-up
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay in float32
+    data: int = -1  # devices the batch is split over; -1 takes what the other two leave
+    fsdp: int = 1  # devices the batch and the storage of the model are split over
+    model: int = 1  # devices the model and its arithmetic are split over
+    devices: int | None = None  # emulate so many devices on the CPU
+    directory: Path = Path("runs/language_modeling")  # each run gets a directory in it
+    resume: bool = False  # go on with the newest run in the directory
+    wandb: bool = False  # log to Weights & Biases; without an account, to a local file
+    seed: int = 0  # decides the initial parameters, the order of the data and the sample
+    prompt: str = "def main("  # what the sample at the end begins with
 
 
-def run_directory(root: Path, resume: bool) -> Path:
-    runs = sorted(path.parent for path in root.glob("*/config.json"))
-    if resume and not runs:
-        raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
-    return runs[-1] if resume else root / time.strftime("%Y%m%d-%H%M%S")
+def main(c: Config) -> None:
+    if c.devices:
+        rc.emulate_devices(c.devices)
+    mesh = rc.make_mesh(data=c.data, fsdp=c.fsdp, model=c.model)
+    directory = run_directory(c.directory, resume=c.resume, config=c)
+
+    # Data: examples are windows of one long array of tokens.
+    texts, held_out = read_texts(c.text)
+    encode, decode, vocab = make_tokenizer(c, texts)
+    tokens, held_out_tokens = (np.concatenate([*map(encode, t)]) for t in (texts, held_out))
+    train, valid = windows(tokens, c.seq), windows(held_out_tokens, c.seq)
+    # Bits per byte compare between tokenizers; nats per token do not.
+    held_out_bytes = sum(len(text.encode()) for text in held_out)
+    bits_per_nat = len(held_out_tokens) / held_out_bytes / math.log(2)
+
+    def loss_fn(model, batch, key):
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(inputs).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        loss = jnp.mean(losses, where=targets >= 0)
+        return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": loss * bits_per_nat}
+
+    # Model and optimizer, planned first and then made, split over the devices from the beginning.
+    hidden = 32 * round(c.width / 12)
+    sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, hidden)
+    learning_rate = rc.learning_rate_schedule(
+        c.learning_rate, examples=len(train), batch_size=c.batch_size, steps=c.steps
+    )
+    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate, b2=0.95, weight_decay=0.1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    key = jax.random.key(c.seed)
+    create = ft.partial(rc.init_state, lambda key: Llama(sizes, key=key), optimizer, key=key)
+    state = create(shardings=rc.infer_shardings(eqx.filter_eval_shape(create), mesh))
+
+    wandb = rc.wandb_logger(project="language_modeling", config=c) if c.wandb else None
+    state = rc.fit(
+        state,
+        optimizer,
+        train,
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        batch_size=c.batch_size,
+        steps=c.steps,
+        mesh=mesh,
+        eval_examples=valid,
+        eval_every=max(1, c.steps // 4),
+        checkpoints=rc.Checkpoints(directory),
+        log=wandb or rc.console_logger(every=30),
+        accumulate=c.accumulate,
+        compute_dtype=jnp.dtype(c.compute_dtype),
+    )
+
+    bits = plot_metric(directory, "bits_per_byte")
+    text = sample(state.model, encode(c.prompt)[: c.seq // 2], c.seq, key)
+    print(f"Sample:\n{decode(text)}\nValidation bits per byte: {bits[-1]:.3f}\nRun: {directory}")
 
 
-def read_text(path: Path | None) -> tuple[list[str], list[str]]:
+def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
     """The texts to train on, and those held out."""
     if path is not None and path.is_file():
-        text = path.read_text(encoding="utf-8")
-        return [text[: -len(text) // 20]], [text[-len(text) // 20 :]]
+        text = path.read_text("utf-8")
+        cut = len(text) - len(text) // 20
+        return [text[:cut]], [text[cut:]]
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    files = sorted(root.rglob("*.py" if path is None else "*"))
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"} if path is None else set()
-    train, valid = [], []
-    for file in files:
+    skip = {"site-packages", "dist-packages", "test", "tests"} if path is None else set()
+    texts = [], []
+    for file in sorted(root.rglob("*.py" if path is None else "*")):
         name = file.relative_to(root)
         if file.is_file() and not skip & set(name.parts):
             # By name, so that a file stays where it is when others come and go.
-            held_out = zlib.crc32(name.as_posix().encode()) % 100 < 4
-            (valid if held_out else train).append(file.read_text(encoding="utf-8", errors="replace"))
-    return train, valid
+            held_out = zlib.crc32(name.as_posix().encode()) % 100 < 3
+            texts[held_out].append(file.read_text("utf-8", errors="replace"))
+    return texts
+
+
+def make_tokenizer(c: Config, texts: list[str]):
+    """Functions from text to tokens and back, and how many different tokens there are."""
+    if c.tokenizer == "bytes":
+        encode = lambda text: np.frombuffer(text.encode(), np.uint8)
+        return encode, lambda tokens: bytes(tokens.tolist()).decode(errors="replace"), 256
+    from tokenizers import ByteLevelBPETokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=c.vocab, show_progress=False)
+    encode = lambda text: np.array(bpe.encode(text).ids, np.int32)
+    return encode, lambda tokens: bpe.decode(tokens.tolist()), bpe.get_vocab_size()
+
+
+def windows(tokens: np.ndarray, seq: int) -> np.ndarray:
+    """A view of windows, each beginning with the last token of the one before; -1 pads."""
+    padded = np.pad(tokens.astype(np.int32), (0, -(len(tokens) - 1) % seq), constant_values=-1)
+    return np.lib.stride_tricks.sliding_window_view(padded, seq + 1)[::seq]
+
+
+@eqx.filter_jit
+def sample(model, prompt, length, key, temperature=0.8):
+    """Fills a window one token after the other; what is still empty is not seen."""
+
+    def fill(i, tokens):
+        logits = model(tokens[None])[0, i - 1].astype(jnp.float32)
+        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
+        return tokens.at[i].set(drawn)
+
+    tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(prompt)
+    return jax.lax.fori_loop(len(prompt), length, fill, tokens)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -209,7 +209,7 @@ def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _stored(x: Any) -> jax.ShapeDtypeStruct:
+def _stored(x: Any) -> Any:
     """Shape and dtype of an array in the checkpoint: a PRNG key is its data."""
     return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
 

@@ -105,7 +105,7 @@ class CompiledStep:
                 f"{len(self._shardings)} shardings. They must come from the same tree: "
                 "`infer_shardings(state, mesh)`."
             )
-        return _unaliased(arrays), static
+        return [_put(x, s) for x, s in zip(_unaliased(arrays), self._shardings, strict=True)], static
 
     def _remember(self, state: PyTree, arrays: list[Any], static: "Static") -> None:
         def forget(reference: Any) -> None:
@@ -183,6 +183,13 @@ def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         return new_arrays, aux
 
     return flat_step
+
+
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    # Arrays that are elsewhere would be moved by the call as well, but by a program of their own.
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
 
 
 def _unaliased(arrays: list[Any]) -> list[Any]:

@@ -39,7 +39,7 @@ def evaluate_loss(
     return LossResult(widen(loss), aux, weight, new_model)
 
 
-def _unpack(out: Any, model: PyTree) -> tuple[Any, dict[str, Any], PyTree]:
+def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
     if not isinstance(out, tuple):
         return out, {}, model
     if len(out) == 2:

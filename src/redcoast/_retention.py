@@ -81,28 +81,35 @@ def restore_newest(
             f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` asks "
             "to begin anew. Choose another directory, or remove this one."
         )
+    damaged: list[Path] = []
     for step in reversed(steps):
         path = checkpoints.path / str(step)
         try:
             tree = load_checkpoint(path, like, shardings=shardings)
-            return tree, read_metadata(path)["metadata"]
+            metadata = read_metadata(path)["metadata"]
         except CheckpointMismatch:
             raise
-        except Exception as error:
-            # The step will be saved again, and what is left of this one may still be of use.
-            aside = path.with_name(f"{step}.damaged")
-            path.rename(aside)
-            logger.warning(
-                "The checkpoint %s is damaged (%s: %s). It was moved to %s, and the one before it "
-                "is used.",
-                *(path, type(error).__name__, str(error).splitlines()[0], aside),
-            )
-    if steps:
+        except (OSError, ValueError, KeyError) as error:
+            problem = str(error).splitlines()[0]
+            logger.warning("The checkpoint %s is damaged: %s: %s", path, type(error), problem)
+            damaged.append(path)
+            continue
+        _move_aside(damaged)
+        return tree, metadata
+    if damaged:
         raise ValueError(
-            f"All checkpoints in {checkpoints.path} are damaged; they were moved aside. Choose "
-            "another directory to begin anew."
+            f"All checkpoints in {checkpoints.path} are damaged. Choose another directory to begin "
+            "anew, or look into this one."
         )
     return None
+
+
+def _move_aside(damaged: list[Path]) -> None:
+    # Their steps will be saved again, and what is left of them may still be of use.
+    for path in damaged:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.rename(aside)
+        logger.warning("It was moved to %s, and the checkpoint before it is used.", aside)
 
 
 def best_value(checkpoints: Checkpoints) -> float | None:

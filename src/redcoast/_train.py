@@ -258,7 +258,7 @@ def _loss_and_grads(
 def split_rows(batch: PyTree, count: int) -> PyTree:
     """Splits the batch dimension of size b into `(count, b // count)`."""
 
-    def split_leaf(path: Any, x: Array) -> Array:
+    def split_leaf(path: Any, x: Any) -> Array:
         rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
         if rows == 0 or rows % count:
             where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
@@ -284,5 +284,9 @@ def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
-    found = optax.tree.get_all_with_path(opt_state, "learning_rate")
-    return {"learning_rate": found[0][1]} if len(found) == 1 else {}
+    found = [
+        hyperparams["learning_rate"]
+        for _, hyperparams in optax.tree.get_all_with_path(opt_state, "hyperparams")
+        if "learning_rate" in hyperparams
+    ]
+    return {"learning_rate": found[0]} if len(found) == 1 else {}

@@ -107,8 +107,7 @@ def _square_beside(square: Unit, parent: Group | None) -> bool:
 
 def _output(units: list[Unit], inputs: dict[str, Unit]) -> Unit | None:
     """The matrix that reads what attention makes of the values and writes the queries' width."""
-    query = inputs.get("query", inputs.get("fused"))
-    fits = [side for unit in units for side in _sides(unit) if query and _closes(side, query)]
+    fits = [side for unit in units for side in _sides(unit) if _closes(side, inputs)]
     named = [unit for unit in fits if role_of(unit) == "output"]
     return (named or fits or [None])[-1]
 
@@ -117,10 +116,14 @@ def _sides(unit: Unit) -> list[Unit]:
     return [unit] if unit.sure or unit.square else [unit, unit.flipped()]
 
 
-def _closes(unit: Unit, query: Unit) -> bool:
-    """As wide inside as the queries, which with keys and values beside them are at most 3 parts."""
-    fused = query.in_size if role_of(query) == "fused" else query.out_size
-    return unit.out_size == query.in_size and unit.in_size in (fused, query.out_size)
+def _closes(unit: Unit, inputs: dict[str, Unit]) -> bool:
+    """Reads what heads leave, which is as wide as the values, or as the queries if keys are few."""
+    query = inputs.get("query", inputs.get("fused"))
+    assert query is not None
+    inner = {inputs[role].out_size for role in ("query", "value") if role in inputs}
+    inner = inner or {query.in_size}  # several in one: as wide as what they read, as a rule
+    back = unit.out_size == query.in_size or role_of(unit) == "output"
+    return back and unit.in_size in inner
 
 
 def _split(inputs: dict[str, Unit], output: Unit | None, owner: Any, n: int) -> Splits:

@@ -10,11 +10,10 @@ from .nodes import Leaf, grow
 from .reading import NORMS, RECURRENT, read_group
 from .splits import Split, Splits, indivisible
 from .stacks import stack_dims
-from .units import Group, Unit, Votes, size_votes, units_below
-from .vocabulary import split_heads, split_tables, vocabulary_sizes
+from .units import Group, Votes, size_votes, units_below
+from .vocabulary import split_heads, split_tables, table_widths, vocabulary_sizes
 
 _NORM = re.compile(r"norm|ln|scale|gamma|beta|rms|batch_?stat|(^|_)bn", re.IGNORECASE)
-
 _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 
 
@@ -51,18 +50,27 @@ def find_roles(tree: object, n: int) -> Roles:
 def _split_units(group: Group, votes: Votes, n: int) -> Splits:
     """Attention and pairs first: they tell which widths are the residual stream's."""
     parents = {id(m): g for g in group for m in g.members.values() if isinstance(m, Group)}
-    done: Splits = {}
+    clear: Splits = {}
     for part in group:
-        done |= split_attention(part, parents.get(id(part)), done, n)
-    done |= split_tables(group, _residual(group, done), n)
-    widths = _table_widths(group, done)
+        clear |= split_attention(part, parents.get(id(part)), clear, n)
+    done = dict(clear)
     for part in group:
-        done |= split_pairs(part, done, _residual(part, done) | widths, votes, n)
+        done |= split_chains(part, done, set(), n) if part.ordered else {}
+    done |= split_tables(group, _residual(group, clear), n)
+    widths = table_widths(group, done)
+    for part in group:
+        found = split_pairs(part, done, _residual(part, clear) | widths, votes, n)
+        clear, done = clear | found, done | found
     done |= split_heads(group, done, n)
-    residual = _residual(group, done) | widths
+    return _split_rest(group, done, _residual(group, clear) | widths, n)
+
+
+def _split_rest(group: Group, done: Splits, residual: set[int], n: int) -> Splits:
+    """Chains among the fields of modules and dicts, and what stands alone."""
+    done = dict(done)
     for part in group:
         done |= split_chains(part, done, residual, n)
-    residual |= _residual(group, done)
+    residual = residual | _residual(group, done)
     for unit in units_below(group):
         if is_open(unit, done):
             done |= split_alone(unit, residual, n)
@@ -70,24 +78,9 @@ def _split_units(group: Group, votes: Votes, n: int) -> Splits:
 
 
 def _residual(group: Group, done: Splits) -> set[int]:
-    """The sizes that the matrices split so far read from, or write to, whole."""
-    found = set()
-    for unit in units_below(group):
-        if unit.kind == "table":
-            continue
-        split = done.get(unit.weight.index)
-        if split is not None and split.dim is not None:
-            found.add(unit.in_size if split.dim in unit.outs else unit.out_size)
-    return found
-
-
-def _table_widths(group: Group, done: Splits) -> set[int]:
-    tables = [unit for unit in units_below(group) if unit.kind == "table"]
-    return {_other_size(unit, done[unit.weight.index]) for unit in tables}
-
-
-def _other_size(unit: Unit, split: Split) -> int:
-    return unit.in_size if split.dim in unit.outs else unit.out_size
+    """The sizes that the matrices found so far read, or write, whole."""
+    splits = (done.get(unit.weight.index) for unit in units_below(group))
+    return {split.outer for split in splits if split is not None and split.outer is not None}
 
 
 def _vocabulary_biases(group: Group, done: Splits, stacks: dict[int, int], n: int) -> Splits:

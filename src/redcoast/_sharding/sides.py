@@ -53,7 +53,9 @@ def _matrix(
     return Unit(names, weight, bias, "linear", stack, ins, outs)
 
 
-def _conv_sides(key: str, shape: tuple[int, ...], stack: int):
+def _conv_sides(
+    key: str, shape: tuple[int, ...], stack: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
     """Channels and window of a convolution: Flax stores the window first, torch last."""
     rank = len(shape) - stack
     if rank < 3 or rank > 5 or key not in ("kernel", "weight"):

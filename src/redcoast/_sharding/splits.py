@@ -7,10 +7,15 @@ from .units import Unit
 
 @dataclass(frozen=True)
 class Split:
-    """The dimension of an array that is split over `model` (None: none), and why."""
+    """The dimension of an array that is split over `model` (None: none), and why.
+
+    `outer` is the size of a matrix' other side, which stays whole. It is there as well where only
+    the sizes were against a split.
+    """
 
     dim: int | None
     reason: str
+    outer: int | None = None
 
 
 Splits = dict[int, Split]
@@ -23,9 +28,9 @@ def column(unit: Unit, n: int, reason: str, *, parts: int = 1, heads: int | None
     """
     trouble = _trouble(unit, unit.outs[0], n, parts, heads)
     if trouble:
-        return whole(unit, trouble)
+        return whole(unit, trouble, outer=unit.in_size)
     dim = unit.outs[0]
-    splits = {unit.weight.index: Split(dim, f"column-split: {reason}")}
+    splits = {unit.weight.index: Split(dim, f"column-split: {reason}", unit.in_size)}
     return splits | _bias(unit, dim)
 
 
@@ -33,15 +38,15 @@ def row(unit: Unit, n: int, reason: str, *, heads: int | None = None) -> Splits:
     """Splits the input side over `n` devices; the bias is added once to the sum, so it is whole."""
     trouble = _trouble(unit, unit.ins[0], n, 1, heads)
     if trouble:
-        return whole(unit, trouble)
-    splits = {unit.weight.index: Split(unit.ins[0], f"row-split: {reason}")}
+        return whole(unit, trouble, outer=unit.out_size)
+    splits = {unit.weight.index: Split(unit.ins[0], f"row-split: {reason}", unit.out_size)}
     if unit.bias is not None:
         splits[unit.bias.index] = Split(None, "bias of a row-split matrix")
     return splits
 
 
-def whole(unit: Unit, reason: str) -> Splits:
-    splits = {unit.weight.index: Split(None, reason)}
+def whole(unit: Unit, reason: str, *, outer: int | None = None) -> Splits:
+    splits = {unit.weight.index: Split(None, reason, outer)}
     if unit.bias is not None:
         splits[unit.bias.index] = Split(None, "follows its matrix")
     return splits

@@ -5,7 +5,11 @@ import re
 from .splits import Split, Splits, indivisible
 from .units import Group, Unit, units_below
 
-_SMALL = re.compile(r"pos|wpe|token_type|segment|type_|relative|time", re.IGNORECASE)
+_SMALL = re.compile(
+    r"(^|_)(pos|positions?|positional|time|timesteps?)(_|emb|$)|wpe|(^|_)type(_|$)|segment|relative",
+    re.IGNORECASE,
+)
+_HEAD = re.compile(r"head|logits|vocab|(^|_)(lm|output|decoder|unembed\w*)($|_)", re.IGNORECASE)
 _MANY = 8  # a table this many times shorter than the longest is none of words
 
 
@@ -16,7 +20,8 @@ def split_tables(root: Group, residual: set[int], n: int) -> Splits:
     splits: Splits = {}
     for unit in tables:
         if _is_small(unit) or _rows(unit) * _MANY < longest:
-            splits[unit.weight.index] = Split(None, "table of positions or types, small")
+            reason = "table of positions or types, small"
+            splits[unit.weight.index] = Split(None, reason, unit.out_size)
         else:
             splits[unit.weight.index] = _vocabulary(unit, _vocabulary_dim(unit, residual), n)
     return splits
@@ -27,16 +32,25 @@ def split_heads(root: Group, done: Splits, n: int) -> Splits:
     sizes = vocabulary_sizes(root, done)
     splits: Splits = {}
     for unit in units_below(root):
-        both = {*unit.ins, *unit.outs}
-        dims = [d for d in sorted(both) if unit.weight.shape[d] in sizes]
-        if unit.weight.index in done or unit.kind != "linear" or unit.scope or len(dims) != 1:
+        if unit.weight.index in done or unit.kind != "linear" or unit.scope:
             continue
-        split = splits[unit.weight.index] = _vocabulary(unit, dims[0], n)
-        if unit.bias is not None and dims[0] in unit.outs:
+        dim = _head_dim(unit, sizes)
+        if dim is None:
+            continue
+        split = splits[unit.weight.index] = _vocabulary(unit, dim, n)
+        if unit.bias is not None:
+            split_too = split.dim is not None and dim in unit.outs
             last = len(unit.bias.shape) - 1
-            dim = None if split.dim is None else last
-            splits[unit.bias.index] = Split(dim, "follows its matrix")
+            splits[unit.bias.index] = Split(last if split_too else None, "follows its matrix")
     return splits
+
+
+def _head_dim(unit: Unit, sizes: set[int]) -> int | None:
+    """Where both sides have the vocabulary's size, only a name makes a matrix a head."""
+    dims = [d for d in (*unit.outs, *unit.ins) if unit.weight.shape[d] in sizes]
+    if len(dims) == 1 or (dims and _HEAD.search(unit.name)):
+        return dims[0]
+    return None
 
 
 def vocabulary_sizes(root: Group, done: Splits) -> set[int]:
@@ -47,6 +61,12 @@ def vocabulary_sizes(root: Group, done: Splits) -> set[int]:
         if unit.kind == "table" and reason.startswith("vocabulary"):
             found.add(_rows(unit))
     return found
+
+
+def table_widths(root: Group, done: Splits) -> set[int]:
+    """The sizes of the tables' other dimension."""
+    tables = (unit for unit in units_below(root) if unit.kind == "table")
+    return {split.outer for unit in tables if (split := done[unit.weight.index]).outer is not None}
 
 
 def _rows(unit: Unit) -> int:
@@ -67,6 +87,7 @@ def _vocabulary_dim(unit: Unit, residual: set[int]) -> int:
 
 def _vocabulary(unit: Unit, dim: int, n: int) -> Split:
     size = unit.weight.shape[dim]
+    outer = unit.in_size if dim in unit.outs else unit.out_size
     if size % n:
-        return Split(None, indivisible("vocabulary", size, n))
-    return Split(dim, "vocabulary")
+        return Split(None, indivisible("vocabulary", size, n), outer)
+    return Split(dim, "vocabulary", outer)

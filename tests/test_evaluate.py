@@ -1,0 +1,90 @@
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import redcoast as rc
+from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
+
+
+EXAMPLES = make_examples(53)
+MODEL = make_model()
+MESH = {"model": 2, "fsdp": 2}
+evaluate = ft.partial(rc.evaluate, MODEL, collate_fn=collate_fn, loss_fn=loss_fn)
+predict = ft.partial(rc.predict_examples, MODEL, collate_fn=collate_fn, predict_fn=predict_fn)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 53, 64])
+def test_every_example_counts_once_whatever_the_batch_size(batch_size):
+    expected, aux = loss_fn(MODEL, collate_fn(EXAMPLES), None)
+    found = evaluate(EXAMPLES, batch_size=batch_size, mesh=rc.make_mesh(**MESH))
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["accuracy"], aux["accuracy"], rtol=1e-6)
+
+
+def test_means_are_weighted_by_weight():
+    weights = np.random.default_rng(0).integers(0, 5, 53).astype(np.float32)
+
+    def loss(model, batch, key):
+        total = jnp.sum(batch["w"])
+        return jnp.sum(batch["w"] * batch["y"]) / total, {"weight": total}
+
+    examples = [{"w": w, "y": np.float32(i)} for i, w in enumerate(weights)]
+    collate = lambda e: {n: np.array([x[n] for x in e]) for n in ("w", "y")}
+    found = rc.evaluate(MODEL, examples, collate_fn=collate, loss_fn=loss, batch_size=8)
+    np.testing.assert_allclose(found["loss"], np.average(np.arange(53), weights=weights), rtol=1e-6)
+    assert found["weight"] == weights.sum()
+    nothing = [{"w": np.float32(0), "y": np.float32(0)}]
+    with pytest.raises(ValueError, match="weight"):
+        rc.evaluate(MODEL, nothing, collate_fn=collate, loss_fn=loss, batch_size=8)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 64])
+def test_predictions_come_in_order(batch_size):
+    expected = np.asarray(predict_fn(MODEL, collate_fn(EXAMPLES), None)).tolist()
+    found = predict(EXAMPLES, batch_size=batch_size, mesh=rc.make_mesh(**MESH))
+    assert [int(x) for x in found] == expected
+
+
+def test_outputs_and_trees_of_predictions():
+    tree = lambda m, b, k: {"label": predict_fn(m, b, k), "index": b["y"]}
+    rows = rc.predict_examples(
+        MODEL, EXAMPLES, collate_fn=collate_fn, predict_fn=tree, batch_size=16
+    )
+    assert [int(r["index"]) for r in rows] == [int(e["y"]) for e in EXAMPLES]
+    words = predict(EXAMPLES, batch_size=16, output_fn=lambda p: [f"class {x}" for x in p])
+    assert len(words) == 53
+    assert words[0].startswith("class ")
+    for wrong in (lambda p: ["one"], lambda p: 3):
+        with pytest.raises(ValueError, match="one entry for each example"):
+            predict(EXAMPLES, batch_size=16, output_fn=wrong)
+
+
+def test_one_compilation_for_each_shape():
+    traces = []
+
+    def counted(model, batch, key):
+        traces.append(jax.tree.leaves(batch)[0].shape)
+        return loss_fn(model, batch, key)
+
+    rc.evaluate(
+        MODEL, make_examples(203), collate_fn=collate_fn, loss_fn=counted, batch_size=16
+    )
+    assert len(traces) == len(set(traces)) <= 4
+
+
+def test_the_callers_model_stays():
+    before = np.array(MODEL.layers[0].weight)
+    evaluate(EXAMPLES, batch_size=16)
+    np.testing.assert_array_equal(MODEL.layers[0].weight, before)
+
+
+@pytest.mark.parametrize("run", [evaluate, predict])
+def test_bad_input(run):
+    with pytest.raises(ValueError, match="empty"):
+        run([], batch_size=4)
+    with pytest.raises(ValueError, match="batch_size` is 0"):
+        run(EXAMPLES, batch_size=0)
+    with pytest.raises(TypeError, match="of type int"):
+        run(5, batch_size=4)

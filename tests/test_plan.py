@@ -1,0 +1,196 @@
+import json
+import time
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharding_helpers import (
+    Block,
+    Transformer,
+    array,
+    llama,
+    mesh_of,
+    real_mesh,
+    specs,
+    stock,
+    train_state,
+)
+
+from redcoast._sharding import infer_shardings, plan_shardings
+
+
+def test_one_device_on_fsdp_and_model_leaves_everything_whole():
+    plan = plan_shardings(stock(Transformer), mesh_of(data=8))
+    arrays = jax.tree.leaves(plan.shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
+    assert {sharding.spec for sharding in arrays} == {P()}
+    assert "fsdp and model have one device each" in str(plan)
+
+
+def test_leaves_that_are_no_arrays_get_none():
+    tree = {
+        "a": np.zeros((4, 4)),
+        "f": jax.nn.relu,
+        "n": 3,
+        "s": "x",
+        "none": None,
+        "k": jax.random.key(0),
+    }
+    mesh = mesh_of(model=2)
+    shardings = infer_shardings(tree, mesh)
+    assert shardings["f"] is shardings["n"] is shardings["s"] is shardings["none"] is None
+    assert shardings["k"] == NamedSharding(mesh, P())
+    assert isinstance(shardings["a"], NamedSharding)
+    assert infer_shardings(np.zeros((512, 512)), mesh).spec == P(None, "model")
+
+
+def test_abstract_and_concrete_trees_have_the_same_plan():
+    concrete = Block(32, 4, jax.random.key(0))
+    abstract = eqx.filter_eval_shape(Block, 32, 4, jax.random.key(0))
+    mesh = mesh_of(2, 2, 2)
+    assert plan_shardings(concrete, mesh).report == plan_shardings(abstract, mesh).report
+
+
+shapes = st.lists(st.integers(1, 24), min_size=0, max_size=4).map(lambda sizes: array(*sizes))
+keys = st.sampled_from(["weight", "kernel", "bias", "q", "k", "v", "o", "embed", "a", "norm", "0"])
+trees = st.recursive(
+    shapes,
+    lambda below: (
+        st.lists(below, min_size=1, max_size=4)
+        | st.dictionaries(keys, below, min_size=1, max_size=5)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tree=trees, fsdp=st.sampled_from([1, 2, 3]), model=st.sampled_from([1, 2, 4]))
+def test_any_tree_has_a_plan_whose_splits_divide(tree, fsdp, model):
+    plan = plan_shardings(tree, mesh_of(1, fsdp, model))
+    assert jax.tree.structure(plan.shardings) == jax.tree.structure(tree)
+    for leaf, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(plan.shardings), strict=True):
+        sharding.shard_shape(leaf.shape)  # raises where a size does not divide
+        used = [axis for axis in sharding.spec if axis is not None]
+        assert len(used) == len(set(used)) <= len(leaf.shape)
+        assert all({"fsdp": fsdp, "model": model}[axis] > 1 for axis in used)
+    for row in plan.report["rows"]:
+        assert row["reason"]
+    assert max(map(len, str(plan).splitlines())) <= 100
+
+
+def test_a_plan_never_changes_loss_and_gradients():
+    make = eqx.filter_jit(lambda key: Transformer(1, 32, 8, 128, 8, key=key))
+    model = make(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 8), 0, 128)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    @jax.jit
+    def loss_and_grads(params):
+        def loss(params):
+            logits = jax.vmap(eqx.combine(params, static))(tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+        return jax.value_and_grad(loss)(params)
+
+    expected = jax.tree.leaves(loss_and_grads(params))
+    for sizes in ((2, 1, 4), (2, 2, 2), (1, 8, 1)):
+        shardings = infer_shardings(params, real_mesh(*sizes))
+        found = jax.tree.leaves(loss_and_grads(jax.device_put(params, shardings)))
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_overrides_are_taken_as_given_and_the_first_wins():
+    tree = {"a": {"kernel": array(64, 128)}, "b": {"kernel": array(128, 64)}}
+    overrides = [("^a/", P(None, "fsdp")), ("kernel", (("fsdp", "model"), None)), ("b", None)]
+    found = specs(tree, overrides, fsdp=2, model=4)
+    assert found == {"a/kernel": P(None, "fsdp"), "b/kernel": P(("fsdp", "model"), None)}
+    assert specs(tree, [("b", None)], fsdp=2, model=4)["b/kernel"] == P()
+
+
+def test_overrides_in_a_training_state_take_paths_of_the_model_and_the_state_follows():
+    state = train_state({"w": {"kernel": array(128, 512)}}, optax.adam(1e-3))
+    found = specs(state, [("^w/kernel$", ("model", "fsdp"))], fsdp=2, model=4)
+    assert found["w/kernel"] == P("model", "fsdp")
+    assert (
+        found["opt_state/0/mu/w/kernel"] == found["opt_state/0/nu/w/kernel"] == P("model", "fsdp")
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("wz", None), r"'wz' matches no array's path. Among the 2 paths are: a/wq, a/wk"),
+        (("(", None), r"'\(' is not a regular expression"),
+        (("wq", ("tensor",)), r"'tensor'; the mesh has 'data', 'fsdp', 'model'"),
+        (("wq", ("model", "model")), r"uses the mesh axis 'model' twice"),
+        (("wq", (None, None, "model")), r"3 entries, but a/wq has shape \(64, 6\)"),
+        (("wq", (None, "model")), r"a/wq, shape \(64, 6\), over model=4; 6 is not a multiple of 4"),
+        (("wq", (None, "model")), r"A size of 4 or 8 would divide, or splitting dimension 0"),
+        (("wq", (None, ("fsdp", "model"))), r"fsdp=2 x model=4; 6 is not a multiple of 8"),
+    ],
+)
+def test_wrong_overrides_say_what_would_work(override, message):
+    tree = {"a": {"wq": array(64, 6), "wk": array(64, 6)}}
+    with pytest.raises(ValueError, match=message):
+        infer_shardings(tree, mesh_of(1, 2, 4), overrides=[override])
+
+
+def test_the_ambient_mesh_is_the_default():
+    mesh = real_mesh(2, 1, 4)
+    with jax.set_mesh(mesh):
+        found = infer_shardings(np.zeros((512, 512), np.float32))
+    assert found == NamedSharding(mesh, P(None, "model"))
+
+
+def test_no_mesh_and_a_mesh_without_the_three_axes_are_errors():
+    with pytest.raises(ValueError, match=r"pass mesh=rc\.make_mesh\(\)"):
+        infer_shardings(array(4, 4))
+    with pytest.raises(ValueError, match=r"axes \('data', 'tensor'\) and lacks fsdp, model"):
+        infer_shardings(array(4, 4), AbstractMesh((2, 4), ("data", "tensor")))
+
+
+def test_report_is_plain_data_that_adds_up():
+    state = train_state(stock(Transformer), optax.adamw(1e-3))
+    report = plan_shardings(state, mesh_of(1, 2, 4)).report
+    assert json.loads(json.dumps(report)) == report
+    totals = report["totals"]
+    size = sum(x.size for x in jax.tree.leaves(state["model"]) if hasattr(x, "size"))
+    assert totals["parameter"]["bytes"] == 4 * size
+    assert totals["optimizer state"]["bytes"] == 8 * size + 4
+    for key in ("bytes", "bytes_per_device", "arrays"):
+        assert totals["all"][key] == sum(
+            totals[role][key] for role in ("parameter", "optimizer state", "other")
+        )
+    rows = {row["path"]: row for row in report["rows"]}
+    assert rows["embed/weight"]["bytes_per_device"] == 512 * 64 * 4 // 8
+    whole = {row["path"] for row in report["replicated"]}
+    assert whole == {path for path, row in rows.items() if not any(row["spec"])}
+    assert {"norm/weight", "step", "key", "opt_state/0/count"} <= whole
+
+
+def test_table_groups_repeated_layers_and_says_what_is_whole():
+    state = train_state(stock(Transformer, layers=12, seq=128), optax.adamw(1e-3))
+    text = str(plan_shardings(state, mesh_of(2, 2, 4)))
+    lines = text.splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) <= 100
+    row = next(line for line in lines if line.startswith("blocks/{0..11}/up/weight"))
+    assert row.split()[1:] == ["(256,", "64)", "(model,", "fsdp)", *row.split()[5:]]
+    assert "column-split: pairs with" in row
+    whole = text[text.index("Whole on every device:") :]
+    assert "norm scale: blocks/{0..11}/norm{1..2}/weight" in whole
+    assert "follows its parameters: 2.0 x" in text
+    assert len(str(plan_shardings(llama(), mesh_of(2, 2, 4))).splitlines()) < 40
+
+
+def test_planning_a_hundred_layers_is_fast():
+    state = train_state(stock(Transformer, layers=100), optax.adamw(1e-3))
+    start = time.perf_counter()
+    str(plan_shardings(state, mesh_of(2, 2, 4)))
+    assert time.perf_counter() - start < 3

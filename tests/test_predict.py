@@ -1,0 +1,52 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import redcoast as rc
+from problem import batch_of, make_model, predict_fn
+
+
+def test_equals_the_function_itself():
+    model, batch = make_model(), batch_of(12)
+    found = eqx.filter_jit(rc.predict)(model, batch, predict_fn=predict_fn)
+    np.testing.assert_array_equal(found, predict_fn(model, batch, None))
+
+
+def test_the_model_is_in_inference_mode():
+    model = eqx.nn.Sequential([eqx.nn.Linear(16, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.9)])
+    batch = batch_of(4)
+    apply = lambda m, b, k: jax.vmap(lambda x: m(x, key=k))(b["x"])
+    found = rc.predict(model, batch, predict_fn=apply)
+    np.testing.assert_allclose(found, jax.vmap(model.layers[0])(batch["x"]), rtol=1e-6)
+
+
+def test_the_key_is_handed_on():
+    draw = lambda m, b, k: jax.random.normal(k, (4,))
+    batch, key = batch_of(4), jax.random.key(7)
+    np.testing.assert_array_equal(
+        rc.predict(None, batch, key, predict_fn=draw), jax.random.normal(key, (4,))
+    )
+    assert np.isfinite(rc.predict(None, batch, predict_fn=draw)).all()
+
+
+def test_in_half_precision():
+    apply = lambda m, b, k: jax.vmap(m)(b["x"])
+    batch = batch_of(4)
+    found = rc.predict(make_model(), batch, predict_fn=apply, compute_dtype=jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    exact = apply(make_model(), batch, None)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda m, b, k: jnp.zeros(()), r"shape \(\)"),
+        (lambda m, b, k: {"a": {"b": jnp.zeros((3, 4))}}, r"\(3, 4\) at a/b for a batch of 4"),
+        (lambda m, b, k: {}, "no array"),
+    ],
+)
+def test_predictions_have_a_batch_dimension(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        rc.predict(make_model(), batch_of(4), predict_fn=wrong)

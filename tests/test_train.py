@@ -1,0 +1,371 @@
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import redcoast as rc
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from problem import arrays, batch_of, loss_fn, make_model
+
+
+KEY = jax.random.key(0)
+BATCH = batch_of(24)
+
+
+def start(optimizer=None, model=None, **kwargs):
+    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
+    init_fn = (lambda key: make_model()) if model is None else (lambda key: model)
+    return rc.init_state(init_fn, optimizer, key=KEY, **kwargs)
+
+
+def stepper(optimizer=None, loss=loss_fn, **kwargs):
+    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
+    return ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer, **kwargs)
+
+
+def by_hand(model, optimizer, batch, steps):
+    """The same training written directly with JAX and optax."""
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    opt_state, losses = optimizer.init(params), []
+
+    @jax.jit
+    def step(params, opt_state):
+        value = lambda p: loss_fn(eqx.combine(p, static), batch, None)[0]
+        loss, grads = jax.value_and_grad(value)(params)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
+
+    for _ in range(steps):
+        params, opt_state, loss, norm = step(params, opt_state)
+        losses.append((float(loss), float(norm)))
+    return params, losses
+
+
+def test_equals_a_loop_by_hand():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    params, losses = by_hand(make_model(), optimizer, BATCH, 5)
+    state, step = start(optimizer), eqx.filter_jit(stepper(optimizer))
+    for loss, norm in losses:
+        state, metrics = step(state, BATCH)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        assert set(metrics) == {"loss", "grad_norm", "skipped", "accuracy"}
+    for ours, theirs in zip(arrays(state.model), arrays(params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+    assert int(state.step) == 5
+
+
+def masked_loss(model, batch, key):
+    logits = jax.vmap(model)(batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    weight = jnp.sum(batch["mask"].astype(jnp.float32))
+    loss = jnp.sum(jnp.where(batch["mask"], losses, 0.0)) / weight
+    return loss, {"weight": weight, "mean_logit": jnp.sum(
+        jnp.where(batch["mask"], logits[:, 0], 0.0)) / weight}
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 24])
+def test_ragged_microbatches_equal_the_full_batch(count):
+    mask = np.random.default_rng(0).random(24) < 0.4
+    batch = {**BATCH, "mask": mask}
+    full, expected = eqx.filter_jit(stepper(loss=masked_loss))(start(), batch)
+    parts, found = eqx.filter_jit(stepper(loss=masked_loss, accumulate=count))(start(), batch)
+    assert float(found["weight"]) == mask.sum()
+    for name in ("loss", "grad_norm", "mean_logit"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+    # Adam's first step is the sign of the gradient: compare its moments, linear in it.
+    for a, b in zip(arrays(full.opt_state), arrays(parts.opt_state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_accumulate_must_divide_the_batch():
+    with pytest.raises(ValueError, match=r"accumulate=5.*\(24"):
+        stepper(accumulate=5)(start(), BATCH)
+
+
+def test_bfloat16_compute_keeps_float32_state():
+    step = eqx.filter_jit(stepper(compute_dtype=jnp.bfloat16))
+    state, metrics = step(start(), BATCH)
+    _, exact = stepper()(start(), BATCH)
+    assert {x.dtype for x in arrays(state) if x.dtype.kind == "f"} == {np.dtype("float32")}
+    assert metrics["loss"].dtype == jnp.float32
+    assert metrics["loss"] != exact["loss"]
+    np.testing.assert_allclose(metrics["loss"], exact["loss"], rtol=2e-2)
+
+    seen = []
+
+    def loss(model, batch, key):
+        seen.extend([model.layers[0].weight.dtype, batch["x"].dtype, batch["y"].dtype])
+        return loss_fn(model, batch, key)[0]
+
+    stepper(loss=loss, compute_dtype=jnp.bfloat16)(start(), BATCH)
+    assert seen[:3] == [jnp.bfloat16, jnp.bfloat16, jnp.int32]
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(jnp.float16, "bfloat16"), (jnp.int8, "floating")])
+def test_other_compute_dtypes_are_refused(dtype, words):
+    with pytest.raises(ValueError, match=words):
+        stepper(compute_dtype=dtype)(start(), BATCH)
+
+
+def test_frozen_leaves_take_no_optimizer_state():
+    spec = jax.tree.map(lambda _: False, make_model())
+    spec = eqx.tree_at(lambda m: m.layers[-1], spec, replace=True)
+    state = start(trainable=spec)
+    assert len(arrays(state.opt_state)) == 1 + 2 * 2
+    after, _ = eqx.filter_jit(stepper(trainable=spec))(state, BATCH)
+    assert eqx.tree_equal(after.model.layers[:-1], state.model.layers[:-1])
+    assert (after.model.layers[-1].weight != state.model.layers[-1].weight).any()
+
+
+def test_frozen_leaves_take_no_gradient_memory():
+    model = make_model(width=512)
+    frozen = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: False, model), True)
+
+    def temporaries(trainable):
+        state = start(optax.sgd(1e-2), model, trainable=trainable)
+        sharding = NamedSharding(rc.make_mesh(devices=jax.devices()[:1]), P())
+        shardings = jax.tree.map(lambda x: sharding if eqx.is_array(x) else None, state)
+        step = rc.compile_step(stepper(optax.sgd(1e-2), trainable=trainable), shardings)
+        return step.lower(state, BATCH).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(frozen) < temporaries(eqx.is_inexact_array) - 4 * 512 * 512 // 2
+
+
+def test_nothing_to_train():
+    with pytest.raises(ValueError, match="no trainable leaf"):
+        start(trainable=lambda _: False)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_step_without_a_finite_loss_changes_nothing(bad):
+    def loss(model, batch, key):
+        return loss_fn(model, batch, key)[0] * jnp.where(batch["bad"][0], bad, 1.0)
+
+    step = eqx.filter_jit(stepper(loss=loss))
+    good = {**BATCH, "bad": np.zeros(24, bool)}
+    state, metrics = step(start(), good)
+    assert float(metrics["skipped"]) == 0
+    after, metrics = step(state, {**BATCH, "bad": np.ones(24, bool)})
+    assert float(metrics["skipped"]) == 1
+    assert eqx.tree_equal(after.model, state.model)
+    assert eqx.tree_equal(after.opt_state, state.opt_state)
+    assert int(after.step) == 2
+
+
+def test_a_gradient_without_end_is_skipped_though_the_loss_is_finite():
+    def loss(model, batch, key):
+        x = model.layers[0].bias[0] * 0.0
+        return jnp.sqrt(x) + loss_fn(model, batch, key)[0]
+
+    state = start()
+    after, metrics = stepper(loss=loss)(state, BATCH)
+    assert np.isfinite(metrics["loss"])
+    assert float(metrics["skipped"]) == 1
+    assert eqx.tree_equal(after.model, state.model)
+
+
+def noisy_loss(model, batch, key):
+    noise = jax.random.normal(key, batch["x"].shape)
+    return loss_fn(model, {**batch, "x": batch["x"] + noise}, key)[0]
+
+
+def test_each_step_and_microbatch_draws_anew_but_the_same_each_time():
+    losses = []
+
+    def loss(model, batch, key):
+        return jax.random.uniform(key) + 0.0 * loss_fn(model, batch, key)[0]
+
+    for accumulate in (1, 2):
+        step = eqx.filter_jit(stepper(loss=loss, accumulate=accumulate))
+        state, again = start(), start()
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+            losses.append(float(metrics["loss"]))
+        assert float(step(again, BATCH)[1]["loss"]) == losses[-3]
+    assert len(set(losses)) == 6
+
+
+def test_composes_with_jit_vmap_and_scan():
+    # `jax.jit`, `vmap` and `scan` take arrays only, and so a model of arrays only.
+    def init_fn(key):
+        keys = jax.random.split(key)
+        return {"w": jax.random.normal(keys[0], (16, 8)), "b": jnp.zeros(8)}
+
+    def loss(model, batch, key):
+        logits = batch["x"] @ model["w"] + model["b"][None]
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    optimizer = optax.adam(1e-2)
+    init = lambda key: rc.init_state(init_fn, optimizer, key=key)
+    step = stepper(optimizer, loss)
+    expected, losses = init(KEY), []
+    for _ in range(3):
+        expected, metrics = step(expected, BATCH)
+        losses.append(float(metrics["loss"]))
+
+    state = init(KEY)
+    for loss_of_step in losses:
+        state, metrics = jax.jit(step)(state, BATCH)
+        np.testing.assert_allclose(metrics["loss"], loss_of_step, rtol=1e-5)
+
+    _, metrics = jax.lax.scan(lambda s, _: step(s, BATCH), init(KEY), None, length=3)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+
+    states = jax.vmap(init)(jax.random.split(KEY, 4))
+    after, metrics = jax.vmap(step, in_axes=(0, None))(states, BATCH)
+    first = init(jax.random.split(KEY, 4)[0])
+    assert metrics["loss"].shape == (4,)
+    np.testing.assert_allclose(metrics["loss"][0], step(first, BATCH)[1]["loss"], rtol=1e-5)
+    assert after.step.tolist() == [1, 1, 1, 1]
+
+
+def test_filter_vmap_over_seeds_of_an_equinox_model():
+    init = lambda key: rc.init_state(lambda k: eqx.nn.MLP(16, 8, 32, 2, key=k), optax.sgd(0.1), key=key)
+    states = eqx.filter_vmap(init)(jax.random.split(KEY, 2))
+    step = stepper(optax.sgd(0.1))
+    _, metrics = eqx.filter_vmap(lambda s: step(s, BATCH))(states)
+    assert metrics["loss"].shape == (2,)
+    assert metrics["loss"][0] != metrics["loss"][1]
+
+
+class Tied(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self, key):
+        embedding = eqx.nn.Embedding(8, 16, key=key)
+        head = eqx.nn.Linear(16, 8, use_bias=False, key=key)
+        self.shared = eqx.nn.Shared((embedding, head), lambda p: p[1].weight, lambda p: p[0].weight)
+
+    def __call__(self, token):
+        embedding, head = self.shared()
+        return head(embedding(token))
+
+
+def token_loss(model, batch, key):
+    logits = jax.vmap(model)(batch["y"])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+
+def test_shared_weights_stay_one_parameter():
+    model = Tied(jax.random.key(1))
+    state = rc.fit(
+        model, optax.adam(1e-2), list(BATCH["y"]), collate_fn=lambda e: {"y": np.stack(e)},
+        loss_fn=token_loss, batch_size=8, steps=5, progress=False,
+    )
+    embedding, head = state.model.shared()
+    assert head.weight is embedding.weight
+    assert len(arrays(state.model)) == 1
+    assert not np.allclose(embedding.weight, model.shared()[0].weight)
+
+
+def test_the_same_array_twice_trains_as_two_parameters():
+    # As everywhere in Equinox, where PyTrees know no identity; donation must not choke on it.
+    def init_fn(key):
+        linear = eqx.nn.Linear(16, 16, key=key)
+        return [linear, linear, eqx.nn.Linear(16, 8, key=key)]
+
+    def loss(model, batch, key):
+        apply = lambda x: model[2](jnp.tanh(model[1](jnp.tanh(model[0](x)))))
+        return loss_fn(apply, batch, key)[0]
+
+    optimizer = optax.sgd(0.1)
+    state = rc.init_state(init_fn, optimizer, key=KEY)
+    shardings = rc.infer_shardings(state, rc.make_mesh())
+    step = rc.compile_step(stepper(optimizer, loss), shardings)
+    after, _ = step(state, BATCH)
+    assert not np.allclose(after.model[0].weight, after.model[1].weight)
+    model = init_fn(KEY)
+    assert rc.fit(
+        model, optimizer, [0] * 8, collate_fn=lambda e: batch_of(len(e)), loss_fn=loss,
+        batch_size=8, steps=2, progress=False,
+    ).step == 2
+    assert np.isfinite(model[0].weight).all()  # the caller's model is not donated
+
+
+def test_learning_rate_is_reported_where_the_optimizer_holds_it():
+    schedule = optax.linear_schedule(1e-2, 0.0, 10)
+    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
+    step, state = eqx.filter_jit(stepper(optimizer)), start(optimizer)
+    rates = []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [1e-2, 9e-3, 8e-3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "polyak_sgd"])
+def test_optimizers_that_look_at_the_loss(name):
+    optimizer = {"lbfgs": optax.lbfgs(), "polyak_sgd": optax.polyak_sgd(1.0)}[name]
+    step, state = eqx.filter_jit(stepper(optimizer)), start(optimizer)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (lambda l: jnp.stack([l, l]), ValueError, r"shape \(2,\).*mean"),
+        (lambda l: jnp.int32(1), ValueError, "int32"),
+        (lambda l: 1.0, TypeError, "float"),
+        (lambda l: (l, {"a": jnp.ones(3)}), ValueError, r"aux\['a'\] of shape \(3,\)"),
+        (lambda l: (l, {"loss": l}), ValueError, "a name that is taken"),
+        (lambda l: (l, l), TypeError, "dict of scalar"),
+        (lambda l: (l, {}, 1, 2), ValueError, "tuple of 4"),
+        (lambda l: (l, {}, "model"), ValueError, "another structure"),
+    ],
+)
+def test_what_loss_fn_must_not_return(out, error, words):
+    with pytest.raises(error, match=words):
+        stepper(loss=lambda m, b, k: out(loss_fn(m, b, k)[0]))(start(), BATCH)
+
+
+def test_the_model_that_comes_back_must_keep_its_shapes():
+    def loss(model, batch, key):
+        wide = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.zeros(33))
+        return loss_fn(model, batch, key)[0], {}, wide
+
+    with pytest.raises(ValueError, match=r"float32\[33\] at layers/0/bias"):
+        stepper(loss=loss)(start(), BATCH)
+
+
+def test_state_is_created_split():
+    mesh = rc.make_mesh(data=1, fsdp=8)
+    optimizer = optax.adam(1e-3)
+    init_fn = lambda key: eqx.nn.MLP(256, 256, 1024, 2, key=key)
+    abstract = eqx.filter_eval_shape(rc.init_state, init_fn, optimizer, key=KEY)
+    shardings = rc.infer_shardings(abstract, mesh)
+
+    # Each device computes its part alone: nothing in the program is as large as a whole matrix.
+    static = eqx.filter(abstract, lambda x: isinstance(x, jax.ShapeDtypeStruct), inverse=True)
+    flat = jax.jit(
+        lambda key: jax.tree.leaves(eqx.filter(rc.init_state(init_fn, optimizer, key=key), eqx.is_array)),
+        out_shardings=jax.tree.leaves(shardings),
+    )
+    assert static is not None
+    memory = flat.lower(KEY).compile().memory_analysis()
+    whole = sum(x.size * 4 for x in jax.tree.leaves(abstract) if hasattr(x, "size"))
+    assert memory.output_size_in_bytes < whole / 7
+    assert memory.temp_size_in_bytes < whole / 4
+
+    state = rc.init_state(init_fn, optimizer, key=KEY, shardings=shardings)
+    alone = rc.init_state(init_fn, optimizer, key=KEY)
+    for ours, theirs, sharding in zip(
+        jax.tree.leaves(eqx.filter(state, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(alone, eqx.is_array)),
+        jax.tree.leaves(shardings),
+        strict=True,
+    ):
+        assert ours.sharding == sharding
+        if ours.ndim == 2:
+            assert ours.addressable_shards[0].data.size == ours.size // 8
+        if not jax.dtypes.issubdtype(ours.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-7)

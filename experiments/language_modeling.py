@@ -1,11 +1,5 @@
-"""Trains a LLaMA-style language model on text, and lets it write some.
+"""Trains a LLaMA-style language model on text, and lets it write some."""
 
-The text is the source of Python's standard library, or any file or folder (--text books/). Try
---tokenizer bpe, --devices 8 --model 4 to split the model, and --resume after an interruption.
-"""
-
-import functools as ft
-import math
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -17,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import redcoast as rc
 import tyro
 from _common import plot_metric, run_directory
+from tokenizers import ByteLevelBPETokenizer
+
+import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
 
 
@@ -58,11 +54,9 @@ def main(c: Config) -> None:
     # Data: examples are windows of one long array of tokens.
     texts, held_out = read_texts(c.text)
     encode, decode, vocab = make_tokenizer(c, texts)
-    tokens, held_out_tokens = (np.concatenate([*map(encode, t)]) for t in (texts, held_out))
-    train, valid = windows(tokens, c.seq), windows(held_out_tokens, c.seq)
+    train, valid = (windows(map(encode, part), c.seq) for part in (texts, held_out))
     # Bits per byte compare between tokenizers; nats per token do not.
-    held_out_bytes = sum(len(text.encode()) for text in held_out)
-    bits_per_nat = len(held_out_tokens) / held_out_bytes / math.log(2)
+    bits_per_nat = np.sum(valid[:, 1:] >= 0) / len("".join(held_out).encode()) / np.log(2)
 
     def loss_fn(model, batch, key):
         inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -72,18 +66,16 @@ def main(c: Config) -> None:
         return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": loss * bits_per_nat}
 
     # Model and optimizer, planned first and then made, split over the devices from the beginning.
-    hidden = 32 * round(c.width / 12)
-    sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, hidden)
+    sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
     learning_rate = rc.learning_rate_schedule(
         c.learning_rate, examples=len(train), batch_size=c.batch_size, steps=c.steps
     )
     adamw = optax.inject_hyperparams(optax.adamw)(learning_rate, b2=0.95, weight_decay=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     key = jax.random.key(c.seed)
-    create = ft.partial(rc.init_state, lambda key: Llama(sizes, key=key), optimizer, key=key)
+    create = eqx.Partial(rc.init_state, lambda key: Llama(sizes, key=key), optimizer, key=key)
     state = create(shardings=rc.infer_shardings(eqx.filter_eval_shape(create), mesh))
 
-    wandb = rc.wandb_logger(project="language_modeling", config=c) if c.wandb else None
     state = rc.fit(
         state,
         optimizer,
@@ -96,61 +88,56 @@ def main(c: Config) -> None:
         eval_examples=valid,
         eval_every=max(1, c.steps // 4),
         checkpoints=rc.Checkpoints(directory),
-        log=wandb or rc.console_logger(every=30),
+        log=rc.wandb_logger(project="lm", config=c) if c.wandb else rc.console_logger(every=60),
         accumulate=c.accumulate,
         compute_dtype=jnp.dtype(c.compute_dtype),
     )
 
     bits = plot_metric(directory, "bits_per_byte")
-    text = sample(state.model, encode(c.prompt)[: c.seq // 2], c.seq, key)
-    print(f"Sample:\n{decode(text)}\nValidation bits per byte: {bits[-1]:.3f}\nRun: {directory}")
+    prompt = np.fromiter(encode(c.prompt), np.int32)[: c.seq // 2]
+    text = decode(sample(state.model, prompt, c.seq, key).tolist())
+    print(f"Sample:\n{text}\nValidation bits per byte: {bits[-1]:.3f}\nRun: {directory}")
 
 
 def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
-    """The texts to train on, and those held out."""
+    """The texts to train on, and those held out: by the hash of their names, so that they stay."""
     if path is not None and path.is_file():
         text = path.read_text("utf-8")
-        cut = len(text) - len(text) // 20
-        return [text[:cut]], [text[cut:]]
-    root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    skip = {"site-packages", "dist-packages", "test", "tests"} if path is None else set()
-    texts = [], []
-    for file in sorted(root.rglob("*.py" if path is None else "*")):
-        name = file.relative_to(root)
-        if file.is_file() and not skip & set(name.parts):
-            # By name, so that a file stays where it is when others come and go.
-            held_out = zlib.crc32(name.as_posix().encode()) % 100 < 3
-            texts[held_out].append(file.read_text("utf-8", errors="replace"))
-    return texts
+        return [text[: -(len(text) // 20)]], [text[-(len(text) // 20) :]]
+    root = path or Path(sysconfig.get_path("stdlib"))
+    skip = set() if path else {"site-packages", "dist-packages", "test", "tests"}
+    names = [file.relative_to(root) for file in root.rglob("*" if path else "*.py")]
+    names = [name for name in names if (root / name).is_file() and not skip & {*name.parts}]
+    if len(names) < 2:
+        raise SystemExit(f"{root} needs two files at least: one to train on and one to hold out.")
+    names.sort(key=lambda name: zlib.crc32(name.as_posix().encode()))
+    texts = [(root / name).read_text("utf-8", errors="replace") for name in names]
+    return texts[len(texts) // 32 + 1 :], texts[: len(texts) // 32 + 1]
 
 
 def make_tokenizer(c: Config, texts: list[str]):
     """Functions from text to tokens and back, and how many different tokens there are."""
     if c.tokenizer == "bytes":
-        encode = lambda text: np.frombuffer(text.encode(), np.uint8)
-        return encode, lambda tokens: bytes(tokens.tolist()).decode(errors="replace"), 256
-    from tokenizers import ByteLevelBPETokenizer
-
+        return str.encode, lambda tokens: bytes(tokens).decode(errors="replace"), 256
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=c.vocab, show_progress=False)
-    encode = lambda text: np.array(bpe.encode(text).ids, np.int32)
-    return encode, lambda tokens: bpe.decode(tokens.tolist()), bpe.get_vocab_size()
+    return lambda text: bpe.encode(text).ids, bpe.decode, bpe.get_vocab_size()
 
 
-def windows(tokens: np.ndarray, seq: int) -> np.ndarray:
-    """A view of windows, each beginning with the last token of the one before; -1 pads."""
-    padded = np.pad(tokens.astype(np.int32), (0, -(len(tokens) - 1) % seq), constant_values=-1)
-    return np.lib.stride_tricks.sliding_window_view(padded, seq + 1)[::seq]
+def windows(texts, seq: int) -> np.ndarray:
+    """Views of one array; each begins with the last token of the one before, and -1 pads."""
+    tokens = np.concatenate([np.fromiter(text, np.int32) for text in texts])
+    tokens = np.pad(tokens, (0, -(len(tokens) - 1) % seq), constant_values=-1)
+    return np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
 
 
 @eqx.filter_jit
-def sample(model, prompt, length, key, temperature=0.8):
+def sample(model, prompt, length, key):
     """Fills a window one token after the other; what is still empty is not seen."""
 
     def fill(i, tokens):
-        logits = model(tokens[None])[0, i - 1].astype(jnp.float32)
-        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
-        return tokens.at[i].set(drawn)
+        logits = model(tokens[None])[0, i - 1].astype(jnp.float32) / 0.8
+        return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits))
 
     tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(prompt)
     return jax.lax.fori_loop(len(prompt), length, fill, tokens)

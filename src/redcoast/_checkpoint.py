@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
-
 
 FORMAT = 1
 ARRAYS = "state"
@@ -171,7 +171,7 @@ def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
         if names in flat:
             raise ValueError(
                 f"Two arrays have the same path, {'/'.join(names)}: keys of a dict that differ "
-                "only in their type, such as 1 and '1'. Rename one of them."
+                "only in '/' and '%2F'. Rename one of them."
             )
         flat[names] = leaf
     return flat
@@ -206,7 +206,7 @@ def _unwrap(nested: dict[str, Any], prefix: Names) -> Any:
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _stored(x: Any) -> Any:

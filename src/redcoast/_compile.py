@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from ._mesh import place_batch
 
-
 ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 NUMBERS = (*ARRAYS, np.generic, int, float, complex)
 
@@ -105,7 +104,7 @@ class CompiledStep:
                 f"{len(self._shardings)} shardings. They must come from the same tree: "
                 "`infer_shardings(state, mesh)`."
             )
-        return [_put(x, s) for x, s in zip(_unaliased(arrays), self._shardings, strict=True)], static
+        return list(map(_put, _unaliased(arrays), self._shardings)), static
 
     def _remember(self, state: PyTree, arrays: list[Any], static: "Static") -> None:
         def forget(reference: Any) -> None:

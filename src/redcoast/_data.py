@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
 from ._mesh import batch_shards, place_batch
-from ._stream import encode_stream_state
 from ._shuffle import batch_indices, example_generators
-
+from ._stream import encode_stream_state
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -57,11 +56,12 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             "(a list, an array, a dataset), be a function from the epoch to such a thing, or be "
             "an iterator with `get_state` and `set_state`, as Grain's are."
         )
-    length = _length(examples(0), f"{name}(0)")
+    make: Callable[[int], Any] = examples
+    length = _length(make(0), f"{name}(0)")
 
     @ft.lru_cache(maxsize=2)  # a batch may span two epochs
     def of_epoch(epoch: int) -> Any:
-        found = examples(epoch)
+        found = make(epoch)
         if len(found) != length:
             raise ValueError(
                 f"`{name}({epoch})` has {len(found)} examples, but `{name}(0)` has {length}. "

@@ -17,7 +17,6 @@ from ._precision import check_compute_dtype
 from ._predict import PredictFn, predict
 from ._sharding import infer_shardings
 
-
 OutputFn = Callable[[PyTree], list[Any]]
 
 
@@ -223,5 +222,3 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
 def check_batch_size(batch_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
-
-

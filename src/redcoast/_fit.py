@@ -5,7 +5,7 @@ import functools as ft
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,48 +14,23 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._compile import compile_step
-from ._data import (
-    Batch,
-    CollateFn,
-    by_epoch,
-    is_stream,
-    stream_batches,
-    training_batches,
-    with_last,
-)
+from ._course import Course, course_batches, plan_course
+from ._data import Batch, CollateFn, with_last
 from ._evaluate import OutputFn, check_batch_size, place_tree
 from ._loss import LossFn
 from ._mesh import ambient_or_default, batch_shards
-from ._metrics_file import metrics_file
 from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
 from ._reading import Log, MetricsReader
 from ._retention import Checkpoints, Saver, best_value, is_better, restore_newest, saved_steps
 from ._sharding import Plan, plan_shardings
-from ._shuffle import data_seed
 from ._signals import stop_signals
-from ._stream import decode_stream_state
-from ._tracking import RunInfo, code_version, say
+from ._tracking import RunInfo, code_version, say, start_loggers
 from ._train import TrainState, create_split, state_of, train_step
 from ._validation import MetricFn, Validation, make_validation
 
-
 logger = logging.getLogger("redcoast")
-
-
-class Course(NamedTuple):
-    """From where to where a run goes, in steps and in positions of its data."""
-
-    step: int
-    position: int
-    last_step: int | None  # `None`: until a stream ends
-    last_position: int | None
-    length: int | None  # of an epoch
-
-    def ends_epoch(self, before: int, after: int) -> bool:
-        """Whether a batch between two positions reaches the end of an epoch."""
-        return self.length is not None and after // self.length > before // self.length
 
 
 def fit(
@@ -147,7 +122,7 @@ def fit(
     state, plan = _initial(model_or_state, optimizer, key, mesh, trainable, overrides)
     restored = restore_newest(checkpoints, state, plan.shardings) if checkpoints else None
     state, saved = restored or (state, {})
-    course = _course(examples, state, saved, batch_size, epochs, steps)
+    course = plan_course(examples, state, saved, batch_size, epochs, steps)
     validation = make_validation(
         eval_examples,
         collate_fn=collate_fn,
@@ -174,10 +149,10 @@ def fit(
     with contextlib.ExitStack() as stack:
         run = _run_info(checkpoints, restored is not None, plan, batch_size)
         bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
-        logs = _start_loggers(log, run, stack)
+        logs = start_loggers(log, run, stack)
         return _loop(
             state,
-            _batches(examples, collate_fn, state, saved, course, batch_size, mesh),
+            course_batches(examples, collate_fn, state, saved, course, batch_size, mesh),
             _compiled_steps(step, plan, batch_size, accumulate),
             course=course,
             reader=MetricsReader(logs, stack.enter_context(bar), ft.partial(_where, checkpoints)),
@@ -255,7 +230,9 @@ def _initial(
     """The state of the run, split over the mesh, and the plan of it."""
     if isinstance(model_or_state, TrainState):
         if key is not None:
-            raise ValueError("`key` is part of the `TrainState` that `fit` was given; leave it out.")
+            raise ValueError(
+                "The `TrainState` that `fit` was given has a `key`; leave `key` out."
+            )
         plan = plan_shardings(model_or_state, mesh, overrides=overrides)
         return place_tree(model_or_state, plan.shardings), plan
     key = jax.random.key(0) if key is None else key
@@ -267,73 +244,13 @@ def _initial(
     return create_split(lambda m, k: create(m, key=k), model, key, shardings=plan.shardings), plan
 
 
-def _course(
-    examples: Any,
-    state: TrainState,
-    saved: dict[str, Any],
-    batch_size: int,
-    epochs: int | None,
-    steps: int | None,
-) -> Course:
-    """Where the run begins, and where it ends."""
-    stream = is_stream(examples)
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}. Train for at least one.")
-    if epochs is not None and steps is not None:
-        raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` say how long; pass one.")
-    if epochs is None and steps is None and not stream:
-        raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
-    if epochs is not None and stream:
-        raise ValueError("A stream has no epochs. Pass `steps`, or nothing to train to its end.")
-    step = int(state.step)
-    length = None if stream else by_epoch(examples)[1]
-    data = saved.get("data", {"position": step * batch_size, "length": length})
-    position = data["position"]
-    if data["length"] != length:
-        logger.warning(
-            "The run began with %s examples in an epoch and goes on with %s: from here on the "
-            "order of the data is another one.",
-            *(data["length"], length),
-        )
-    if steps is not None:
-        return Course(step, position, steps, position + (steps - step) * batch_size, length)
-    if epochs is None or length is None:
-        return Course(step, position, None, None, length)
-    left = max(0, epochs * length - position)
-    return Course(step, position, step + -(-left // batch_size), epochs * length, length)
-
-
-def _batches(
-    examples: Any,
-    collate_fn: CollateFn,
-    state: TrainState,
-    saved: dict[str, Any],
-    course: Course,
-    batch_size: int,
-    mesh: Mesh,
-) -> Iterator[Batch]:
-    where = {
-        "batch_size": batch_size,
-        "seed": data_seed(state.key),
-        "start": course.position,
-        "stop": course.last_position,
-        "mesh": mesh,
-    }
-    if course.length is not None:
-        return training_batches(examples, collate_fn, **where)
-    if saved:
-        examples.set_state(decode_stream_state(saved["data"]["stream"]))
-    return stream_batches(examples, collate_fn, **where)
-
-
 def _compiled_steps(
     step: Callable[..., Any], plan: Plan, batch_size: int, accumulate: int
 ) -> Callable[[int], Any]:
     """The compiled step for a number of examples."""
     shards = batch_shards(plan.mesh)
 
-    @ft.lru_cache(maxsize=None)
+    @ft.cache
     def compiled(count: int) -> Any:
         return compile_step(ft.partial(step, accumulate=count), plan.shardings)
 
@@ -380,12 +297,19 @@ def _announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> Non
     if course.last_step is not None and course.step >= course.last_step:
         say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
     if course.length is not None and course.length < batch_size:
-        say(f"The {course.length} examples are fewer than a batch of {batch_size}: batches span epochs.")
+        say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
     if batch_size % shards:
         say(
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
             f"each computes all of it. A multiple of {shards} would be split."
         )
+
+
+def _where(checkpoints: Checkpoints | None) -> str:
+    steps = saved_steps(checkpoints) if checkpoints else []
+    if not steps or not checkpoints:
+        return "There is no checkpoint."
+    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
 
 
 def _run_info(
@@ -398,23 +322,3 @@ def _run_info(
         "versions": code_version(),
     }
     return RunInfo(directory=directory, resumed=resumed, plan=str(plan), config=config)
-
-
-def _start_loggers(log: Log | None, run: RunInfo, stack: contextlib.ExitStack) -> list[Log]:
-    """The loggers of the run, started, and closed with the stack."""
-    logs: list[Log] = [] if log is None else [log]
-    if run.directory is not None:
-        logs.append(metrics_file(run.directory / "metrics.jsonl"))
-    for logger_ in logs:
-        if hasattr(logger_, "start"):
-            logger_.start(run)
-        if hasattr(logger_, "close"):
-            stack.callback(logger_.close)
-    return logs
-
-
-def _where(checkpoints: Checkpoints | None) -> str:
-    steps = saved_steps(checkpoints) if checkpoints else []
-    if not steps or not checkpoints:
-        return "There is no checkpoint."
-    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._precision import cast_floating, cast_like, widen
 
-
 LossFn = Callable[..., Any]
 # Names that `train_step` reports itself.
 RESERVED = ("loss", "grad_norm", "skipped", "learning_rate")

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 
 AXES = ("data", "fsdp", "model")
 # Axes that a batch is split over: both hold different examples.
@@ -143,7 +142,7 @@ def _split_off(shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tup
     return tuple(across), tuple(size // part for size, part in zip(shape, across, strict=True))
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Over how many groups of devices a batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
@@ -158,9 +157,11 @@ def place_batch(arrays: Any, mesh: Mesh) -> Any:
     if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
         return arrays  # there is nowhere to move them, and a jitted function takes them as they are
     return jax.tree.map(
-        lambda x: jax.device_put(x, batch_sharding(mesh, x.shape[0]))
-        if isinstance(x, np.ndarray) and x.ndim
-        else x,
+        lambda x: (
+            jax.device_put(x, batch_sharding(mesh, x.shape[0]))
+            if isinstance(x, np.ndarray) and x.ndim
+            else x
+        ),
         arrays,
     )
 

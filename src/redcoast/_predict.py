@@ -8,7 +8,6 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._precision import cast_floating, check_compute_dtype
 
-
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
 
 

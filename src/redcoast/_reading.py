@@ -7,7 +7,6 @@ from typing import Any
 
 from ._progress import Progress
 
-
 logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]
 # So many steps in a row without a finite loss and gradient end a run.

@@ -1,16 +1,16 @@
 """The checkpoints of a run: where they are, how often one is made, and which are kept."""
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxtyping import PyTree
 
 from ._checkpoint import CheckpointMismatch, load_checkpoint, read_metadata, save_args
-
 
 logger = logging.getLogger("redcoast")
 
@@ -114,13 +114,7 @@ def _move_aside(damaged: list[Path]) -> None:
 
 def best_value(checkpoints: Checkpoints) -> float | None:
     """The best value of the best-metric among the checkpoints that are kept."""
-    if checkpoints.best is None:
-        return None
-    found = [
-        read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
-        for step in saved_steps(checkpoints)
-    ]
-    values = [m[checkpoints.metric] for m in found if checkpoints.metric in m]
+    values = _best_metrics(checkpoints).values()
     return (min if checkpoints.mode == "min" else max)(values, default=None)
 
 
@@ -132,17 +126,36 @@ def is_better(checkpoints: Checkpoints, metrics: Mapping[str, float], best: floa
     return best is None or (value < best if checkpoints.mode == "min" else value > best)
 
 
+def _best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
+    """The best-metric of each checkpoint that was evaluated."""
+    found = {}
+    for step in saved_steps(checkpoints) if checkpoints.best is not None else []:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged, and not needed now
+            metrics = read_metadata(checkpoints.path / str(step))["metadata"]["metrics"]
+            found[step] = metrics.get(checkpoints.metric, math.nan)
+    return {step: value for step, value in found.items() if not math.isnan(value)}
+
+
 class Saver:
     """Saves in the background, deletes what the policy does not keep, and waits at the end."""
 
     def __init__(self, checkpoints: Checkpoints):
-        self._manager = _open(checkpoints)
+        import orbax.checkpoint as ocp
+
+        self._checkpoints = checkpoints
+        self._values = _best_metrics(checkpoints)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_Keep(checkpoints, self._values), cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(checkpoints.path, options=options)
 
     def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
         """Begins to save a tree; its arrays may be donated as soon as this returns."""
-        if step not in self._manager.all_steps():
-            metrics = metadata.get("metrics") or None
-            self._manager.save(step, args=save_args(tree, metadata), metrics=metrics, force=True)
+        if step in self._manager.all_steps():
+            return
+        if is_better(self._checkpoints, metadata["metrics"], None):
+            self._values[step] = metadata["metrics"][self._checkpoints.metric]
+        self._manager.save(step, args=save_args(tree, metadata), force=True)
 
     def __enter__(self) -> "Saver":
         return self
@@ -153,25 +166,17 @@ class Saver:
         self._manager.close()
 
 
-def _open(checkpoints: Checkpoints) -> Any:
-    import orbax.checkpoint as ocp
-    from orbax.checkpoint import checkpoint_managers as policies
+@dataclasses.dataclass
+class _Keep:
+    """Orbax asks it which checkpoints to keep: the newest, and the best."""
 
-    keep: Any = policies.LatestN(checkpoints.keep)
-    if checkpoints.best is not None:
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: _rank(checkpoints, metrics),
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
-        keep = policies.AnyPreservationPolicy([keep, best])
-    options = ocp.CheckpointManagerOptions(preservation_policy=keep, cleanup_tmp_directories=True)
-    return ocp.CheckpointManager(checkpoints.path, options=options)
+    policy: Checkpoints
+    values: dict[int, float]
 
-
-def _rank(checkpoints: Checkpoints, metrics: Mapping[str, float]) -> float:
-    """Larger is better, and a metric that is missing or no number is the worst."""
-    value = metrics.get(checkpoints.metric, math.nan)
-    if math.isnan(value):
-        return -math.inf
-    return -value if checkpoints.mode == "min" else value
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [info.step for info in checkpoints]
+        keep = set(sorted(steps)[-self.policy.keep :])
+        sign = -1.0 if self.policy.mode == "min" else 1.0
+        evaluated = [step for step in steps if step in self.values]
+        keep |= set(sorted(evaluated, key=lambda step: sign * self.values[step])[-1:])
+        return [step in keep for step in steps]

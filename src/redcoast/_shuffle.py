@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64, PRNGKeyArray, UInt64
-
 
 # Pairs of rounds. Luby and Rackoff (1988) need two pairs for large domains; more make small
 # ones uniform as well.
@@ -16,7 +16,7 @@ BLOCK = 4096
 
 def data_seed(key: PRNGKeyArray) -> UInt64[np.ndarray, "2"]:
     """128 bits that seed the order of the data, from the key of a run."""
-    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     words = np.asarray(key).ravel()
     return np.random.SeedSequence(words.tolist()).generate_state(2, np.uint64)

@@ -4,6 +4,7 @@ A logger may also have `start(run)`, called before the first step with a `RunInf
 called at the end, whatever the end is.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
+
+from ._metrics_file import metrics_file
 
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
@@ -150,3 +153,16 @@ def _line(metrics: Metrics, step: int) -> str:
 def _number(value: float) -> str:
     # Counts are shown whole, so that 131072 tokens are not 1.311e+05.
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def start_loggers(log: Logger | None, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
+    """The loggers of a run, told that it starts, and closed with the stack."""
+    logs: list[Any] = [] if log is None else [log]
+    if run.directory is not None:
+        logs.append(metrics_file(run.directory / "metrics.jsonl"))
+    for each in logs:
+        if hasattr(each, "start"):
+            each.start(run)
+        if hasattr(each, "close"):
+            stack.callback(each.close)
+    return logs

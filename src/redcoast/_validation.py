@@ -20,7 +20,6 @@ from ._evaluate import (
 from ._loss import LossFn
 from ._predict import PredictFn
 
-
 MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
 

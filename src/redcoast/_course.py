@@ -1,0 +1,89 @@
+"""Where a run is in its data: steps, positions, epochs."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from ._data import Batch, CollateFn, by_epoch, is_stream, stream_batches, training_batches
+from ._shuffle import data_seed
+from ._stream import decode_stream_state
+from ._train import TrainState
+
+logger = logging.getLogger("redcoast")
+
+
+class Course(NamedTuple):
+    """From where to where a run goes, in steps and in positions of its data."""
+
+    step: int
+    position: int
+    last_step: int | None  # `None`: until a stream ends
+    last_position: int | None
+    length: int | None  # of an epoch
+
+    def ends_epoch(self, before: int, after: int) -> bool:
+        """Whether a batch between two positions reaches the end of an epoch."""
+        return self.length is not None and after // self.length > before // self.length
+
+
+def plan_course(
+    examples: Any,
+    state: TrainState,
+    saved: dict[str, Any],
+    batch_size: int,
+    epochs: int | None,
+    steps: int | None,
+) -> Course:
+    """Where the run begins, and where it ends."""
+    stream = is_stream(examples)
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}. Train for at least one.")
+    if epochs is not None and steps is not None:
+        raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` say how long; pass one.")
+    if epochs is None and steps is None and not stream:
+        raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
+    if epochs is not None and stream:
+        raise ValueError("A stream has no epochs. Pass `steps`, or nothing to train to its end.")
+    step = int(state.step)
+    length = None if stream else by_epoch(examples)[1]
+    data = saved.get("data", {"position": step * batch_size, "length": length})
+    position = data["position"]
+    if data["length"] != length:
+        logger.warning(
+            "The run began with %s examples in an epoch and goes on with %s: from here on the "
+            "order of the data is another one.",
+            *(data["length"], length),
+        )
+    if steps is not None:
+        return Course(step, position, steps, position + (steps - step) * batch_size, length)
+    if epochs is None or length is None:
+        return Course(step, position, None, None, length)
+    left = max(0, epochs * length - position)
+    return Course(step, position, step + -(-left // batch_size), epochs * length, length)
+
+
+def course_batches(
+    examples: Any,
+    collate_fn: CollateFn,
+    state: TrainState,
+    saved: dict[str, Any],
+    course: Course,
+    batch_size: int,
+    mesh: Mesh,
+) -> Iterator[Batch]:
+    """The batches of the run, from where it begins."""
+    where = {
+        "batch_size": batch_size,
+        "seed": data_seed(state.key),
+        "start": course.position,
+        "stop": course.last_position,
+        "mesh": mesh,
+    }
+    if course.length is not None:
+        return training_batches(examples, collate_fn, **where)
+    if saved:
+        examples.set_state(decode_stream_state(saved["data"]["stream"]))
+    return stream_batches(examples, collate_fn, **where)

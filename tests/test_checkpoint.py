@@ -1,0 +1,192 @@
+import json
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import redcoast as rc
+from problem import arrays, make_model
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def make_state(key=0, width=64):
+    init_fn = lambda key: eqx.nn.MLP(16, 8, width, depth=2, key=key)
+    return rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(key))
+
+
+def split_state(state, **sizes):
+    shardings = rc.infer_shardings(state, rc.make_mesh(**sizes))
+    place = lambda x, s: x if s is None else jax.device_put(x, s)
+    return jax.tree.map(place, state, shardings, is_leaf=lambda x: x is None)
+
+
+def assert_same(a, b):
+    for x, y in zip(arrays(a), arrays(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 8},
+        {"data": 1, "model": 8},
+        {"data": 2, "fsdp": 2, "model": 2},
+        {"devices": jax.devices()[:1]},
+    ],
+)
+def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes):
+    state = split_state(make_state(), data=2, model=4)
+    path = tmp_path_factory.mktemp("checkpoints") / "2x4"
+    rc.save_checkpoint(path, state)
+    shardings = rc.infer_shardings(state, rc.make_mesh(**sizes))
+    abstract = eqx.filter_eval_shape(make_state)
+    found = rc.load_checkpoint(path, abstract, shardings=shardings)
+    assert_same(found, state)
+    np.testing.assert_array_equal(*(np.asarray(jax.random.key_data(s.key)) for s in (found, state)))
+    assert found.model.activation is state.model.activation
+    for x, sharding in zip(
+        jax.tree.leaves(eqx.filter(found, eqx.is_array)), jax.tree.leaves(shardings), strict=True
+    ):
+        assert x.sharding == sharding
+
+
+def test_arrays_go_where_those_of_like_are(tmp_path):
+    state = split_state(make_state(), data=2, model=4)
+    rc.save_checkpoint(tmp_path / "a", state)
+    found = rc.load_checkpoint(tmp_path / "a", state)
+    weight = found.model.layers[0].weight
+    assert weight.sharding == state.model.layers[0].weight.sharding
+    assert not weight.is_fully_replicated
+    numpy = jax.tree.map(np.asarray, {"w": weight})
+    rc.save_checkpoint(tmp_path / "b", numpy)
+    assert type(rc.load_checkpoint(tmp_path / "b", numpy)["w"]) is np.ndarray
+
+
+def test_part_of_a_checkpoint(tmp_path):
+    state = make_state()
+    rc.save_checkpoint(tmp_path / "a", state)
+    model = rc.load_checkpoint(tmp_path / "a", make_model(seed=5, width=64), subtree="model")
+    assert_same(model, state.model)
+    weight = rc.load_checkpoint(tmp_path / "a", subtree="model/layers/0/weight")
+    np.testing.assert_array_equal(weight, state.model.layers[0].weight)
+    layer = rc.load_checkpoint(tmp_path / "a", state.model.layers[1], subtree="model/layers/1")
+    assert_same(layer, state.model.layers[1])
+    with pytest.raises(ValueError, match="at the top it has key, model, opt_state, step"):
+        rc.load_checkpoint(tmp_path / "a", subtree="modell")
+
+
+def test_without_like_it_is_a_nested_dict_of_numpy_arrays(tmp_path):
+    state = make_state()
+    rc.save_checkpoint(tmp_path / "a", state)
+    nested = rc.load_checkpoint(tmp_path / "a")
+    assert sorted(nested) == ["key", "model", "opt_state", "step"]
+    weight = nested["model"]["layers"]["0"]["weight"]
+    assert type(weight) is np.ndarray
+    np.testing.assert_array_equal(weight, state.model.layers[0].weight)
+    np.testing.assert_array_equal(
+        nested["opt_state"]["0"]["mu"]["layers"]["1"]["bias"], state.opt_state[0].mu.layers[1].bias
+    )
+
+
+def test_orbax_alone_reads_it(tmp_path):
+    state = split_state(make_state(), data=2, model=4)
+    rc.save_checkpoint(tmp_path / "a", state)
+    np.save(tmp_path / "weight.npy", state.model.layers[0].weight)
+    program = """
+        import sys
+        sys.modules["redcoast"] = None
+        import numpy as np, orbax.checkpoint as ocp
+        path = sys.argv[1]
+        handler = ocp.PyTreeCheckpointer()
+        tree = handler.metadata(f"{path}/a/state").item_metadata.tree
+        numpy = ocp.checkpoint_utils.construct_restore_args(tree)
+        import jax
+        numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        state = handler.restore(f"{path}/a/state", restore_args=numpy)
+        weight = state["model"]["layers"]["0"]["weight"]
+        assert type(weight) is np.ndarray
+        assert (weight == np.load(f"{path}/weight.npy")).all()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+
+
+def test_metadata_and_no_pickle(tmp_path):
+    rc.save_checkpoint(tmp_path / "a", make_state(), metadata={"perplexity": 12.5})
+    document = json.loads((tmp_path / "a" / "metadata" / "metadata").read_text())
+    assert document["format"] == 1
+    assert document["metadata"] == {"perplexity": 12.5}
+    assert document["versions"]["jax"] == jax.__version__
+    assert document["prng_keys"] == {"key": "threefry2x32"}
+    for file in (tmp_path / "a").rglob("*"):
+        assert file.is_dir() or not file.read_bytes().startswith(b"\x80\x04")
+
+
+def test_what_is_saved_is_never_overwritten(tmp_path):
+    rc.save_checkpoint(tmp_path / "a", {"x": jnp.ones(3)})
+    with pytest.raises(ValueError, match="exists already"):
+        rc.save_checkpoint(tmp_path / "a", {"x": jnp.zeros(3)})
+    np.testing.assert_array_equal(rc.load_checkpoint(tmp_path / "a")["x"], np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": jnp.arange(3), "b": [jnp.ones((2, 2), jnp.bfloat16), (jnp.zeros(()),)]},
+        {"a/b": jnp.arange(3), "a": {"b": jnp.arange(4)}},
+        {1: jnp.ones(2), 2: {"": jnp.zeros(3)}},
+        {"é %": jnp.ones(2), "keys": jax.random.split(jax.random.key(0), 3)},
+        jnp.arange(5),
+        (jnp.array(True), np.arange(3, dtype=np.uint8)),
+    ],
+)
+def test_all_kinds_of_trees(tmp_path, tree):
+    rc.save_checkpoint(tmp_path / "a", tree)
+    found = rc.load_checkpoint(tmp_path / "a", tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert x.dtype == y.dtype
+        assert bool(jnp.all(x == y))
+
+
+def test_paths_that_collide(tmp_path):
+    with pytest.raises(ValueError, match="same path"):
+        rc.save_checkpoint(tmp_path / "a", {"a/b": jnp.ones(2), "a%2Fb": jnp.ones(3)})
+    with pytest.raises(ValueError, match="no array"):
+        rc.save_checkpoint(tmp_path / "a", {"x": 1.0})
+
+
+def test_another_structure_is_named_on_both_sides(tmp_path):
+    rc.save_checkpoint(tmp_path / "a", make_state())
+    like = rc.init_state(lambda k: make_model(width=64), optax.sgd(1e-3, momentum=0.9), key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"Only in `like`: opt_state/0/trace.*Only in the checkpoint: opt_state/0/count"):
+        rc.load_checkpoint(tmp_path / "a", like)
+    with pytest.raises(ValueError, match=r"layers/0/bias is float32\[64\] in the checkpoint and float32\[32\]"):
+        rc.load_checkpoint(tmp_path / "a", make_model(width=32), subtree="model")
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make_model(width=64))
+    with pytest.raises(ValueError, match="bfloat16"):
+        rc.load_checkpoint(tmp_path / "a", half, subtree="model")
+
+
+def test_an_optimizer_state_that_is_missing_is_an_error(tmp_path):
+    state = make_state()
+    rc.save_checkpoint(tmp_path / "a", {"model": state.model, "step": state.step, "key": state.key})
+    with pytest.raises(ValueError, match="Only in `like`: opt_state/0/count"):
+        rc.load_checkpoint(tmp_path / "a", state)
+
+
+def test_no_checkpoint_and_a_newer_one(tmp_path):
+    with pytest.raises(ValueError, match="There is no checkpoint at"):
+        rc.load_checkpoint(tmp_path / "none")
+    rc.save_checkpoint(tmp_path / "a", {"x": jnp.ones(3)})
+    file = tmp_path / "a" / "metadata" / "metadata"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="format 2"):
+        rc.load_checkpoint(tmp_path / "a")

@@ -1,0 +1,459 @@
+import functools as ft
+import math
+import os
+import signal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import redcoast as rc
+from problem import (
+    arrays,
+    collate_fn,
+    loss_fn,
+    make_examples,
+    make_model,
+    metric_fn,
+    predict_fn,
+)
+
+
+EXAMPLES = make_examples(200)
+
+
+def fit(*, steps=None, epochs=None, model=None, optimizer=None, **kwargs):
+    if steps is None and epochs is None:
+        steps = 4
+    options = {
+        "examples": EXAMPLES,
+        "collate_fn": collate_fn,
+        "loss_fn": loss_fn,
+        "batch_size": 16,
+        "progress": False,
+    } | kwargs
+    model = make_model() if model is None else model
+    optimizer = optax.adamw(1e-2) if optimizer is None else optimizer
+    return rc.fit(model, optimizer, epochs=epochs, steps=steps, **options)
+
+
+def logged(**kwargs):
+    """The state at the end, and what was logged by step."""
+    lines = {}
+
+    def log(metrics, step):
+        lines.setdefault(step, {}).update(metrics)
+
+    return fit(log=log, **kwargs), lines
+
+
+def losses(lines):
+    return [line["loss"] for line in lines.values() if "loss" in line]
+
+
+def test_learns_and_reports():
+    state, lines = logged(
+        epochs=4, eval_examples=EXAMPLES[:50], predict_fn=predict_fn, metric_fn=metric_fn
+    )
+    assert list(lines) == list(range(1, 51))
+    assert {"loss", "grad_norm", "skipped", "accuracy"} <= set(lines[1])
+    evaluated = [step for step, line in lines.items() if "eval/loss" in line]
+    assert evaluated == [13, 25, 38, 50]
+    assert lines[50]["eval/right"] > 0.8
+    assert lines[50]["eval/right"] == pytest.approx(lines[50]["eval/accuracy"])
+    found = rc.evaluate(
+        state.model, EXAMPLES[:50], collate_fn=collate_fn, loss_fn=loss_fn, batch_size=16
+    )
+    assert found["loss"] == pytest.approx(lines[50]["eval/loss"], rel=1e-6)
+    assert int(state.step) == 50
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"devices": jax.devices()[:1]}, {"model": 4}, {"fsdp": 2, "model": 2}, {"fsdp": 8}]
+)
+def test_the_same_losses_on_any_mesh(sizes):
+    train = ft.partial(logged, steps=20, model=make_model(width=64))
+    _, expected = train(mesh=rc.make_mesh())
+    state, found = train(mesh=rc.make_mesh(**{"data": -1} | sizes))
+    np.testing.assert_allclose(losses(found), losses(expected), rtol=1e-5)
+    assert losses(found)[-1] < 0.7 * losses(found)[0]
+    if sizes.get("model") == 4:
+        assert not state.model.layers[0].weight.is_fully_replicated
+        assert not state.opt_state[0].mu.layers[0].weight.is_fully_replicated
+
+
+def test_equals_a_loop_by_hand():
+    seen = []
+
+    def collate(examples):
+        seen.append([e["index"] for e in examples])
+        return collate_fn(examples)
+
+    _, lines = logged(steps=5, collate_fn=collate, mesh=rc.make_mesh(devices=jax.devices()[:1]))
+    optimizer = optax.adamw(1e-2)
+    params, static = eqx.partition(make_model(), eqx.is_array)
+    opt_state = optimizer.init(params)
+    value_and_grad = jax.jit(
+        jax.value_and_grad(lambda p, b: loss_fn(eqx.combine(p, static), b, None)[0])
+    )
+    by_hand = []
+    by_rows = sorted(seen[:5], key=seen.index)
+    for rows in by_rows:
+        loss, grads = value_and_grad(params, collate_fn([EXAMPLES[i] for i in rows]))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        by_hand.append(float(loss))
+    np.testing.assert_allclose(losses(lines), by_hand, rtol=1e-5)
+
+
+def test_one_compilation_for_each_shape():
+    traces = []
+
+    def loss(model, batch, key):
+        traces.append(batch["x"].shape)
+        return loss_fn(model, batch, key)
+
+    fit(epochs=3, loss_fn=loss, mesh=rc.make_mesh(fsdp=2, model=2))
+    # 600 examples: 37 batches of 16, and one of 8.
+    assert sorted(traces) == [(8, 16), (16, 16)]
+
+
+def test_every_example_is_trained_on_once_in_each_epoch():
+    seen = []
+
+    def loss(model, batch, key):
+        jax.debug.callback(lambda i: seen.append(i), batch["index"])
+        return loss_fn(model, batch, key)
+
+    def collate(examples):
+        return collate_fn(examples) | {"index": np.array([e["index"] for e in examples])}
+
+    one = rc.make_mesh(devices=jax.devices()[:1])
+    fit(epochs=2, examples=EXAMPLES[:70], loss_fn=loss, collate_fn=collate, mesh=one)
+    jax.effects_barrier()
+    flat = np.concatenate([np.atleast_1d(i) for i in seen])
+    assert len(flat) == 140
+    assert sorted(flat[:70]) == sorted(flat[70:]) == list(range(70))
+
+
+@pytest.mark.parametrize("batch_size", [16, 64])
+def test_a_short_last_batch_counts_all_of_it(batch_size):
+    """5 examples, and 21, trained on as they are by hand, with and without accumulation."""
+    for count in (5, 21):
+        by_hand = fit(
+            examples=EXAMPLES[:count], batch_size=count, epochs=1, accumulate=1,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]), optimizer=optax.sgd(0.1),
+        )
+        if count <= batch_size:
+            ours = fit(
+                examples=EXAMPLES[:count], batch_size=batch_size, epochs=1, accumulate=4,
+                optimizer=optax.sgd(0.1), mesh=rc.make_mesh(model=2),
+            )
+            for a, b in zip(arrays(ours.model), arrays(by_hand.model), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_fewer_examples_than_a_batch_train_and_it_says_so(capsys):
+    state = fit(examples=EXAMPLES[:5], epochs=10, progress=None)
+    assert int(state.step) == 4  # 50 positions in batches of 16
+    assert "5 examples are fewer than a batch of 16" in capsys.readouterr().out
+
+
+def test_a_batch_that_does_not_divide_says_so(capsys):
+    fit(batch_size=10, progress=None)
+    assert "A multiple of 8 would be split" in capsys.readouterr().out
+
+
+def test_prints_the_plan_and_progress(capsys):
+    fit(progress=None, mesh=rc.make_mesh(model=4))
+    out, err = capsys.readouterr()
+    assert "layers/0/weight" in out
+    assert "step 4/4" in err
+    fit(progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_callers_model_is_copied_and_a_state_is_donated():
+    model = make_model()
+    state = fit(model=model)
+    assert np.isfinite(model.layers[0].weight).all()
+    again = fit(model=state, steps=8)
+    assert int(again.step) == 8
+    assert state.model.layers[0].weight.is_deleted()
+
+
+def test_going_on_from_a_state_equals_never_having_stopped():
+    whole, expected = logged(steps=8)
+    _, later = logged(model=fit(steps=3), steps=8)
+    assert losses(later) == losses(expected)[3:]
+    assert whole.step == 8
+
+
+def test_another_key_is_another_order():
+    first, second, again = (
+        losses(logged(key=key)[1]) for key in (jax.random.key(1), jax.random.key(2), jax.random.key(1))
+    )
+    assert first == again
+    assert first != second
+
+
+def test_accumulation_and_half_precision():
+    _, exact = logged(optimizer=optax.sgd(0.1))
+    _, accumulated = logged(accumulate=4, optimizer=optax.sgd(0.1))
+    np.testing.assert_allclose(losses(accumulated), losses(exact), rtol=1e-5)
+    state, half = logged(compute_dtype=jnp.bfloat16)
+    np.testing.assert_allclose(losses(half), losses(exact), rtol=0.3)
+    assert state.model.layers[0].weight.dtype == jnp.float32
+
+
+def test_overrides_reach_the_state():
+    state = fit(mesh=rc.make_mesh(model=4), overrides=[("layers/1/weight", None)])
+    assert state.model.layers[1].weight.is_fully_replicated
+    assert state.opt_state[0].mu.layers[1].weight.is_fully_replicated
+
+
+class Stream:
+    def __init__(self, stop):
+        self.next, self.stop = 0, stop
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.stop:
+            raise StopIteration
+        self.next += 1
+        return EXAMPLES[self.next - 1]
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+def test_streams_end_and_resume(tmp_path):
+    train = ft.partial(
+        rc.fit, make_model(), optax.adamw(1e-2), collate_fn=collate_fn, loss_fn=loss_fn,
+        batch_size=16, progress=False,
+    )
+    state = train(Stream(70))
+    assert int(state.step) == 5
+    train(Stream(70), steps=2, checkpoints=rc.Checkpoints(tmp_path))
+    resumed = train(Stream(70), checkpoints=rc.Checkpoints(tmp_path))
+    for a, b in zip(arrays(resumed), arrays(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="no epochs"):
+        train(Stream(70), epochs=1)
+
+
+def test_checkpoints_by_policy(tmp_path):
+    fit(steps=7, checkpoints=rc.Checkpoints(tmp_path / "a", every=3, keep=5))
+    assert steps_in(tmp_path / "a") == [3, 6, 7]
+    fit(epochs=2, checkpoints=rc.Checkpoints(tmp_path / "b", keep=5))
+    assert steps_in(tmp_path / "b") == [13, 25]
+    metrics = rc.read_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 8))
+
+
+def steps_in(directory):
+    return sorted(int(p.name) for p in (directory / "checkpoints").iterdir())
+
+
+def test_the_best_is_kept(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path, every=2, best="target", mode="max")
+    targets = iter([0.0, 1.0, 5.0, 3.0, 2.0])  # the first is the rehearsal's
+    fit(
+        steps=8, checkpoints=checkpoints, eval_examples=EXAMPLES[:20], eval_every=2,
+        predict_fn=predict_fn, metric_fn=lambda e, o: {"target": next(targets)},
+    )
+    assert steps_in(tmp_path) == [4, 8]
+    with pytest.raises(ValueError, match="no metric of the evaluation, which has"):
+        fit(
+            checkpoints=rc.Checkpoints(tmp_path / "b", best="rouge"), eval_examples=EXAMPLES[:9]
+        )
+    with pytest.raises(ValueError, match="for want of `eval_examples`"):
+        fit(checkpoints=rc.Checkpoints(tmp_path / "b", best="loss"))
+
+
+def test_resume_is_bitwise_with_dropout_augmentation_schedule_and_accumulation(tmp_path):
+    class Net(eqx.Module):
+        mlp: eqx.nn.MLP
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, key):
+            return self.mlp(self.dropout(x, key=key))
+
+    def loss(model, batch, key):
+        keys = jax.random.split(key, batch["x"].shape[0])
+        apply = lambda x: jax.vmap(model)(x, keys)
+        logits = apply(batch["x"])
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    def augment(examples, rngs):
+        batch = collate_fn(examples)
+        if rngs is not None:
+            batch["x"] += np.stack([r.normal(size=16) for r in rngs]).astype(np.float32)
+        return batch
+
+    rate = rc.learning_rate_schedule(1e-2, examples=200, batch_size=16, epochs=3)
+    train = ft.partial(
+        logged,
+        model=Net(make_model(), eqx.nn.Dropout(0.2)),
+        optimizer=optax.inject_hyperparams(optax.adamw)(rate),
+        loss_fn=loss,
+        collate_fn=augment,
+        accumulate=2,
+        eval_examples=EXAMPLES[:20],
+        eval_every=5,
+    )
+    _, expected = train(epochs=3)
+    _, first = train(steps=17, checkpoints=rc.Checkpoints(tmp_path))
+    _, second = train(epochs=3, checkpoints=rc.Checkpoints(tmp_path))
+    assert losses(first) + losses(second) == losses(expected)
+    assert [line["learning_rate"] for line in second.values()][-1] == pytest.approx(1e-3)
+
+
+def test_a_run_that_is_done_is_not_trained_again(tmp_path, capsys):
+    fit(steps=3, checkpoints=rc.Checkpoints(tmp_path))
+    state = fit(steps=3, checkpoints=rc.Checkpoints(tmp_path), progress=None)
+    assert int(state.step) == 3
+    assert "Nothing is left to train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_returns(tmp_path, number):
+    def log(metrics, step):
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    state = fit(steps=500, log=log, checkpoints=rc.Checkpoints(tmp_path, every=400))
+    assert 3 <= int(state.step) <= 6
+    assert steps_in(tmp_path) == [int(state.step)]
+    assert signal.getsignal(number) is before
+
+
+def exploding(after):
+    def collate(examples):
+        batch = collate_fn(examples)
+        return batch | {"bad": np.array([e["index"] % 200 >= after for e in examples])}
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        return jnp.where(jnp.any(batch["bad"]), jnp.nan, value), aux
+
+    return {"collate_fn": collate, "loss_fn": loss}
+
+
+def test_steps_without_a_finite_loss_are_skipped_and_counted(tmp_path):
+    _, lines = logged(epochs=1, **exploding(198))
+    skipped = [line["skipped"] for line in lines.values()]
+    assert 1 <= sum(skipped) <= 10
+    assert all(math.isnan(line["loss"]) == bool(line["skipped"]) for line in lines.values())
+
+
+def test_too_many_in_a_row_end_the_run(tmp_path):
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        far = jnp.max(jnp.abs(model.layers[0].weight)) > 0.6
+        return jnp.where(far, jnp.nan, value), aux
+
+    with pytest.raises(FloatingPointError, match=r"20 steps in a row.*step \d+.*checkpoints/\d+"):
+        fit(
+            steps=300, loss_fn=loss, optimizer=optax.sgd(1.0),
+            checkpoints=rc.Checkpoints(tmp_path, every=1),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"examples": []}, ValueError, "`examples` is empty"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"steps": 2, "epochs": 2}, ValueError, "pass one"),
+        ({"steps": 0}, ValueError, "`steps` is 0"),
+        ({"eval_every": 3}, ValueError, "eval_examples"),
+        ({"eval_every": 0, "eval_examples": EXAMPLES[:9]}, ValueError, "eval_every"),
+        ({"metric_fn": metric_fn}, ValueError, "predict_fn"),
+        ({"metric_fn": metric_fn, "predict_fn": predict_fn}, ValueError, "eval_examples"),
+        ({"output_fn": list}, ValueError, "metric_fn"),
+        ({"eval_examples": []}, ValueError, "`eval_examples` is empty"),
+        ({"loss_fn": lambda m, b, k: jax.vmap(m)(b["x"])[:, 0]}, ValueError, r"shape \(16,\)"),
+        ({"loss_fn": lambda m, b, k: jnp.int32(1)}, ValueError, "int32"),
+        (
+            {"loss_fn": lambda m, b, k: jnp.nan * jnp.sum(m.layers[0].weight)},
+            ValueError,
+            "nan for the first batch",
+        ),
+        ({"collate_fn": lambda e: {"x": np.zeros((3, 16))}}, ValueError, "16 examples"),
+        ({"compute_dtype": jnp.float16}, ValueError, "bfloat16"),
+        ({"accumulate": 3}, ValueError, "accumulate=3"),
+        ({"overrides": [("nothing", None)]}, ValueError, "nothing"),
+        (
+            {
+                "eval_examples": EXAMPLES[:9],
+                "predict_fn": lambda m, b, k: jnp.zeros(()),
+                "metric_fn": metric_fn,
+            },
+            ValueError,
+            r"shape \(\)",
+        ),
+        (
+            {
+                "eval_examples": EXAMPLES[:9],
+                "predict_fn": predict_fn,
+                "metric_fn": lambda e, o: {"loss": 1.0},
+            },
+            ValueError,
+            "'loss'",
+        ),
+        (
+            {
+                "eval_examples": EXAMPLES[:9],
+                "predict_fn": predict_fn,
+                "metric_fn": lambda e, o: {"all": o},
+            },
+            ValueError,
+            "one number",
+        ),
+    ],
+)
+def test_mistakes_are_named_before_or_at_the_first_step(options, error, words):
+    steps = []
+    with pytest.raises(error, match=words):
+        fit(log=lambda m, step: steps.append(step), **options)
+    assert steps in ([], [1])
+
+
+def test_a_mistake_in_evaluation_costs_no_training():
+    trained = []
+
+    def collate(examples):
+        trained.append(1)
+        return collate_fn(examples)
+
+    def metric(examples, outputs):
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        fit(
+            collate_fn=collate, eval_examples=EXAMPLES[:40], predict_fn=predict_fn, metric_fn=metric
+        )
+    assert len(trained) <= 6  # batches of the rehearsal, and none for training
+
+
+def test_nothing_says_how_long():
+    with pytest.raises(ValueError, match="epochs` or `steps"):
+        rc.fit(
+            make_model(), optax.sgd(0.1), EXAMPLES, collate_fn=collate_fn, loss_fn=loss_fn,
+            batch_size=16,
+        )
+
+
+def test_a_key_belongs_to_the_state():
+    with pytest.raises(ValueError, match="leave `key` out"):
+        fit(model=fit(), steps=8, key=jax.random.key(0))

@@ -1,0 +1,51 @@
+import subprocess
+import sys
+import statistics
+
+import pytest
+
+
+HEAVY = ("wandb", "orbax", "grain", "safetensors", "tyro", "tqdm", "matplotlib")
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+
+
+def test_import_loads_nothing_that_is_not_used():
+    loaded = run(f"import redcoast, sys; print([n for n in {HEAVY} if n in sys.modules])")
+    assert loaded.strip() == "[]"
+
+
+def test_import_touches_no_device():
+    program = "import redcoast, jax._src.xla_bridge as x; print(x.backends_are_initialized())"
+    assert run(program).strip() == "False"
+
+
+def test_import_costs_little_more_than_its_libraries():
+    timed = "import time; t = time.process_time(); import jax, equinox, optax{}; print(time.process_time() - t)"
+
+    def seconds(more):
+        return statistics.median(float(run(timed.format(more))) for _ in range(5))
+
+    ratios = [seconds(", redcoast") / seconds("") for _ in range(2)]
+    assert min(ratios) < 1.2
+
+
+def test_public_names_have_documentation():
+    import redcoast
+
+    names = [n for n in dir(redcoast) if not n.startswith("_")]
+    public = [n for n in names if not isinstance(getattr(redcoast, n), type(sys))]
+    assert "fit" in public
+    assert [n for n in public if not getattr(redcoast, n).__doc__] == []
+
+
+def test_nothing_else_is_public():
+    import redcoast
+
+    assert redcoast.make_mesh.__module__ == "redcoast._mesh"
+    with pytest.raises(AttributeError):
+        _ = redcoast.Static

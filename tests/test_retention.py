@@ -1,0 +1,106 @@
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import redcoast as rc
+from redcoast._retention import Saver, best_value, is_better, restore_newest, saved_steps
+
+
+def tree(step):
+    return {"x": jnp.full(3, float(step))}
+
+
+SHARDINGS = rc.infer_shardings(tree(0), rc.make_mesh())
+
+
+def save(checkpoints, values):
+    with Saver(checkpoints) as saver:
+        for step, value in values.items():
+            metrics = {} if value is None else {"loss": value}
+            saver.save(step, tree(step), {"step": step, "metrics": metrics})
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [5]),
+        ({"keep": 3}, [3, 4, 5]),
+        ({"keep": 9}, [1, 2, 3, 4, 5]),
+        ({"best": "loss"}, [2, 5]),
+        ({"best": "eval/loss", "keep": 2, "mode": "max"}, [1, 4, 5]),
+    ],
+)
+def test_which_are_kept(tmp_path, options, kept):
+    checkpoints = rc.Checkpoints(tmp_path, **options)
+    save(checkpoints, {1: 9.0, 2: 1.0, 3: math.nan, 4: None, 5: 4.0})
+    assert saved_steps(checkpoints) == kept
+
+
+def test_the_best_is_remembered_across_runs(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path, best="loss")
+    assert best_value(checkpoints) is None
+    save(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0})
+    assert best_value(checkpoints) == 1.0
+    save(checkpoints, {4: 5.0})
+    assert saved_steps(checkpoints) == [2, 4]
+    assert is_better(checkpoints, {"loss": 0.5}, 1.0)
+    assert not is_better(checkpoints, {"loss": 1.5}, 1.0)
+    assert not is_better(checkpoints, {"loss": math.nan}, None)
+    assert not is_better(checkpoints, {}, None)
+
+
+def test_the_newest_is_restored_with_its_metadata(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path, keep=2)
+    assert restore_newest(checkpoints, tree(0), SHARDINGS) is None
+    save(checkpoints, {1: 3.0, 2: 1.0})
+    found, metadata = restore_newest(checkpoints, tree(0), SHARDINGS)
+    np.testing.assert_array_equal(found["x"], np.full(3, 2.0))
+    assert metadata == {"step": 2, "metrics": {"loss": 1.0}}
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog):
+    checkpoints = rc.Checkpoints(tmp_path, keep=3)
+    save(checkpoints, {1: None, 2: None, 3: None})
+    (checkpoints.path / "3" / "metadata" / "metadata").write_text("{")
+    (checkpoints.path / "2" / "state" / "_METADATA").unlink()
+    found, metadata = restore_newest(checkpoints, tree(0), SHARDINGS)
+    assert metadata["step"] == 1
+    np.testing.assert_array_equal(found["x"], np.full(3, 1.0))
+    assert "3 is damaged" in caplog.text
+    assert (checkpoints.path / "3.damaged").is_dir()
+    save(checkpoints, {2: None, 3: None})  # their places are free again
+    assert restore_newest(checkpoints, tree(0), SHARDINGS)[1]["step"] == 3
+
+
+def test_nothing_is_moved_if_all_are_damaged(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path)
+    save(checkpoints, {1: None})
+    (checkpoints.path / "1" / "metadata" / "metadata").unlink()
+    with pytest.raises(ValueError, match="All checkpoints in .* are damaged"):
+        restore_newest(checkpoints, tree(0), SHARDINGS)
+    assert saved_steps(checkpoints) == [1]
+
+
+def test_another_structure_is_no_damage(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path, keep=2)
+    save(checkpoints, {1: None, 2: None})
+    other = {"y": jnp.ones(3)}
+    with pytest.raises(ValueError, match="Only in `like`: y"):
+        restore_newest(checkpoints, other, rc.infer_shardings(other, rc.make_mesh()))
+    assert saved_steps(checkpoints) == [1, 2]
+
+
+def test_to_begin_anew_needs_an_empty_directory(tmp_path):
+    save(rc.Checkpoints(tmp_path), {1: None})
+    with pytest.raises(ValueError, match="resume=False"):
+        restore_newest(rc.Checkpoints(tmp_path, resume=False), tree(0), SHARDINGS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"every": 0}, "every=0"), ({"keep": 0}, "keep=0"), ({"mode": "most"}, "'most'")],
+)
+def test_bad_policies(options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        rc.Checkpoints("x", **options)

@@ -94,9 +94,9 @@ def training_batches(
     def make(drawn: tuple[int, list[int], list[int]]) -> Batch:
         begin, epochs, indices = drawn
         found: list[Any] = []
-        for epoch in sorted(set(epochs)):
-            here = [i for e, i in zip(epochs, indices, strict=True) if e == epoch]
-            found += fetch(of_epoch(epoch), here)
+        for epoch in range(epochs[0], epochs[-1] + 1):
+            first = epochs.index(epoch)
+            found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
         rngs = lambda: example_generators(epochs, indices, seed)  # noqa: E731
         arrays = collate(collate_fn, found, indices, rngs)
         return Batch(place_batch(arrays, mesh), len(found), begin + len(found))
@@ -196,12 +196,14 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def _check_rows(arrays: PyTree, rows: int) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    leaves = jax.tree.leaves(arrays)
     if not leaves:
         raise ValueError("`collate_fn` returned no array. It must return a PyTree of NumPy arrays.")
-    for path, leaf in leaves:
+    if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
-        if not isinstance(leaf, (np.ndarray, jax.Array)) or leaf.dtype.kind in "OSU":
+        if not _is_numeric(leaf):
             what = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
             raise TypeError(
                 f"`collate_fn` returned {what} at {where}. It must return a PyTree of NumPy "
@@ -214,11 +216,16 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
             )
 
 
+def _is_numeric(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype.kind not in "OSU"
+
+
 def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Passes batches on while they have the structure and the dtypes of the first."""
     first = None
     for batch in batches:
-        found = jax.tree.structure(batch.arrays), _kinds(batch.arrays)
+        leaves, structure = jax.tree.flatten(batch.arrays)
+        found = structure, [(x.dtype, x.ndim) for x in leaves]
         first = first or found
         if found != first:
             raise ValueError(
@@ -227,10 +234,6 @@ def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
                 "same keys, dtypes and numbers of dimensions."
             )
         yield batch
-
-
-def _kinds(arrays: PyTree) -> list[tuple[Any, int]]:
-    return [(x.dtype, x.ndim) for x in jax.tree.leaves(arrays)]
 
 
 def _describe(structure: Any, kinds: list[tuple[Any, int]]) -> str:

@@ -1,0 +1,154 @@
+"""Steps per second of `rc.fit` against a hand-written `jax.jit` loop.
+
+Both loops train the same network on the same arrays, with the same collation and optimizer, on one
+device. They take turns, and the medians of their speeds are compared: a ratio of 1 means that `fit`
+costs nothing. The hand-written loop neither reads its metrics nor saves nor shuffles ahead.
+
+    python experiments/benchmarks/loop.py
+"""
+
+import dataclasses
+import functools as ft
+import statistics
+import time
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import redcoast as rc
+import tyro
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    width: int
+    depth: int
+    batch_size: int
+    steps: int
+    target: float
+
+
+CASES = (
+    Case("small MLP, 32-64-10", width=64, depth=1, batch_size=32, steps=3000, target=0.6),
+    Case("a step of about 20 ms", width=640, depth=4, batch_size=256, steps=150, target=0.97),
+)
+WARM_UP = 20
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def make_examples(count: int = 20_000) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 32)).astype(np.float32)
+    y = rng.integers(0, 10, count).astype(np.int32)
+    return list(zip(x, y, strict=True))
+
+
+def collate_fn(examples: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {"x": np.stack([x for x, _ in examples]), "y": np.array([y for _, y in examples])}
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+    logits = jax.vmap(model)(batch["x"])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+
+def hand_written(model: Any, examples: list[Any], case: Case) -> float:
+    """Steps per second of the loop that one writes without a library."""
+    params, static = eqx.partition(model, eqx.is_array)
+    params = jax.tree.map(jnp.copy, params)
+    opt_state = OPTIMIZER.init(params)
+
+    @ft.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss = lambda p: loss_fn(eqx.combine(p, static), batch, None)
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    order = np.random.default_rng(0).permutation(len(examples))
+    for i in range(case.steps + WARM_UP):
+        rows = order[np.arange(i * case.batch_size, (i + 1) * case.batch_size) % len(order)]
+        batch = collate_fn([examples[j] for j in rows])
+        params, opt_state, value = step(params, opt_state, batch)
+        if i + 1 == WARM_UP:
+            jax.block_until_ready(value)
+            begin = time.perf_counter()
+    jax.block_until_ready(params)
+    return case.steps / (time.perf_counter() - begin)
+
+
+def with_fit(model: Any, examples: list[Any], case: Case) -> float:
+    """Steps per second of `rc.fit`, which reads, checks and hands on the metrics of each step."""
+    times: list[float] = []
+    rc.fit(
+        model,
+        OPTIMIZER,
+        examples,
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=case.batch_size,
+        steps=case.steps + WARM_UP,
+        mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        log=lambda metrics, step: times.append(time.perf_counter()),
+        progress=False,
+    )
+    return case.steps / (times[-1] - times[WARM_UP - 1])
+
+
+def check_asynchronous() -> tuple[float, float]:
+    """Milliseconds until a compiled step returns, and until the device is done."""
+
+    def slow(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ y), x)
+        return state + 1.0, jnp.sum(y)
+
+    state = jnp.zeros(())
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    step = rc.compile_step(slow, rc.infer_shardings(state, mesh))
+    x = np.full((512, 512), 0.01, np.float32)
+    state, total = step(state, x)
+    jax.block_until_ready(total)
+    begin = time.perf_counter()
+    state, total = step(state, x)
+    returned = time.perf_counter() - begin
+    jax.block_until_ready(total)
+    done = time.perf_counter() - begin
+    assert returned < 0.1 * done, f"returned after {returned:.4f} s of {done:.4f} s"
+    return 1e3 * returned, 1e3 * done
+
+
+def main(repeats: int = 5, check: bool = True) -> None:
+    """Prints a row for each case.
+
+    Args:
+        repeats: How often each loop runs; medians are compared.
+        check: Whether to fail where `fit` is slower than promised.
+    """
+    examples, failed = make_examples(), []
+    print(f"{'case':24} {'by hand':>12} {'fit':>12} {'ratio':>7} {'at least':>9}")
+    for case in CASES:
+        model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
+        pairs = [
+            (hand_written(model, examples, case), with_fit(model, examples, case))
+            for _ in range(repeats)
+        ]
+        hand, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(fit / by_hand for by_hand, fit in pairs)
+        print(
+            f"{case.name:24} {1e3 / hand:>9.3f} ms {1e3 / ours:>9.3f} ms "
+            f"{ratio:>7.2f} {case.target:>9.2f}"
+        )
+        if ratio < case.target:
+            failed.append(case.name)
+    returned, done = check_asynchronous()
+    print(f"compile_step: a call returned after {returned:.2f} ms of {done:.1f} ms")
+    if check and failed:
+        raise SystemExit(f"Slower than promised: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

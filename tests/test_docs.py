@@ -1,0 +1,192 @@
+"""What the texts show is what happens: in the README, the docs and the examples of docstrings."""
+
+import functools as ft
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import redcoast as rc
+from problem import batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
+from redcoast.models.llama import Llama, LlamaConfig
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
+README = (ROOT / "README.md").read_text("utf-8")
+# These show something of one line or of an attribute, and have no example of their own.
+WITHOUT_EXAMPLE = {"Plan", "TrainState", "read_metrics"}
+
+
+def blocks(text, language="python"):
+    """The fenced blocks of a language, those that are indented in a note as well."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(body) for _, body in found]
+
+
+def run(sources, namespace):
+    for i, source in enumerate(sources):
+        # Readers have JAX's own settings, not the strict ones of these tests.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(compile(source, f"<block {i}>", "exec"), namespace)
+
+
+def run_apart(source, cwd):
+    """Runs a program in a process that has what a user's has: no emulated devices as yet."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-c", source]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def outputs(text):
+    """What a page says that its blocks print."""
+    return [b for b in blocks(text, "text") if b.startswith(("Plan over", "The override"))]
+
+
+def emulates(text):
+    return "rc.emulate_devices(" in "".join(blocks(text))
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", [n for n, t in PAGES.items() if blocks(t) and not emulates(t)])
+def test_blocks_of_a_page_run_in_order(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    run(blocks(PAGES[name]), module.__dict__)
+    printed = words(capsys.readouterr().out)
+    for output in outputs(PAGES[name]):
+        assert words(output) in printed
+
+
+@pytest.mark.parametrize("name", [n for n, t in PAGES.items() if emulates(t)])
+def test_blocks_of_a_page_that_emulates_devices_run_in_order(name, tmp_path):
+    result = run_apart("\n".join(blocks(PAGES[name])), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_example_prints_the_plan_that_follows_it(tmp_path):
+    (source,) = blocks(README)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    result = run_apart(source, tmp_path)
+    assert result.returncode == 0, result.stderr
+    (plan,) = outputs(README)
+    assert result.stdout.startswith(plan)
+    accuracies = re.findall(r"eval/accuracy (\S+)", result.stdout)
+    assert len(accuracies) == 4
+    assert float(accuracies[-1]) > 0.8
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", README)
+    local = [(path, anchor) for path, anchor in links if not path.startswith("https://")]
+    assert local
+    for path, anchor in local:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}
+        assert not anchor or anchor in anchors
+
+
+def test_five_lines_read_a_checkpoint_without_redcoast(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = rc.init_state(lambda key: make_model(), optax.adam(1e-2), key=jax.random.key(0))
+    shardings = rc.infer_shardings(state, rc.make_mesh(fsdp=2, model=2))
+    state = jax.tree.map(lambda x, s: x if s is None else jax.device_put(x, s), state, shardings)
+    (source,) = [b for b in blocks(PAGES["checkpoints.md"]) if "PyTreeRestore" in b]
+    assert len(source.splitlines()) == 5
+    (place,) = re.findall(r'Path\("(.+)/state"\)', source)
+    rc.save_checkpoint(place, state)
+
+    before = "import sys; sys.modules['redcoast'] = None\n"
+    after = """
+flat, _ = jax.tree_util.tree_flatten_with_path(arrays)
+assert all(type(x) is np.ndarray for _, x in flat)
+names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+np.savez("read.npz", **dict(zip(names, [x for _, x in flat])))
+"""
+    result = run_apart(before + source + after, tmp_path)
+    assert result.returncode == 0, result.stderr
+    read = np.load("read.npz")
+    state = eqx.tree_at(lambda s: s.key, state, jax.random.key_data(state.key))
+    expected, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(state, eqx.is_array))
+    assert len(read.files) == len(expected)
+    for path, x in expected:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        np.testing.assert_array_equal(read[name], x)
+
+
+def public():
+    """The public objects, by name."""
+    found = {name: x for name, x in vars(rc).items() if not name.startswith("_")}
+    return {name: x for name, x in found.items() if not inspect.ismodule(x)} | {"Llama": Llama}
+
+
+def examples_of(name):
+    return blocks(inspect.getdoc(public()[name]) or "")
+
+
+def namespace(name):
+    """What the examples take for granted."""
+    optimizer, key = optax.adam(1e-2), jax.random.key(0)
+    mesh = rc.make_mesh(fsdp=2, model=2)
+    model, examples = make_model(), make_examples(64)
+    state = rc.init_state(lambda key: make_model(), optimizer, key=key)
+    if name == "load_checkpoint":
+        rc.save_checkpoint("runs/lm/checkpoints/500", state)
+    modules = {"eqx": eqx, "ft": ft, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "rc": rc}
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "predict_fn": predict_fn}
+    made = {"model": model, "optimizer": optimizer, "state": state, "key": key, "mesh": mesh}
+    data = {"examples": examples, "test_examples": examples, "images": examples}
+    batches = {"batch": batch_of(16), "batches": [batch_of(16), batch_of(16, seed=1)]}
+    more = {"init_fn": lambda key: make_model(), "Llama": Llama, "LlamaConfig": LlamaConfig}
+    return modules | functions | made | data | batches | more
+
+
+def test_public_functions_have_an_example():
+    missing = {name for name in public() if not examples_of(name)}
+    assert missing <= WITHOUT_EXAMPLE | {"LlamaConfig"}
+
+
+@pytest.mark.parametrize("name", [n for n in public() if n != "emulate_devices" and examples_of(n)])
+def test_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(examples_of(name), namespace(name))
+
+
+def test_example_of_emulate_devices_runs(tmp_path):
+    source = "import redcoast as rc\n" + "\n".join(examples_of("emulate_devices"))
+    result = run_apart(source + "\nprint(dict(mesh.shape))", tmp_path)
+    assert words(result.stdout) == "{'data': 2, 'fsdp': 1, 'model': 4}", result.stderr
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 4}, {"data": 1, "fsdp": 8}])
+def test_grouped_convolutions_are_right_where_the_docs_say_so(sizes):
+    def init_fn(key):
+        return eqx.nn.Conv2d(8, 8, 3, groups=8, key=key)
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+    optimizer = optax.sgd(1e-2)
+    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    state = rc.init_state(init_fn, optimizer, key=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(16, 8, 8, 8)).astype(np.float32)
+    _, expected = step(state, x)
+    compiled = rc.compile_step(step, rc.infer_shardings(state, rc.make_mesh(**sizes)))
+    _, found = compiled(state, x)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-5)

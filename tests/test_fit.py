@@ -457,3 +457,48 @@ def test_nothing_says_how_long():
 def test_a_key_belongs_to_the_state():
     with pytest.raises(ValueError, match="leave `key` out"):
         fit(model=fit(), steps=8, key=jax.random.key(0))
+
+
+def test_loggers_are_told_of_the_run_and_closed(tmp_path):
+    class Log:
+        runs, closed, steps = [], 0, []
+
+        def __call__(self, metrics, step):
+            self.steps.append(step)
+
+        def start(self, run):
+            self.runs.append(run)
+
+        def close(self):
+            Log.closed += 1
+
+    mesh = rc.make_mesh(model=4)
+    for steps in (2, 4):
+        fit(steps=steps, log=Log(), mesh=mesh, checkpoints=rc.Checkpoints(tmp_path))
+    first, second = Log.runs
+    assert (first.resumed, second.resumed) == (False, True)
+    assert first.directory == tmp_path
+    assert "layers/0/weight" in first.plan
+    assert first.config["mesh"] == {"data": 2, "fsdp": 1, "model": 4}
+    assert first.config["versions"]["jax"] == jax.__version__
+    assert Log.closed == 2
+    assert Log.steps == [1, 2, 3, 4]
+
+    def broken(model, batch, key):
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(log=Log(), loss_fn=broken)
+    assert Log.closed == 3
+
+
+def test_logs_to_wandb_and_resumes_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for steps in (2, 4):
+        log = rc.wandb_logger(project="redcoast-tests", config={"width": 32})
+        fit(steps=steps, log=log, checkpoints=rc.Checkpoints(tmp_path))
+        ids.append((tmp_path / "wandb.json").read_text())
+    assert ids[0] == ids[1]
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
+    assert len(rc.read_metrics(tmp_path / "metrics.jsonl")) == 4

@@ -169,21 +169,28 @@ def test_prefetch_keeps_the_order_and_runs_ahead():
     made = []
 
     def make(i):
-        time.sleep(0.02 if i == 0 else 0)
+        time.sleep(0.03 if i == 5 else 0.001)
         made.append(i)
         return i
 
     results = prefetch(make, range(20), workers=3, ahead=4)
-    assert next(results) == 0
-    time.sleep(0.1)
-    assert 4 <= len(made) <= 6
-    assert list(results) == list(range(1, 20))
+    assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
+    time.sleep(0.2)
+    assert sorted(made) == list(range(8))
+    assert list(results) == list(range(4, 20))
+
+
+def test_cheap_results_are_made_where_they_are_read():
+    names = list(prefetch(lambda i: threading.current_thread().name, range(50), workers=2))
+    assert set(names) == {threading.current_thread().name}
 
 
 def test_prefetch_ends_with_its_reader():
     before = threading.active_count()
-    results = prefetch(lambda i: i, range(1000), workers=2)
-    next(results)
+    results = prefetch(lambda i: time.sleep(0.001), range(1000), workers=2)
+    for _ in range(4):
+        next(results)
+    assert threading.active_count() > before
     results.close()
     time.sleep(0.1)
     assert threading.active_count() <= before

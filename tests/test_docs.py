@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import redcoast as rc
 from problem import batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
-from redcoast.models.llama import Llama, LlamaConfig
 
+import redcoast as rc
+from redcoast.models.llama import Llama, LlamaConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import redcoast as rc
 import tyro
+
+import redcoast as rc
 
 
 @dataclasses.dataclass

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import redcoast as rc
 import tyro
+
+import redcoast as rc
 
 
 class Examples:

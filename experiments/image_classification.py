@@ -1,10 +1,9 @@
 """Trains a small convolutional network on images, and reports how well it tells the classes."""
 
-import functools as ft
 import gzip
-import importlib
 import pickle
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import equinox as eqx
@@ -15,9 +14,7 @@ import optax
 import tyro
 from _common import plot_metric, run_directory
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.metrics import classification_report
-from sklearn.model_selection import train_test_split
+from sklearn import datasets, metrics, model_selection
 
 import redcoast as rc
 
@@ -39,26 +36,21 @@ class Config:
 def main(c: Config) -> None:
     directory = run_directory(c.directory, resume=c.resume, config=c)
     images, labels, names = read_images(c)
-    images, test_images, labels, test_labels = train_test_split(
-        images, labels, test_size=0.2, random_state=c.seed, stratify=labels
+    examples = [*zip(images.astype(np.float32), labels, strict=True)]
+    train, test = model_selection.train_test_split(
+        examples, test_size=0.2, random_state=c.seed, stratify=labels
     )
-    examples, test = (
-        [*zip(images, labels, strict=True)],
-        [*zip(test_images, test_labels, strict=True)],
-    )
-    key = jax.random.key(c.seed)
-    model = make_network(images.shape[1], c.channels, len(names), key)
 
     def collate_fn(examples, rngs=None):
         images, labels = zip(*examples, strict=True)
-        if rngs is not None:  # in training
-            images = [shifted(x, c.shift, rng) for x, rng in zip(images, rngs, strict=True)]
+        if rngs is not None:  # there are none in evaluation
+            shifts = [rng.integers(-c.shift, c.shift + 1, size=2) for rng in rngs]
+            images = [np.roll(x, xy, axis=(1, 2)) for x, xy in zip(images, shifts, strict=True)]
         return {"images": np.stack(images), "labels": np.array(labels)}
 
     def loss_fn(model, batch, key):
         logits = jax.vmap(model)(batch["images"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return jnp.mean(losses)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def predict_fn(model, batch, key):
         return jnp.argmax(jax.vmap(model)(batch["images"]), axis=1)
@@ -67,12 +59,13 @@ def main(c: Config) -> None:
         return {"accuracy": np.mean(np.array(outputs) == [label for _, label in examples])}
 
     learning_rate = rc.learning_rate_schedule(
-        c.learning_rate, examples=len(examples), batch_size=c.batch_size, epochs=c.epochs
+        c.learning_rate, examples=len(train), batch_size=c.batch_size, epochs=c.epochs
     )
+    key = jax.random.key(c.seed)
     state = rc.fit(
-        model,
+        make_network(images.shape[1], c.channels, len(names), key),
         optax.inject_hyperparams(optax.adamw)(learning_rate),
-        examples,
+        train,
         collate_fn=collate_fn,
         loss_fn=loss_fn,
         predict_fn=predict_fn,
@@ -89,45 +82,37 @@ def main(c: Config) -> None:
     predicted = rc.predict_examples(
         state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
     )
-    print(classification_report(test_labels, predicted, target_names=names, digits=3))
-    print(f"Test accuracy: {np.mean(predicted == test_labels):.2%}\nRun: {directory}")
+    print(
+        metrics.classification_report([y for _, y in test], predicted, target_names=names, digits=3)
+    )
+    print(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
 
 
-def read_images(c: Config) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Images (each of shape channels, height, width), their labels, and the labels' names."""
+def read_images(c: Config):
+    """Images, each of shape (channels, height, width), their labels, and the labels' names."""
     if c.data == "digits":
-        digits = load_digits()
-        return np.float32(digits.images[:, None] / 16), digits.target, [*map(str, range(10))]
+        images, labels = datasets.load_digits(return_X_y=True)
+        return images.reshape(-1, 1, 8, 8) / 16, labels, [*map(str, range(10))]
     if c.data == "mnist":
-        folder = Path(str(importlib.import_module("mnist").__file__)).parent / "data"
-        with gzip.open(folder / "mnist.pkl.gz") as file:
+        with gzip.open(str(resources.files("mnist") / "data" / "mnist.pkl.gz")) as file:
             parts = OnlyArrays(file, encoding="latin1").load()
         images, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
         return images.reshape(-1, 1, 28, 28), labels, [*map(str, range(10))]
-    names = sorted(folder.name for folder in Path(c.data).iterdir() if folder.is_dir())
-    files = [sorted(Path(c.data, name).iterdir()) for name in names]
-    images = [Image.open(f).convert("RGB").resize((c.size, c.size)) for part in files for f in part]
-    labels = np.repeat(range(len(names)), [len(part) for part in files])
-    return np.float32([*map(np.asarray, images)]).transpose(0, 3, 1, 2) / 255, labels, names
+    files = datasets.load_files(c.data, load_content=False, shuffle=False)
+    images = [Image.open(f).convert("RGB").resize((c.size, c.size)) for f in files["filenames"]]
+    images = np.stack([*map(np.asarray, images)]).transpose(0, 3, 1, 2) / 255
+    return images, files["target"], files["target_names"]
 
 
 class OnlyArrays(pickle.Unpickler):
-    """Reads arrays, and nothing that would run code."""
-
-    def find_class(self, module, name):
+    def find_class(self, module, name):  # anything else could run code
         reconstruct = np.empty(0).__reduce__()[0]
         return {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}[name]
 
 
-def shifted(image: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
-    top, left = rng.integers(0, 2 * most + 1, 2)
-    padded = np.pad(image, ((0, 0), (most, most), (most, most)), mode="edge")
-    return padded[:, top : top + image.shape[1], left : left + image.shape[2]]
-
-
 def make_network(inputs: int, channels: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:
     a, b, c, d = jax.random.split(key, 4)
-    conv = ft.partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
+    conv = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
     relu, ravel = eqx.nn.Lambda(jax.nn.relu), eqx.nn.Lambda(jnp.ravel)
     fine = [conv(inputs, channels, key=a), relu, conv(channels, channels, key=b), relu]
     coarse = [eqx.nn.MaxPool2d(2, 2), conv(channels, 2 * channels, key=c), relu]

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ._compile import join, split
+from ._guarded import guarded_update
 from ._loss import LossFn, evaluate_loss
 from ._precision import check_compute_dtype, widen
 
@@ -163,16 +164,19 @@ def train_step(
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
     (loss, aux, rest_after), grads = _loss_and_grads(loss_of, params, rest, batch, key, accumulate)
-    value_fn = lambda p: loss_of(p, rest, batch, key)[0]  # noqa: E731
-    # Parts of optax promote dtypes, which a user may have forbidden for their own code.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optax.with_extra_args_support(optimizer).update(
-            grads, state.opt_state, params, value=loss, grad=grads, value_fn=value_fn
-        )
     grad_norm = global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    model = eqx.combine(optax.apply_updates(params, updates), rest_after)
-    model, opt_state = _select(finite, (model, opt_state), (state.model, state.opt_state))
+
+    def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        value_fn = lambda p: loss_of(p, rest, batch, key)[0]  # noqa: E731
+        extended = optax.with_extra_args_support(optimizer).update
+        return extended(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+
+    # Parts of optax promote dtypes, which a user may have forbidden for their own code.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
+        params_after = optax.apply_updates(params, updates)
+    model = _select(finite, eqx.combine(params_after, rest_after), state.model)
     metrics = {
         **aux,
         "loss": loss,

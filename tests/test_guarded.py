@@ -1,0 +1,77 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from redcoast._guarded import guarded_update
+
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), "b": jnp.ones(64)}
+GRADS = jax.tree.map(jnp.cos, PARAMS)
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(1e-2),
+    "injected": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0.0, 9)),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    "every other": optax.MultiSteps(optax.adam(1e-2), 2),
+    "adafactor": optax.adafactor(1e-2),
+    "noisy": optax.noisy_sgd(0.1),
+}
+
+
+def select_afterwards(update, grads, opt_state, finite):
+    updates, new = update(grads, opt_state)
+    return updates, jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, opt_state)
+
+
+def run(guard, optimizer, finite):
+    @jax.jit
+    def step(params, opt_state, finite):
+        with jax.numpy_dtype_promotion("standard"):
+            update = lambda g, s: optimizer.update(g, s, params)
+            updates, opt_state = guard(update, GRADS, opt_state, finite)
+            return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = PARAMS, optimizer.init(PARAMS)
+    for each in finite:
+        new, opt_state = step(params, opt_state, jnp.asarray(each))
+        params = new if each else params
+    return params, opt_state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_a_selection_afterwards(name):
+    flags = (True, False, True, True)
+    ours = run(guarded_update, OPTIMIZERS[name], flags)
+    plain = run(select_afterwards, OPTIMIZERS[name], flags)
+    assert jax.tree.structure(ours) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=1e-7)
+
+
+def test_the_state_is_overwritten_in_place():
+    optimizer = OPTIMIZERS["adamw"]
+
+    def compiled(guard):
+        def step(params, opt_state):
+            grads = jax.tree.map(jnp.cos, params)
+            finite = jnp.isfinite(optax.tree.norm(grads))
+            update = lambda g, s: optimizer.update(g, s, params)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, opt_state = guard(update, grads, opt_state, finite)
+                after = optax.apply_updates(params, updates)
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), after, params), opt_state
+
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        return jitted.lower(PARAMS, optimizer.init(PARAMS)).compile()
+
+    copies = lambda program: program.as_text().count("f32[64,64]{1,0} copy(")
+    assert copies(compiled(guarded_update)) == 0
+    assert copies(compiled(select_afterwards)) > 0  # or else none of this is needed any more
+
+
+def test_a_state_that_changes_its_structure():
+    with pytest.raises(ValueError, match="another structure"):
+        guarded_update(lambda g, s: (g, {"a": s, "b": s}), GRADS, jnp.ones(3), jnp.asarray(True))

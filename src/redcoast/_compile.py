@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ._grouped import refuse_wrong_gradients
 from ._mesh import place_batch
 
 ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -81,11 +82,17 @@ class CompiledStep:
         # The state that was returned last, in parts: taking a tree of many modules apart costs more
         # than running a small step. It is known by a weak reference, and forgotten with the state.
         self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
+        self._checked: set[tuple[Static, Static]] = set()
 
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
         arrays, static = self._split_state(state)
         given, constants = split(args, numbers=True)
-        arrays, aux = self._jitted(arrays, static, place_batch(given, self._mesh), constants)
+        given = place_batch(given, self._mesh)
+        if (static, constants) not in self._checked:
+            program = self._jitted.trace(arrays, static, given, constants).jaxpr
+            refuse_wrong_gradients(program.jaxpr, self._mesh)
+            self._checked.add((static, constants))
+        arrays, aux = self._jitted(arrays, static, given, constants)
         state = join(arrays, static)
         self._remember(state, arrays, static)
         return state, aux

@@ -162,6 +162,7 @@ def fit(
             checkpoints=checkpoints,
             saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
             stopping=stack.enter_context(stop_signals()),
+            mesh=dict(mesh.shape),
         )
 
 
@@ -178,6 +179,7 @@ def _loop(
     checkpoints: Checkpoints | None,
     saver: Saver | None,
     stopping: Callable[[], bool],
+    mesh: dict[str, int],
 ) -> TrainState:
     step, position, stream = course.step, course.position, None
     best = best_value(checkpoints) if checkpoints else None
@@ -194,7 +196,8 @@ def _loop(
         if saver:
             reader.flush()
             data = {"position": position, "length": course.length, "stream": stream}
-            saver.save(step, state, metadata={"step": step, "data": data, "metrics": metrics})
+            metadata = {"step": step, "data": data, "metrics": metrics, "mesh": mesh}
+            saver.save(step, state, metadata)
 
     for batch, last in with_last(batches):
         state, metrics = step_of(batch.rows)(state, batch.arrays)

@@ -110,5 +110,5 @@ def _moved_on(new_model: PyTree, model: PyTree) -> PyTree:
 
 def _rows(batch: PyTree) -> int:
     """The number of examples of a batch: the weight of a loss that names none."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape")]
     return next((shape[0] for shape in shapes if shape), 1)

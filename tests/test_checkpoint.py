@@ -165,12 +165,21 @@ def test_paths_that_collide(tmp_path):
 
 def test_another_structure_is_named_on_both_sides(tmp_path):
     rc.save_checkpoint(tmp_path / "a", make_state())
-    like = rc.init_state(lambda k: make_model(width=64), optax.sgd(1e-3, momentum=0.9), key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"Only in `like`: opt_state/0/trace.*Only in the checkpoint: opt_state/0/count"):
+    like = rc.init_state(
+        lambda k: make_model(width=64), optax.sgd(1e-3, momentum=0.9), key=jax.random.key(0)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"Only in `like`: opt_state/0/trace.*Only in the checkpoint: opt_state/0/count",
+    ):
         rc.load_checkpoint(tmp_path / "a", like)
-    with pytest.raises(ValueError, match=r"layers/0/bias is float32\[64\] in the checkpoint and float32\[32\]"):
+    with pytest.raises(
+        ValueError, match=r"layers/0/bias is float32\[64\] in the checkpoint and float32\[32\]"
+    ):
         rc.load_checkpoint(tmp_path / "a", make_model(width=32), subtree="model")
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make_model(width=64))
+    half = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, make_model(width=64)
+    )
     with pytest.raises(ValueError, match="bfloat16"):
         rc.load_checkpoint(tmp_path / "a", half, subtree="model")
 

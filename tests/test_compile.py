@@ -176,7 +176,9 @@ def test_a_loop_of_ones_own_with_two_optimizers(sizes):
         own = {n: jax.tree.map(lambda _, n=n: n == name, m) for n, m in models.items()}
         state = rc.init_state(
             lambda key: jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, models),
-            optimizer, key=KEY, trainable=own,
+            optimizer,
+            key=KEY,
+            trainable=own,
         )
         step = ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer, trainable=own)
         steps[name] = rc.compile_step(step, rc.infer_shardings(state, mesh))

@@ -68,9 +68,7 @@ def test_one_compilation_for_each_shape():
         traces.append(jax.tree.leaves(batch)[0].shape)
         return loss_fn(model, batch, key)
 
-    rc.evaluate(
-        MODEL, make_examples(203), collate_fn=collate_fn, loss_fn=counted, batch_size=16
-    )
+    rc.evaluate(MODEL, make_examples(203), collate_fn=collate_fn, loss_fn=counted, batch_size=16)
     assert len(traces) == len(set(traces)) <= 4
 
 

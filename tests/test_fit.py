@@ -144,13 +144,21 @@ def test_a_short_last_batch_counts_all_of_it(batch_size):
     """5 examples, and 21, trained on as they are by hand, with and without accumulation."""
     for count in (5, 21):
         by_hand = fit(
-            examples=EXAMPLES[:count], batch_size=count, epochs=1, accumulate=1,
-            mesh=rc.make_mesh(devices=jax.devices()[:1]), optimizer=optax.sgd(0.1),
+            examples=EXAMPLES[:count],
+            batch_size=count,
+            epochs=1,
+            accumulate=1,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
+            optimizer=optax.sgd(0.1),
         )
         if count <= batch_size:
             ours = fit(
-                examples=EXAMPLES[:count], batch_size=batch_size, epochs=1, accumulate=4,
-                optimizer=optax.sgd(0.1), mesh=rc.make_mesh(model=2),
+                examples=EXAMPLES[:count],
+                batch_size=batch_size,
+                epochs=1,
+                accumulate=4,
+                optimizer=optax.sgd(0.1),
+                mesh=rc.make_mesh(model=2),
             )
             for a, b in zip(arrays(ours.model), arrays(by_hand.model), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -194,7 +202,8 @@ def test_going_on_from_a_state_equals_never_having_stopped():
 
 def test_another_key_is_another_order():
     first, second, again = (
-        losses(logged(key=key)[1]) for key in (jax.random.key(1), jax.random.key(2), jax.random.key(1))
+        losses(logged(key=key)[1])
+        for key in (jax.random.key(1), jax.random.key(2), jax.random.key(1))
     )
     assert first == again
     assert first != second
@@ -237,8 +246,13 @@ class Stream:
 
 def test_streams_end_and_resume(tmp_path):
     train = ft.partial(
-        rc.fit, make_model(), optax.adamw(1e-2), collate_fn=collate_fn, loss_fn=loss_fn,
-        batch_size=16, progress=False,
+        rc.fit,
+        make_model(),
+        optax.adamw(1e-2),
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=16,
+        progress=False,
     )
     state = train(Stream(70))
     assert int(state.step) == 5
@@ -267,14 +281,16 @@ def test_the_best_is_kept(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, every=2, best="target", mode="max")
     targets = iter([0.0, 1.0, 5.0, 3.0, 2.0])  # the first is the rehearsal's
     fit(
-        steps=8, checkpoints=checkpoints, eval_examples=EXAMPLES[:20], eval_every=2,
-        predict_fn=predict_fn, metric_fn=lambda e, o: {"target": next(targets)},
+        steps=8,
+        checkpoints=checkpoints,
+        eval_examples=EXAMPLES[:20],
+        eval_every=2,
+        predict_fn=predict_fn,
+        metric_fn=lambda e, o: {"target": next(targets)},
     )
     assert steps_in(tmp_path) == [4, 8]
     with pytest.raises(ValueError, match="no metric of the evaluation, which has"):
-        fit(
-            checkpoints=rc.Checkpoints(tmp_path / "b", best="rouge"), eval_examples=EXAMPLES[:9]
-        )
+        fit(checkpoints=rc.Checkpoints(tmp_path / "b", best="rouge"), eval_examples=EXAMPLES[:9])
     with pytest.raises(ValueError, match="for want of `eval_examples`"):
         fit(checkpoints=rc.Checkpoints(tmp_path / "b", best="loss"))
 
@@ -364,7 +380,9 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
 
     with pytest.raises(FloatingPointError, match=r"20 steps in a row.*step \d+.*checkpoints/\d+"):
         fit(
-            steps=300, loss_fn=loss, optimizer=optax.sgd(1.0),
+            steps=300,
+            loss_fn=loss,
+            optimizer=optax.sgd(1.0),
             checkpoints=rc.Checkpoints(tmp_path, every=1),
         )
 
@@ -449,7 +467,11 @@ def test_a_mistake_in_evaluation_costs_no_training():
 def test_nothing_says_how_long():
     with pytest.raises(ValueError, match="epochs` or `steps"):
         rc.fit(
-            make_model(), optax.sgd(0.1), EXAMPLES, collate_fn=collate_fn, loss_fn=loss_fn,
+            make_model(),
+            optax.sgd(0.1),
+            EXAMPLES,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
             batch_size=16,
         )
 

@@ -22,9 +22,16 @@ def loss_fn(model, batch, key):
 def losses(mesh):
     found = []
     rc.fit(
-        Llama(CONFIG, key=jax.random.key(0)), optax.adamw(3e-3), WINDOWS,
-        collate_fn=np.stack, loss_fn=loss_fn, batch_size=16, steps=20, mesh=mesh,
-        log=lambda metrics, step: found.append(metrics["loss"]), progress=False,
+        Llama(CONFIG, key=jax.random.key(0)),
+        optax.adamw(3e-3),
+        WINDOWS,
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        batch_size=16,
+        steps=20,
+        mesh=mesh,
+        log=lambda metrics, step: found.append(metrics["loss"]),
+        progress=False,
     )
     return found
 

@@ -65,8 +65,10 @@ def masked_loss(model, batch, key):
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     weight = jnp.sum(batch["mask"].astype(jnp.float32))
     loss = jnp.sum(jnp.where(batch["mask"], losses, 0.0)) / weight
-    return loss, {"weight": weight, "mean_logit": jnp.sum(
-        jnp.where(batch["mask"], logits[:, 0], 0.0)) / weight}
+    return loss, {
+        "weight": weight,
+        "mean_logit": jnp.sum(jnp.where(batch["mask"], logits[:, 0], 0.0)) / weight,
+    }
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 24])
@@ -226,7 +228,9 @@ def test_composes_with_jit_vmap_and_scan():
 
 
 def test_filter_vmap_over_seeds_of_an_equinox_model():
-    init = lambda key: rc.init_state(lambda k: eqx.nn.MLP(16, 8, 32, 2, key=k), optax.sgd(0.1), key=key)
+    init = lambda key: rc.init_state(
+        lambda k: eqx.nn.MLP(16, 8, 32, 2, key=k), optax.sgd(0.1), key=key
+    )
     states = eqx.filter_vmap(init)(jax.random.split(KEY, 2))
     step = stepper(optax.sgd(0.1))
     _, metrics = eqx.filter_vmap(lambda s: step(s, BATCH))(states)
@@ -255,8 +259,14 @@ def token_loss(model, batch, key):
 def test_shared_weights_stay_one_parameter():
     model = Tied(jax.random.key(1))
     state = rc.fit(
-        model, optax.adam(1e-2), list(BATCH["y"]), collate_fn=lambda e: {"y": np.stack(e)},
-        loss_fn=token_loss, batch_size=8, steps=5, progress=False,
+        model,
+        optax.adam(1e-2),
+        list(BATCH["y"]),
+        collate_fn=lambda e: {"y": np.stack(e)},
+        loss_fn=token_loss,
+        batch_size=8,
+        steps=5,
+        progress=False,
     )
     embedding, head = state.model.shared()
     assert head.weight is embedding.weight
@@ -281,10 +291,19 @@ def test_the_same_array_twice_trains_as_two_parameters():
     after, _ = step(state, BATCH)
     assert not np.allclose(after.model[0].weight, after.model[1].weight)
     model = init_fn(KEY)
-    assert rc.fit(
-        model, optimizer, [0] * 8, collate_fn=lambda e: batch_of(len(e)), loss_fn=loss,
-        batch_size=8, steps=2, progress=False,
-    ).step == 2
+    assert (
+        rc.fit(
+            model,
+            optimizer,
+            [0] * 8,
+            collate_fn=lambda e: batch_of(len(e)),
+            loss_fn=loss,
+            batch_size=8,
+            steps=2,
+            progress=False,
+        ).step
+        == 2
+    )
     assert np.isfinite(model[0].weight).all()  # the caller's model is not donated
 
 
@@ -347,7 +366,9 @@ def test_state_is_created_split():
     # Each device computes its part alone: nothing in the program is as large as a whole matrix.
     static = eqx.filter(abstract, lambda x: isinstance(x, jax.ShapeDtypeStruct), inverse=True)
     flat = jax.jit(
-        lambda key: jax.tree.leaves(eqx.filter(rc.init_state(init_fn, optimizer, key=key), eqx.is_array)),
+        lambda key: jax.tree.leaves(
+            eqx.filter(rc.init_state(init_fn, optimizer, key=key), eqx.is_array)
+        ),
         out_shardings=jax.tree.leaves(shardings),
     )
     assert static is not None

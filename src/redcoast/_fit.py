@@ -233,9 +233,7 @@ def _initial(
     """The state of the run, split over the mesh, and the plan of it."""
     if isinstance(model_or_state, TrainState):
         if key is not None:
-            raise ValueError(
-                "The `TrainState` that `fit` was given has a `key`; leave `key` out."
-            )
+            raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
         plan = plan_shardings(model_or_state, mesh, overrides=overrides)
         return place_tree(model_or_state, plan.shardings), plan
     key = jax.random.key(0) if key is None else key

@@ -65,6 +65,12 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     evaluation at the same step are two lines: lines of one step are merged, and of values for one
     key the last is kept. A line that is no JSON (cut short by a kill) is left out.
 
+    !!! Example
+
+        ```python
+        losses = [entry["loss"] for entry in rc.read_metrics("runs/lm/metrics.jsonl")]
+        ```
+
     **Arguments:**
 
     - `path`: the file.
@@ -72,6 +78,10 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     **Returns:**
 
     Dictionaries with `step`, `time` and the metrics, in the order of the steps.
+
+    **Raises:**
+
+    `FileNotFoundError` if there is no such file.
     """
     steps: dict[int, dict[str, Any]] = {}
     with open(path, encoding="utf-8", errors="replace") as lines:

@@ -25,16 +25,16 @@ def learning_rate_schedule(
     decay: Decay = "cosine",
     end: int | float = 0.1,
 ) -> Schedule:
-    r"""A linear warm-up to `peak`, then a decay that ends with the last step of the run.
+    """A linear warm-up to `peak`, then a decay that ends with the last step of the run.
 
-    With $T$ steps in total, of which $W$ warm up, step $t = 0, 1, \dots$ has the learning rate
+    With `T` steps in total, of which `W` warm up, step `t = 0, 1, ...` has the learning rate
 
-    - $\text{peak} \cdot (t + 1) / W$ while $t < W$: the first step is not wasted on a learning rate
-      of zero, and step $W - 1$ is the first with the whole `peak`;
-    - then, with $s = \max(W - 1, 0)$ and $p = (t - s) / (T - 1 - s)$, for `decay="linear"`
-      $\text{peak} \cdot (1 - (1 - \text{end}) \, p)$, and for `decay="cosine"`
-      $\text{peak} \cdot (\text{end} + (1 - \text{end}) (1 + \cos \pi p) / 2)$, so that the last
-      step, $t = T - 1$, has $\text{end} \cdot \text{peak}$. Later steps stay there.
+    - `peak * (t + 1) / W` while `t < W`: the first step is not wasted on a learning rate of zero,
+      and step `W - 1` is the first with the whole `peak`;
+    - then, with `s = max(W - 1, 0)` and `p = (t - s) / (T - 1 - s)`, for `decay="linear"`
+      `peak * (1 - (1 - end) * p)`, and for `decay="cosine"`
+      `peak * (end + (1 - end) * (1 + cos(pi * p)) / 2)`, so that the last step, `t = T - 1`, has
+      `end * peak`. Later steps stay there.
 
     The cosine is that of Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with Warm
     Restarts*, 2017, equation 5, without restarts.

@@ -47,4 +47,4 @@ def arrays(tree):
 
 
 def is_plain(x):
-    return eqx.is_array(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import redcoast as rc
 from problem import batch_of, collate_fn, make_examples
+
+import redcoast as rc
 
 
 class Net(eqx.Module):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import redcoast as rc
 from problem import arrays, make_model
 
+import redcoast as rc
 
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -49,7 +49,8 @@ def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes)
     abstract = eqx.filter_eval_shape(make_state)
     found = rc.load_checkpoint(path, abstract, shardings=shardings)
     assert_same(found, state)
-    np.testing.assert_array_equal(*(np.asarray(jax.random.key_data(s.key)) for s in (found, state)))
+    ours, theirs = (np.asarray(jax.random.key_data(x.key)) for x in (found, state))
+    np.testing.assert_array_equal(ours, theirs)
     assert found.model.activation is state.model.activation
     for x, sharding in zip(
         jax.tree.leaves(eqx.filter(found, eqx.is_array)), jax.tree.leaves(shardings), strict=True

@@ -1,5 +1,6 @@
 import functools as ft
 import time
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -7,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import redcoast as rc
 from jax.sharding import PartitionSpec as P
 from problem import arrays, batch_of, loss_fn, make_model
 
+import redcoast as rc
 
 KEY = jax.random.key(0)
 OPTIMIZER = optax.adam(1e-2)
@@ -88,7 +89,7 @@ def test_lower_takes_abstract_arguments():
     abstract = eqx.filter_eval_shape(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)
     step = rc.compile_step(STEP, rc.infer_shardings(abstract, mesh))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(16))
-    memory = step.lower(abstract, batch).compile().memory_analysis()
+    memory: Any = step.lower(abstract, batch).compile().memory_analysis()
     assert memory.alias_size_in_bytes > 0
 
 
@@ -173,7 +174,7 @@ def test_a_loop_of_ones_own_with_two_optimizers(sizes):
     steps, states = {}, {}
     for name, loss in (("generator", generator_loss), ("discriminator", discriminator_loss)):
         optimizer = optax.adam(2e-3, b1=0.5)
-        own = {n: jax.tree.map(lambda _, n=n: n == name, m) for n, m in models.items()}
+        own = {n: jax.tree.map(lambda _, own=n == name: own, m) for n, m in models.items()}
         state = rc.init_state(
             lambda key: jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, models),
             optimizer,

@@ -3,8 +3,9 @@ import time
 
 import numpy as np
 import pytest
-import redcoast as rc
 from problem import collate_fn, make_examples
+
+import redcoast as rc
 from redcoast._data import (
     by_epoch,
     chunks,
@@ -15,7 +16,6 @@ from redcoast._data import (
     with_last,
 )
 from redcoast._stream import decode_stream_state, encode_stream_state
-
 
 SEED = np.array([1, 2], np.uint64)
 

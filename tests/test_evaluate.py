@@ -1,16 +1,17 @@
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import redcoast as rc
 from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
 
+import redcoast as rc
 
 EXAMPLES = make_examples(53)
 MODEL = make_model()
-MESH = {"model": 2, "fsdp": 2}
+MESH = rc.make_mesh(model=2, fsdp=2)
 evaluate = ft.partial(rc.evaluate, MODEL, collate_fn=collate_fn, loss_fn=loss_fn)
 predict = ft.partial(rc.predict_examples, MODEL, collate_fn=collate_fn, predict_fn=predict_fn)
 
@@ -18,7 +19,7 @@ predict = ft.partial(rc.predict_examples, MODEL, collate_fn=collate_fn, predict_
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 53, 64])
 def test_every_example_counts_once_whatever_the_batch_size(batch_size):
     expected, aux = loss_fn(MODEL, collate_fn(EXAMPLES), None)
-    found = evaluate(EXAMPLES, batch_size=batch_size, mesh=rc.make_mesh(**MESH))
+    found = evaluate(EXAMPLES, batch_size=batch_size, mesh=MESH)
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)
     np.testing.assert_allclose(found["accuracy"], aux["accuracy"], rtol=1e-6)
 
@@ -43,7 +44,7 @@ def test_means_are_weighted_by_weight():
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 64])
 def test_predictions_come_in_order(batch_size):
     expected = np.asarray(predict_fn(MODEL, collate_fn(EXAMPLES), None)).tolist()
-    found = predict(EXAMPLES, batch_size=batch_size, mesh=rc.make_mesh(**MESH))
+    found = predict(EXAMPLES, batch_size=batch_size, mesh=MESH)
     assert [int(x) for x in found] == expected
 
 
@@ -56,6 +57,7 @@ def test_outputs_and_trees_of_predictions():
     words = predict(EXAMPLES, batch_size=16, output_fn=lambda p: [f"class {x}" for x in p])
     assert len(words) == 53
     assert words[0].startswith("class ")
+    wrong: Any
     for wrong in (lambda p: ["one"], lambda p: 3):
         with pytest.raises(ValueError, match="one entry for each example"):
             predict(EXAMPLES, batch_size=16, output_fn=wrong)

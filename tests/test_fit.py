@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import redcoast as rc
 from problem import (
     arrays,
     collate_fn,
@@ -20,6 +19,7 @@ from problem import (
     predict_fn,
 )
 
+import redcoast as rc
 
 EXAMPLES = make_examples(200)
 

@@ -1,9 +1,6 @@
+import statistics
 import subprocess
 import sys
-import statistics
-
-import pytest
-
 
 HEAVY = ("wandb", "orbax", "grain", "safetensors", "tyro", "tqdm", "matplotlib")
 
@@ -25,7 +22,8 @@ def test_import_touches_no_device():
 
 
 def test_import_costs_little_more_than_its_libraries():
-    timed = "import time; t = time.process_time(); import jax, equinox, optax{}; print(time.process_time() - t)"
+    timed = "import time; t = time.process_time(); import jax, equinox, optax{}; "
+    timed += "print(time.process_time() - t)"
 
     def seconds(more):
         return statistics.median(float(run(timed.format(more))) for _ in range(5))
@@ -47,5 +45,4 @@ def test_nothing_else_is_public():
     import redcoast
 
     assert redcoast.make_mesh.__module__ == "redcoast._mesh"
-    with pytest.raises(AttributeError):
-        _ = redcoast.Static
+    assert not hasattr(redcoast, "Static")

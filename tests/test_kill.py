@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import redcoast as rc
 
+import redcoast as rc
 
 SCRIPT = """
 import sys, time

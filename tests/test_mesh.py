@@ -3,9 +3,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import redcoast as rc
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
 from redcoast._mesh import _arrange, _split_off, ambient_or_default, batch_sharding
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
-
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, kv_heads=4, hidden=128)
 TEXT = np.random.default_rng(0).integers(0, 64, 4096).astype(np.int32)

@@ -3,8 +3,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import redcoast as rc
 from problem import batch_of, make_model, predict_fn
+
+import redcoast as rc
 
 
 def test_equals_the_function_itself():

@@ -3,6 +3,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 import redcoast as rc
 from redcoast._retention import Saver, best_value, is_better, restore_newest, saved_steps
 
@@ -12,6 +13,12 @@ def tree(step):
 
 
 SHARDINGS = rc.infer_shardings(tree(0), rc.make_mesh())
+
+
+def restore(checkpoints):
+    found = restore_newest(checkpoints, tree(0), SHARDINGS)
+    assert found is not None
+    return found
 
 
 def save(checkpoints, values):
@@ -54,7 +61,7 @@ def test_the_newest_is_restored_with_its_metadata(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, keep=2)
     assert restore_newest(checkpoints, tree(0), SHARDINGS) is None
     save(checkpoints, {1: 3.0, 2: 1.0})
-    found, metadata = restore_newest(checkpoints, tree(0), SHARDINGS)
+    found, metadata = restore(checkpoints)
     np.testing.assert_array_equal(found["x"], np.full(3, 2.0))
     assert metadata == {"step": 2, "metrics": {"loss": 1.0}}
 
@@ -64,13 +71,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
     save(checkpoints, {1: None, 2: None, 3: None})
     (checkpoints.path / "3" / "metadata" / "metadata").write_text("{")
     (checkpoints.path / "2" / "state" / "_METADATA").unlink()
-    found, metadata = restore_newest(checkpoints, tree(0), SHARDINGS)
+    found, metadata = restore(checkpoints)
     assert metadata["step"] == 1
     np.testing.assert_array_equal(found["x"], np.full(3, 1.0))
     assert "3 is damaged" in caplog.text
     assert (checkpoints.path / "3.damaged").is_dir()
     save(checkpoints, {2: None, 3: None})  # their places are free again
-    assert restore_newest(checkpoints, tree(0), SHARDINGS)[1]["step"] == 3
+    assert restore(checkpoints)[1]["step"] == 3
 
 
 def test_nothing_is_moved_if_all_are_damaged(tmp_path):

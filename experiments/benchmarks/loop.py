@@ -70,6 +70,7 @@ def hand_written(model: Any, examples: list[Any], case: Case) -> float:
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
+    begin = 0.0
     order = np.random.default_rng(0).permutation(len(examples))
     for i in range(case.steps + WARM_UP):
         rows = order[np.arange(i * case.batch_size, (i + 1) * case.batch_size) % len(order)]

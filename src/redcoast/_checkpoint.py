@@ -254,7 +254,7 @@ def _read(path: Path, wanted: dict[Names, tuple[Any, Sharding | None] | None]) -
 
 def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
     """Names what differs between the checkpoint and the tree that it is to fill."""
-    show = lambda names: "/".join(names)  # noqa: E731
+    show = lambda names: "/".join(names)
     missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or extra:
         raise CheckpointMismatch(
@@ -264,7 +264,7 @@ def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
             + "Build the model and the optimizer as they were when it was saved, or read a part "
             "of it with `subtree`."
         )
-    kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"  # noqa: E731
+    kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
     stored = {names: _stored(x) for names, x in wanted.items()}
     differ = [
         f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in `like`"

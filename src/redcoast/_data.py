@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -99,7 +99,7 @@ def training_batches(
         for epoch in range(epochs[0], epochs[-1] + 1):
             first = epochs.index(epoch)
             found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
-        rngs = lambda: example_generators(epochs, indices, seed)  # noqa: E731
+        rngs = lambda: example_generators(epochs, indices, seed)
         arrays = collate(collate_fn, found, indices, rngs)
         return Batch(place_batch(arrays, mesh), len(found), begin + len(found))
 
@@ -134,7 +134,7 @@ def stream_batches(
     def make(drawn: tuple[int, list[Any], Any]) -> Batch:
         position, found, state = drawn
         indices = list(range(position - len(found), position))
-        rngs = lambda: example_generators([0] * len(found), indices, seed)  # noqa: E731
+        rngs = lambda: example_generators([0] * len(found), indices, seed)
         arrays = collate(collate_fn, found, indices, rngs)
         return Batch(place_batch(arrays, mesh), len(found), position, state)
 
@@ -244,7 +244,7 @@ def _describe(structure: Any, kinds: list[tuple[Any, int]]) -> str:
 
 def prefetch(
     make: Callable[[T], U], items: Iterable[T], *, workers: int, ahead: int = AHEAD
-) -> Iterator[U]:
+) -> Generator[U, None, None]:
     """`map(make, items)`, in order; in threads, `ahead` of the reader, where that is worth it."""
     items = iter(items)
     yield from _while_cheap(make, items)

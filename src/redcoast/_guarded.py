@@ -47,7 +47,7 @@ def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Ar
     replaces = {v: o for v, o in zip(state_vars, old, strict=True) if counts.get(v) == 1}
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda var: var.val if isinstance(var, Literal) else values[var]  # noqa: E731
+    read = lambda var: var.val if isinstance(var, Literal) else values[var]
     selected = set()
     for equation in jaxpr.eqns:
         results = bind_again(equation, list(map(read, equation.invars)))

@@ -168,7 +168,7 @@ def train_step(
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
     def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        value_fn = lambda p: loss_of(p, rest, batch, key)[0]  # noqa: E731
+        value_fn = lambda p: loss_of(p, rest, batch, key)[0]
         extended = optax.with_extra_args_support(optimizer).update
         return extended(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
 

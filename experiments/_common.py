@@ -1,6 +1,7 @@
 """What the experiments share: the directory of a run, and a plot of its metrics."""
 
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -22,8 +23,8 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     return directory
 
 
-def plot_metric(directory: Path, name: str) -> list[float]:
-    """Draws a metric of training and of evaluation to a PNG; returns that of evaluation."""
+def plot_metric(directory: Path, name: str) -> float:
+    """Draws a metric of training and evaluation to a PNG; returns its last value in evaluation."""
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display
@@ -38,4 +39,5 @@ def plot_metric(directory: Path, name: str) -> list[float]:
     axes.legend()
     figure.savefig(directory / f"{name}.png", dpi=150)
     plt.close(figure)
-    return [entry[f"eval/{name}"] for entry in history if f"eval/{name}" in entry]
+    # A run that was interrupted early has none.
+    return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)

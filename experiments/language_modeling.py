@@ -96,7 +96,7 @@ def main(c: Config) -> None:
     bits = plot_metric(directory, "bits_per_byte")
     prompt = np.fromiter(encode(c.prompt), np.int32)[: c.seq // 2]
     text = decode(sample(state.model, prompt, c.seq, key).tolist())
-    print(f"Sample:\n{text}\nValidation bits per byte: {bits[-1]:.3f}\nRun: {directory}")
+    print(f"Sample:\n{text}\nValidation bits per byte: {bits:.3f}\nRun: {directory}")
 
 
 def read_texts(path: Path | None) -> tuple[list[str], list[str]]:

@@ -186,14 +186,17 @@ def test_cheap_results_are_made_where_they_are_read():
 
 
 def test_prefetch_ends_with_its_reader():
-    before = threading.active_count()
+    def workers():
+        return [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
+
     results = prefetch(lambda i: time.sleep(0.001), range(1000), workers=2)
     for _ in range(4):
         next(results)
-    assert threading.active_count() > before
+    started = workers()
+    assert started
     results.close()
     time.sleep(0.1)
-    assert threading.active_count() <= before
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_with_last():

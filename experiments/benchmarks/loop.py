@@ -35,7 +35,7 @@ class Case:
 
 CASES = (
     Case("small MLP, 32-64-10", width=64, depth=1, batch_size=32, steps=3000, target=0.6),
-    Case("a step of about 20 ms", width=1120, depth=4, batch_size=256, steps=100, target=0.97),
+    Case("a step of about 20 ms", width=768, depth=4, batch_size=512, steps=100, target=0.97),
 )
 WARM_UP = 20
 OPTIMIZER = optax.adamw(1e-3)

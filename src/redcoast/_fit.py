@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import optax
 from jax.sharding import Mesh
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._compile import compile_step
 from ._course import Course, course_batches, plan_course
@@ -150,12 +150,13 @@ def fit(
         run = _run_info(checkpoints, restored is not None, plan, batch_size)
         bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
         logs = start_loggers(log, run, stack)
+        reader = MetricsReader(logs, stack.enter_context(bar), ft.partial(_where, checkpoints))
         return _loop(
             state,
             course_batches(examples, collate_fn, state, saved, course, batch_size, mesh),
-            _compiled_steps(step, plan, batch_size, accumulate),
+            _compiled_steps(step, reader, plan, batch_size, accumulate),
             course=course,
-            reader=MetricsReader(logs, stack.enter_context(bar), ft.partial(_where, checkpoints)),
+            reader=reader,
             bar=bar,
             validation=validation,
             eval_every=eval_every,
@@ -246,14 +247,18 @@ def _initial(
 
 
 def _compiled_steps(
-    step: Callable[..., Any], plan: Plan, batch_size: int, accumulate: int
+    step: Callable[..., Any], reader: MetricsReader, plan: Plan, batch_size: int, accumulate: int
 ) -> Callable[[int], Any]:
     """The compiled step for a number of examples."""
     shards = batch_shards(plan.mesh)
 
     @ft.cache
     def compiled(count: int) -> Any:
-        return compile_step(ft.partial(step, accumulate=count), plan.shardings)
+        def packed(state: TrainState, batch: PyTree) -> tuple[TrainState, Array]:
+            state, metrics = step(state, batch, accumulate=count)
+            return state, reader.pack(metrics)
+
+        return compile_step(packed, plan.shardings)
 
     def of(rows: int) -> Any:
         if rows == batch_size:

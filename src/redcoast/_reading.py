@@ -5,6 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
 from ._progress import Progress
 
 logger = logging.getLogger("redcoast")
@@ -18,10 +22,16 @@ class MetricsReader:
 
     def __init__(self, logs: Sequence[Log], bar: Progress, last_checkpoint: Callable[[], str]):
         self._logs, self._bar, self._last_checkpoint = logs, bar, last_checkpoint
-        self._pending: tuple[int, dict[str, Any], int] | None = None
+        self._names: list[str] = []
+        self._pending: tuple[int, Float[Array, " metrics"], int] | None = None
         self._skipped = 0  # in a row
 
-    def push(self, step: int, metrics: dict[str, Any], rows: int) -> None:
+    def pack(self, metrics: dict[str, Array]) -> Float[Array, " metrics"]:
+        """One array of all metrics, for a step to return: one is read faster than many."""
+        self._names = list(metrics)  # when the step is traced
+        return jnp.stack([x.astype(jnp.result_type(float)) for x in metrics.values()])
+
+    def push(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
         """Takes the metrics of a step that is under way, and reads those of the one before."""
         before, self._pending = self._pending, (step, metrics, rows)
         if before is not None:
@@ -40,8 +50,8 @@ class MetricsReader:
         for log in self._logs:
             log(metrics, step)
 
-    def _read(self, step: int, metrics: dict[str, Any], rows: int) -> None:
-        values = {name: float(x) for name, x in metrics.items()}
+    def _read(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
+        values = dict(zip(self._names, np.asarray(metrics).tolist(), strict=True))
         self.write(values, step)
         self._bar.update(step, values, rows)
         self._skipped = self._skipped + 1 if values["skipped"] else 0

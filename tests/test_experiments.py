@@ -1,0 +1,169 @@
+"""The experiments, run as a user runs them, in small."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+from PIL import Image
+
+import redcoast as rc
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+SMALL = ["--width", "32", "--layers", "2", "--seq", "16", "--batch-size", "8"]
+
+
+def run(script, *options):
+    # The script decides itself how many devices are emulated.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, str(FOLDER / script), *map(str, options)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder with texts, one of them in a folder of its own."""
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    for index, name in enumerate(["a.txt", "b.md", "c", "inner/d.txt"]):
+        line = f"Text number {index} is about the numbers up to {index + 3}.\n"
+        (folder / name).write_text(line * 20)
+    return folder
+
+
+def number_after(words, output):
+    return float(output.split(words)[1].split()[0].rstrip("%"))
+
+
+def only_run(directory):
+    (found,) = directory.iterdir()
+    return found
+
+
+@pytest.mark.parametrize("name", ["language_modeling", "image_classification"])
+def test_help_explains_every_option(name, script, capsys):
+    config = script(name).Config
+    with pytest.raises(SystemExit) as stopped:
+        tyro.cli(config, args=["--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in config.__dataclass_fields__:
+        option = "--" + field.replace("_", "-")
+        # The option, then its type, then words that explain it, then the default.
+        assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
+
+
+def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
+    options = ["--text", texts, "--directory", tmp_path / "runs", "--devices", 8, "--model", 4]
+    first = run("language_modeling.py", *options, *SMALL, "--steps", 4, "--fsdp", 2)
+    assert re.search(r"layers/wq .* \(.*model\)", first)
+    assert "Sample:\ndef main" in first
+    directory = only_run(tmp_path / "runs")
+    assert json.loads((directory / "config.json").read_text())["model"] == 4
+    assert (directory / "checkpoints" / "4").is_dir()
+    with Image.open(directory / "bits_per_byte.png") as plot:
+        plot.verify()
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4]
+    assert all("learning_rate" in entry for entry in history)
+    # In bytes, one nat is 1 / ln 2 bits, and every byte but the first of the text is predicted.
+    assert history[-1]["eval/bits_per_byte"] < 8
+    held_out = history[-1]["eval/weight"]
+    assert held_out + 1 in [file.stat().st_size for file in texts.rglob("*") if file.is_file()]
+    nats = history[-1]["eval/loss"] * held_out / (held_out + 1)
+    np.testing.assert_allclose(history[-1]["eval/bits_per_byte"], nats / np.log(2), rtol=1e-5)
+    assert f"Validation bits per byte: {history[-1]['eval/bits_per_byte']:.3f}" in first
+
+    again = run("language_modeling.py", *options, *SMALL, "--steps", 6, "--fsdp", 2, "--resume")
+    assert "Resumed at step 4" in again
+    history = rc.read_metrics(only_run(tmp_path / "runs") / "metrics.jsonl")
+    assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. Größe: 3 µm.\n" * 100)
+    options = ["--text", file, "--tokenizer", "bpe", "--vocab", 280, "--compute-dtype", "bfloat16"]
+    output = run("language_modeling.py", *options, *SMALL, "--steps", 3, "--directory", tmp_path)
+    bits = number_after("Validation bits per byte: ", output)
+    history = rc.read_metrics(next(tmp_path.glob("*/metrics.jsonl")))
+    # A token is more than a byte: bits per byte are fewer than bits per token.
+    assert 0 < bits < 0.8 * history[-1]["eval/loss"] / np.log(2)
+
+
+def test_resuming_nothing_says_so(script, tmp_path):
+    with pytest.raises(SystemExit, match="There is no run to resume"):
+        script("_common").run_directory(tmp_path, resume=True, config=None)
+
+
+def test_windows_predict_every_token_once(script):
+    windows = script("language_modeling").windows([b"abcd", [5, 6, 7], []], 4)
+    assert windows.tolist() == [[97, 98, 99, 100, 5], [5, 6, 7, -1, -1]]
+    assert script("language_modeling").windows([range(9)], 4).tolist()[-1] == [4, 5, 6, 7, 8]
+
+
+def test_held_out_files_do_not_depend_on_other_files(script, texts):
+    read_texts = script("language_modeling").read_texts
+    train, held_out = read_texts(texts)
+    assert len(train) == 3
+    assert len(held_out) == 1
+    (texts / "e.txt").write_text("Another.")
+    assert set(read_texts(texts)[0]) - set(train) in ({"Another."}, set(held_out))
+
+
+def test_one_file_in_a_folder_is_refused(script, tmp_path):
+    (tmp_path / "only.txt").write_text("Some text.")
+    with pytest.raises(SystemExit, match="needs two files at least"):
+        script("language_modeling").read_texts(tmp_path)
+
+
+def test_standard_library_is_read_without_its_tests(script):
+    train, held_out = script("language_modeling").read_texts(None)
+    assert len(train) > 300
+    assert 0.01 < sum(map(len, held_out)) / sum(map(len, train)) < 0.1
+
+
+def test_images_are_classified(tmp_path):
+    options = ["--epochs", 12, "--channels", 16, "--directory", tmp_path]
+    output = run("image_classification.py", *options)
+    assert number_after("Test accuracy: ", output) > 90
+    # A row for each class: precision, recall, F1 and how many.
+    assert len(re.findall(r"^ +\d(?: +[01]\.\d\d){3} +\d+$", output, re.MULTILINE)) == 10
+    directory = only_run(tmp_path)
+    assert (directory / "loss.png").is_file()
+    assert (directory / "checkpoints").is_dir()
+
+
+def test_folder_of_images_is_read(script, tmp_path):
+    for index, name in enumerate(["cat", "dog"]):
+        (tmp_path / name).mkdir()
+        for number in range(index + 1):
+            Image.new("L", (5, 7), 255 * index).save(tmp_path / name / f"{number}.png")
+    module = script("image_classification")
+    images, labels, names = module.read_images(module.Config(data=str(tmp_path), size=4))
+    assert images.shape == (3, 3, 4, 4)
+    assert images.mean(axis=(1, 2, 3)).tolist() == [0, 1, 1]
+    assert list(labels) == [0, 1, 1]
+    assert names == ["cat", "dog"]
+
+
+def test_pickle_that_would_run_code_is_refused(script, tmp_path):
+    file = tmp_path / "evil.pkl"
+    file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with file.open("rb") as opened, pytest.raises(KeyError, match="system"):
+        script("image_classification").OnlyArrays(opened).load()

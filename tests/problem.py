@@ -48,3 +48,25 @@ def arrays(tree):
 
 def is_plain(x):
     return eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+class Stream:
+    """Examples one by one, from an iterator whose state can be saved."""
+
+    def __init__(self, examples):
+        self.examples, self.next = examples, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == len(self.examples):
+            raise StopIteration
+        self.next += 1
+        return self.examples[self.next - 1]
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]

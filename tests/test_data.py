@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from problem import collate_fn, make_examples
+from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
 from redcoast._data import (
@@ -204,28 +204,6 @@ def test_with_last():
     assert list(with_last("")) == []
 
 
-class Stream:
-    """Counts, as an iterator whose state can be saved."""
-
-    def __init__(self, stop):
-        self.next, self.stop = 0, stop
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == self.stop:
-            raise StopIteration
-        self.next += 1
-        return {"index": self.next - 1}
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
-
-
 def stream(source, start=0, stop=None):
     return stream_batches(
         source,
@@ -239,12 +217,12 @@ def stream(source, start=0, stop=None):
 
 
 def test_a_stream_ends_with_a_short_batch_and_resumes_from_its_state():
-    batches = list(stream(Stream(10)))
+    batches = list(stream(Stream(make_examples(10))))
     assert indices(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    again = Stream(10)
+    again = Stream(make_examples(10))
     again.set_state(decode_stream_state(batches[0].stream))
     assert indices(stream(again, start=4)) == [[4, 5, 6, 7], [8, 9]]
-    assert indices(stream(Stream(10), stop=6)) == [[0, 1, 2, 3], [4, 5]]
+    assert indices(stream(Stream(make_examples(10)), stop=6)) == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_stream_of_grain():

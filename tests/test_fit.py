@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from problem import (
+    Stream,
     arrays,
     collate_fn,
     loss_fn,
@@ -224,26 +225,6 @@ def test_overrides_reach_the_state():
     assert state.opt_state[0].mu.layers[1].weight.is_fully_replicated
 
 
-class Stream:
-    def __init__(self, stop):
-        self.next, self.stop = 0, stop
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == self.stop:
-            raise StopIteration
-        self.next += 1
-        return EXAMPLES[self.next - 1]
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
-
-
 def test_streams_end_and_resume(tmp_path):
     train = ft.partial(
         rc.fit,
@@ -254,14 +235,14 @@ def test_streams_end_and_resume(tmp_path):
         batch_size=16,
         progress=False,
     )
-    state = train(Stream(70))
+    state = train(Stream(EXAMPLES[:70]))
     assert int(state.step) == 5
-    train(Stream(70), steps=2, checkpoints=rc.Checkpoints(tmp_path))
-    resumed = train(Stream(70), checkpoints=rc.Checkpoints(tmp_path))
+    train(Stream(EXAMPLES[:70]), steps=2, checkpoints=rc.Checkpoints(tmp_path))
+    resumed = train(Stream(EXAMPLES[:70]), checkpoints=rc.Checkpoints(tmp_path))
     for a, b in zip(arrays(resumed), arrays(state), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="no epochs"):
-        train(Stream(70), epochs=1)
+        train(Stream(EXAMPLES[:70]), epochs=1)
 
 
 def test_checkpoints_by_policy(tmp_path):

@@ -51,3 +51,15 @@ def test_in_half_precision():
 def test_predictions_have_a_batch_dimension(wrong, words):
     with pytest.raises(ValueError, match=words):
         rc.predict(make_model(), batch_of(4), predict_fn=wrong)
+
+
+def test_composes_with_jit_vmap_and_scan():
+    model = {"w": jax.random.normal(jax.random.key(0), (16, 8))}
+    apply = lambda m, b, k: b["x"] @ m["w"] + jax.random.normal(k, (4, 8))
+    batch, keys = batch_of(4), jax.random.split(jax.random.key(1), 3)
+    ours = lambda key: rc.predict(model, batch, key, predict_fn=apply)
+    expected = np.stack([ours(key) for key in keys])
+    np.testing.assert_allclose(np.stack([jax.jit(ours)(key) for key in keys]), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(ours)(keys), expected, rtol=1e-5, atol=1e-6)
+    _, scanned = jax.lax.scan(lambda c, key: (c, ours(key)), None, keys)
+    np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import redcoast as rc
-from redcoast._retention import Saver, best_value, is_better, restore_newest, saved_steps
+from redcoast._retention import Saver, restore_newest, saved_steps
 
 
 def tree(step):
@@ -45,16 +45,22 @@ def test_which_are_kept(tmp_path, options, kept):
 
 
 def test_the_best_is_remembered_across_runs(tmp_path):
-    checkpoints = rc.Checkpoints(tmp_path, best="loss")
-    assert best_value(checkpoints) is None
+    checkpoints = rc.Checkpoints(tmp_path, every=10, best="loss")
     save(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0})
-    assert best_value(checkpoints) == 1.0
+    with Saver(checkpoints) as saver:
+        assert saver.wants(4, {"loss": 0.5}, epoch_ended=False)
+        for metrics in ({"loss": 1.5}, {"loss": math.nan}, {"other": 0.5}, {}):
+            assert not saver.wants(4, metrics, epoch_ended=True)
+        assert saver.wants(10, {}, epoch_ended=False)
     save(checkpoints, {4: 5.0})
     assert saved_steps(checkpoints) == [2, 4]
-    assert is_better(checkpoints, {"loss": 0.5}, 1.0)
-    assert not is_better(checkpoints, {"loss": 1.5}, 1.0)
-    assert not is_better(checkpoints, {"loss": math.nan}, None)
-    assert not is_better(checkpoints, {}, None)
+
+
+def test_without_a_number_of_steps_evaluations_and_epochs_are_saved(tmp_path):
+    with Saver(rc.Checkpoints(tmp_path)) as saver:
+        assert saver.wants(4, {}, epoch_ended=True)
+        assert saver.wants(4, {"loss": 1.0}, epoch_ended=False)
+        assert not saver.wants(4, {}, epoch_ended=False)
 
 
 def test_the_newest_is_restored_with_its_metadata(tmp_path):

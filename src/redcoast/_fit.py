@@ -23,7 +23,7 @@ from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
 from ._reading import Log, MetricsReader
-from ._retention import Checkpoints, Saver, best_value, is_better, restore_newest, saved_steps
+from ._retention import Checkpoints, Saver, restore_newest, saved_steps
 from ._sharding import Plan, plan_shardings
 from ._signals import stop_signals
 from ._tracking import RunInfo, code_version, say, start_loggers
@@ -160,7 +160,6 @@ def fit(
             bar=bar,
             validation=validation,
             eval_every=eval_every,
-            checkpoints=checkpoints,
             saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
             stopping=stack.enter_context(stop_signals()),
             mesh=dict(mesh.shape),
@@ -177,13 +176,11 @@ def _loop(
     bar: Progress,
     validation: Validation | None,
     eval_every: int | None,
-    checkpoints: Checkpoints | None,
     saver: Saver | None,
     stopping: Callable[[], bool],
     mesh: dict[str, int],
 ) -> TrainState:
     step, position, stream = course.step, course.position, None
-    best = best_value(checkpoints) if checkpoints else None
 
     def evaluate() -> dict[str, float]:
         reader.flush()
@@ -204,19 +201,14 @@ def _loop(
         state, metrics = step_of(batch.rows)(state, batch.arrays)
         step += 1
         reader.push(step, metrics, batch.rows)
+        stop = stopping()
         epoch_ended = last or course.ends_epoch(position, batch.position)
         position, stream = batch.position, batch.stream
-
         due = last or (step % eval_every == 0 if eval_every else epoch_ended)
         evaluated = evaluate() if validation and due else {}
-        if checkpoints:
-            better = is_better(checkpoints, evaluated, best)
-            best = evaluated[checkpoints.metric] if better else best
-            every = checkpoints.every
-            due = last or (step % every == 0 if every else epoch_ended or bool(evaluated))
-            if due or better or stopping():
-                save(evaluated)
-        if stopping():
+        if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=epoch_ended)):
+            save(evaluated)
+        if stop:
             logger.warning("A signal came: training stops after step %d.", step)
             break
     reader.flush()

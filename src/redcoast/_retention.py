@@ -112,20 +112,6 @@ def _move_aside(damaged: list[Path]) -> None:
         logger.warning("It was moved to %s, and the checkpoint before it is used.", aside)
 
 
-def best_value(checkpoints: Checkpoints) -> float | None:
-    """The best value of the best-metric among the checkpoints that are kept."""
-    values = _best_metrics(checkpoints).values()
-    return (min if checkpoints.mode == "min" else max)(values, default=None)
-
-
-def is_better(checkpoints: Checkpoints, metrics: Mapping[str, float], best: float | None) -> bool:
-    """Whether an evaluation is the best so far."""
-    value = metrics.get(checkpoints.metric, math.nan)
-    if checkpoints.best is None or math.isnan(value):
-        return False
-    return best is None or (value < best if checkpoints.mode == "min" else value > best)
-
-
 def _best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
     """The best-metric of each checkpoint that was evaluated."""
     found = {}
@@ -149,13 +135,26 @@ class Saver:
         )
         self._manager = ocp.CheckpointManager(checkpoints.path, options=options)
 
+    def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
+        """Whether the policy asks for a checkpoint at a step, and after an evaluation if any."""
+        if self._checkpoints.every is None:
+            return epoch_ended or bool(metrics)
+        return step % self._checkpoints.every == 0 or self._is_best(metrics)
+
     def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
         """Begins to save a tree; its arrays may be donated as soon as this returns."""
         if step in self._manager.all_steps():
             return
-        if is_better(self._checkpoints, metadata["metrics"], None):
-            self._values[step] = metadata["metrics"][self._checkpoints.metric]
+        value = metadata["metrics"].get(self._checkpoints.metric, math.nan)
+        if not math.isnan(value):
+            self._values[step] = value
         self._manager.save(step, args=save_args(tree, metadata), force=True)
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        value = metrics.get(self._checkpoints.metric, math.nan)
+        sign = -1.0 if self._checkpoints.mode == "min" else 1.0
+        best = max((sign * x for x in self._values.values()), default=-math.inf)
+        return self._checkpoints.best is not None and sign * value > best
 
     def __enter__(self) -> "Saver":
         return self

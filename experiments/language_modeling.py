@@ -16,7 +16,7 @@ from _common import plot_metric, run_directory
 from tokenizers import ByteLevelBPETokenizer
 
 import redcoast as rc
-from redcoast.models.llama import Llama, LlamaConfig
+from redcoast.models import Llama, LlamaConfig
 
 
 @dataclass(frozen=True)

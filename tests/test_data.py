@@ -180,9 +180,19 @@ def test_prefetch_keeps_the_order_and_runs_ahead():
     assert list(results) == list(range(4, 20))
 
 
-def test_cheap_results_are_made_where_they_are_read():
-    names = list(prefetch(lambda i: threading.current_thread().name, range(50), workers=2))
-    assert set(names) == {threading.current_thread().name}
+def test_results_are_made_where_they_are_read_while_that_costs_no_time():
+    def make(i):
+        time.sleep(0.002 if i >= 20 else 0)
+        return threading.current_thread().name
+
+    here = threading.current_thread().name
+    assert set(prefetch(make, range(20), workers=2)) == {here}
+    results = prefetch(make, range(40), workers=2)
+    for _ in range(30):
+        assert next(results) == here
+        time.sleep(0.004)  # a reader that takes longer than making
+    rest = list(results)  # and one that does not
+    assert set(rest[3:]) - {here}
 
 
 def test_prefetch_ends_with_its_reader():

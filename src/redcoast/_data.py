@@ -247,7 +247,7 @@ def prefetch(
 ) -> Generator[U, None, None]:
     """`map(make, items)`, in order; in threads, `ahead` of the reader, where that is worth it."""
     items = iter(items)
-    yield from _while_cheap(make, items)
+    yield from _while_hidden(make, items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="redcoast-data")
     pending: deque[Any] = deque()
     try:
@@ -262,14 +262,19 @@ def prefetch(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _while_cheap(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
-    """Makes results in this thread, until two in a row take longer than to hand them over."""
-    # Threads take turns in one interpreter: handing over a small batch costs more than making it.
+def _while_hidden(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
+    """Makes results in this thread, until two in a row take longer than their reader does."""
+    # The device works while the reader waits here, so that this costs no time as long as it is
+    # the shorter part. Threads would take turns with the reader in one interpreter: handing over
+    # a small batch costs more than making it.
     slow = 0
+    before = perf_counter()
     for item in items:
         begin = perf_counter()
         result = make(item)
-        slow = slow + 1 if perf_counter() - begin > CHEAP else 0
+        end = perf_counter()
+        slow = slow + 1 if end - begin > max(CHEAP, begin - before) else 0
         yield result
+        before = end
         if slow == 2:
             return

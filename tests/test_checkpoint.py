@@ -120,14 +120,29 @@ def test_orbax_alone_reads_it(tmp_path):
 
 
 def test_metadata_and_no_pickle(tmp_path):
-    rc.save_checkpoint(tmp_path / "a", make_state(), metadata={"perplexity": 12.5})
+    metadata = {"perplexity": 12.5, "loss": np.float32(0.5), "step": jnp.int32(3)}
+    rc.save_checkpoint(tmp_path / "a", make_state(), metadata=metadata)
     document = json.loads((tmp_path / "a" / "metadata" / "metadata").read_text())
     assert document["format"] == 1
-    assert document["metadata"] == {"perplexity": 12.5}
+    assert document["metadata"] == {"perplexity": 12.5, "loss": 0.5, "step": 3}
     assert document["versions"]["jax"] == jax.__version__
     assert document["prng_keys"] == {"key": "threefry2x32"}
     for file in (tmp_path / "a").rglob("*"):
         assert file.is_dir() or not file.read_bytes().startswith(b"\x80\x04")
+
+
+def test_metadata_that_is_no_json_leaves_nothing_behind(tmp_path):
+    with pytest.raises(TypeError, match="`metadata` holds a set"):
+        rc.save_checkpoint(tmp_path / "a", make_state(), metadata={"tags": {1}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_home_directories_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rc.save_checkpoint("~/a", {"x": jnp.ones(3)})
+    assert (tmp_path / "a" / "state").is_dir()
+    assert rc.load_checkpoint("~/a")["x"].sum() == 3
+    assert rc.Checkpoints("~/runs").path == tmp_path / "runs" / "checkpoints"
 
 
 def test_what_is_saved_is_never_overwritten(tmp_path):
@@ -143,6 +158,7 @@ def test_what_is_saved_is_never_overwritten(tmp_path):
         {"a": jnp.arange(3), "b": [jnp.ones((2, 2), jnp.bfloat16), (jnp.zeros(()),)]},
         {"a/b": jnp.arange(3), "a": {"b": jnp.arange(4)}},
         {1: jnp.ones(2), 2: {"": jnp.zeros(3)}},
+        {"layers.0.weight": jnp.ones(2), "scale": np.float32(2.0)},
         {"é %": jnp.ones(2), "keys": jax.random.split(jax.random.key(0), 3)},
         jnp.arange(5),
         (jnp.array(True), np.arange(3, dtype=np.uint8)),
@@ -158,8 +174,10 @@ def test_all_kinds_of_trees(tmp_path, tree):
 
 
 def test_paths_that_collide(tmp_path):
-    with pytest.raises(ValueError, match="same path"):
+    with pytest.raises(ValueError, match="Two arrays would be saved as"):
         rc.save_checkpoint(tmp_path / "a", {"a/b": jnp.ones(2), "a%2Fb": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"saved as a\.b"):
+        rc.save_checkpoint(tmp_path / "a", {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}})
     with pytest.raises(ValueError, match="no array"):
         rc.save_checkpoint(tmp_path / "a", {"x": 1.0})
 

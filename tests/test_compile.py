@@ -128,6 +128,12 @@ def test_structure_must_stay():
     shardings = rc.infer_shardings(state, mesh)
     with pytest.raises(ValueError, match="structure"):
         rc.compile_step(lambda s: ({"a": s["a"]}, {}), shardings)(state)
+    counter = {"a": jnp.zeros(3), "n": 0}
+    step = rc.compile_step(
+        lambda s: ({"a": s["a"], "n": s["n"] + 1}, {}), rc.infer_shardings(counter, mesh)
+    )
+    with pytest.raises(ValueError, match="given 0 at n and returned 1 at n.*must be a JAX array"):
+        step(counter)
     with pytest.raises(ValueError, match="holds 1 arrays.*2 shardings"):
         rc.compile_step(lambda s: (s, {}), shardings)({"a": jnp.zeros(3)})
     with pytest.raises(ValueError, match="no sharding"):

@@ -1,6 +1,8 @@
+import dataclasses
 import threading
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from problem import Stream, collate_fn, make_examples
@@ -59,7 +61,7 @@ def test_examples_may_depend_on_the_epoch():
         by_epoch(lambda epoch: [1] * (epoch + 1))[0](1)
 
 
-@pytest.mark.parametrize("examples", [[], {}, lambda epoch: []])
+@pytest.mark.parametrize("examples", [[], np.zeros((0, 3)), lambda epoch: []])
 def test_no_examples(examples):
     with pytest.raises(ValueError, match="empty"):
         by_epoch(examples)
@@ -68,6 +70,8 @@ def test_no_examples(examples):
 def test_examples_of_a_strange_kind():
     with pytest.raises(TypeError, match="of type int"):
         by_epoch(3)
+    with pytest.raises(TypeError, match="columns"):
+        by_epoch({"x": np.zeros(3), "y": np.zeros(3)})
 
 
 def test_each_example_has_a_generator_of_its_own():
@@ -256,3 +260,26 @@ def test_batches_are_split_over_the_devices():
     (batch,) = train(make_examples(8), collate_fn, stop=8, batch_size=8)
     assert len(batch.arrays["x"].sharding.device_set) == 8
     assert batch.arrays["x"].addressable_shards[0].data.shape == (1, 16)
+
+
+def test_jax_arrays_are_split_as_well():
+    def collate(examples):
+        return {name: jnp.asarray(x) for name, x in collate_fn(examples).items()}
+
+    (batch,) = train(make_examples(8), collate, stop=8, batch_size=8)
+    assert batch.arrays["x"].addressable_shards[0].data.shape == (1, 16)
+
+
+def test_collate_fn_may_be_any_callable():
+    @dataclasses.dataclass
+    class Collate:
+        names: list[str]
+
+        def __call__(self, examples, *, rngs=None):
+            assert rngs is not None
+            return {name: np.stack([e[name] for e in examples]) for name in self.names}
+
+    (batch,) = train(make_examples(8), Collate(["x"]), stop=8, batch_size=8)
+    assert batch.arrays["x"].shape == (8, 16)
+    (batch,) = train(list(np.arange(8)), np.array, stop=8, batch_size=8)
+    assert batch.arrays.shape == (8,)

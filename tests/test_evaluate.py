@@ -88,3 +88,15 @@ def test_bad_input(run):
         run(EXAMPLES, batch_size=0)
     with pytest.raises(TypeError, match="of type int"):
         run(5, batch_size=4)
+
+
+def test_evaluating_again_compiles_nothing():
+    traces = []
+
+    def counted(model, batch, key):
+        traces.append(1)
+        return loss_fn(model, batch, key)
+
+    for _ in range(3):
+        rc.evaluate(MODEL, EXAMPLES, collate_fn=collate_fn, loss_fn=counted, batch_size=53)
+    assert len(traces) == 1

@@ -2,6 +2,7 @@ import functools as ft
 import math
 import os
 import signal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -243,6 +244,15 @@ def test_streams_end_and_resume(tmp_path):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="no epochs"):
         train(Stream(EXAMPLES[:70]), epochs=1)
+    with pytest.raises(ValueError, match="began with a stream and cannot go on with examples"):
+        train(EXAMPLES, steps=9, checkpoints=rc.Checkpoints(tmp_path))
+    with pytest.raises(ValueError, match="gave no example"):
+        train(Stream([]), steps=3)
+
+
+def test_a_stream_that_ends_early_says_so(caplog):
+    assert int(fit(examples=Stream(EXAMPLES[:40]), steps=9).step) == 3
+    assert "ended after 3 of 9 steps" in caplog.text
 
 
 def test_checkpoints_by_policy(tmp_path):
@@ -390,6 +400,8 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
         ),
         ({"collate_fn": lambda e: {"x": np.zeros((3, 16))}}, ValueError, "16 examples"),
         ({"compute_dtype": jnp.float16}, ValueError, "bfloat16"),
+        ({"batch_size": 8.0}, TypeError, "8.0"),
+        ({"examples": {"x": np.zeros((9, 16))}}, TypeError, "columns"),
         ({"accumulate": 3}, ValueError, "accumulate=3"),
         ({"overrides": [("nothing", None)]}, ValueError, "nothing"),
         (
@@ -505,3 +517,68 @@ def test_logs_to_wandb_and_resumes_the_same_run(tmp_path, monkeypatch):
     assert ids[0] == ids[1]
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2
     assert len(rc.read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_randomness_does_not_depend_on_the_mesh_nor_does_a_short_last_batch():
+    def loss(model, batch, key):
+        noise = jax.random.normal(key, batch["x"].shape)
+        return loss_fn(model, {**batch, "x": batch["x"] + noise}, key)
+
+    found = [
+        losses(logged(examples=EXAMPLES[:23], epochs=1, batch_size=8, loss_fn=loss, mesh=mesh)[1])
+        for mesh in (rc.make_mesh(devices=jax.devices()[:1]), rc.make_mesh(model=2))
+    ]
+    assert len(found[0]) == 3
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_epochs_go_on_where_a_short_batch_ended():
+    seen = []
+
+    def collate(examples):
+        seen.append([e["index"] for e in examples])
+        return collate_fn(examples)
+
+    examples = EXAMPLES[:10]
+    state = fit(examples=examples, epochs=1, batch_size=4, collate_fn=collate)
+    assert [len(rows) for rows in seen] == [4, 4, 2]
+    fit(model=state, examples=examples, epochs=2, batch_size=4, collate_fn=collate)
+    assert sorted(sum(seen[3:], [])) == list(range(10))
+
+
+def test_a_donated_state_is_named():
+    state = fit()
+    fit(model=state, steps=5)
+    with pytest.raises(ValueError, match="was donated before"):
+        fit(model=state, steps=6)
+
+
+def test_first_examples_of_no_weight_do_not_stop_a_run():
+    def collate(examples):
+        real = np.array([e["index"] >= 16 for e in examples])
+        return collate_fn(examples) | {"real": real}
+
+    def loss(model, batch, key):
+        total = jnp.sum(batch["real"])
+        value, _ = loss_fn(model, batch, key)
+        return jnp.where(total > 0, value, jnp.nan), {"weight": total}
+
+    _, lines = logged(
+        examples=EXAMPLES[16:], collate_fn=collate, loss_fn=loss, eval_examples=EXAMPLES[:32]
+    )
+    assert lines[4]["eval/weight"] == 16
+
+
+def test_log_must_be_callable():
+    several: Any = [print]
+    with pytest.raises(TypeError, match="log"):
+        rc.fit(
+            make_model(),
+            optax.sgd(0.1),
+            EXAMPLES,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=16,
+            steps=2,
+            log=several,
+        )

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,13 @@ from redcoast._guarded import guarded_update
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), "b": jnp.ones(64)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)
+
+
+def resets(updates: Any, state: Any, params: Any = None) -> Any:
+    return updates, jnp.zeros(())
+
+
+RESETS = optax.GradientTransformation(lambda params: jnp.ones(()), resets)
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9),
@@ -16,6 +25,8 @@ OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     "every other": optax.MultiSteps(optax.adam(1e-2), 2),
     "adafactor": optax.adafactor(1e-2),
+    "optimistic": optax.optimistic_gradient_descent(0.1),  # its new state holds a constant
+    "resets": RESETS,
     "noisy": optax.noisy_sgd(0.1, key=jax.random.key(0)),
 }
 

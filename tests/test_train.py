@@ -390,3 +390,64 @@ def test_state_is_created_split():
             assert ours.addressable_shards[0].data.size == ours.size // 8
         if not jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-7)
+
+
+def test_complex_parameters_go_downhill():
+    def loss(model, batch, key):
+        return jnp.abs(model["z"] - (1 + 1j)) ** 2
+
+    state = rc.init_state(lambda key: {"z": jnp.zeros((), jnp.complex64)}, optax.sgd(0.1), key=KEY)
+    step = eqx.filter_jit(stepper(optax.sgd(0.1), loss))
+    for _ in range(30):
+        state, _ = step(state, BATCH)
+    np.testing.assert_allclose(np.asarray(state.model["z"]), 1 + 1j, atol=0.01)
+
+
+class Scaled(eqx.Module):
+    linear: eqx.nn.Linear
+    scale: np.floating  # as `np.sqrt(width)` gives it
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(16, 8, key=key)
+        self.scale = np.float32(np.sqrt(16))
+
+    def __call__(self, x):
+        return self.linear(x) / self.scale
+
+
+def test_numpy_scalars_are_arrays():
+    mesh = rc.make_mesh()
+    abstract = eqx.filter_eval_shape(rc.init_state, Scaled, optax.adam(1e-2), key=KEY)
+    shardings = rc.infer_shardings(abstract, mesh)
+    state = rc.init_state(Scaled, optax.adam(1e-2), key=KEY, shardings=shardings)
+    after, _ = rc.compile_step(stepper(), shardings)(state, BATCH)
+    assert int(after.step) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"accumulate": 0}, ValueError, "`accumulate` is 0"),
+        ({"loss": lambda m, b, k: (loss_fn(m, b, k)[0], {"n": None})}, TypeError, r"aux\['n'\]"),
+    ],
+)
+def test_more_that_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        stepper(**options)(start(), BATCH)
+
+
+def test_half_precision_of_running_averages_is_warned_of(caplog):
+    def init_fn(key):
+        return eqx.nn.make_with_state(eqx.nn.BatchNorm)(16, axis_name="batch", mode="ema")
+
+    def loss(model, batch, key):
+        norm, state = model
+        apply = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        out, state = apply(batch["x"], state)
+        return jnp.mean(out**2), {}, (norm, state)
+
+    state = rc.init_state(init_fn, optax.sgd(0.1), key=KEY)
+    stepper(optax.sgd(0.1), loss)(state, BATCH)
+    assert caplog.text == ""
+    stepper(optax.sgd(0.1), loss, compute_dtype=jnp.bfloat16)(state, BATCH)
+    assert "Running averages" in caplog.text

@@ -17,7 +17,7 @@ FORMAT = 1
 ARRAYS = "state"
 METADATA = "metadata"
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
-ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 Names = tuple[str, ...]
 ROOT = "value"  # the name of an array that is the whole tree
 
@@ -53,7 +53,7 @@ def save_checkpoint(
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = Path(path).expanduser().absolute()
     if path.exists():
         raise ValueError(
             f"{path} exists already, and a checkpoint never overwrites anything. Choose another "
@@ -77,11 +77,19 @@ def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
         "format": FORMAT,
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "prng_keys": keys,
-        "metadata": dict(metadata),
+        "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
     arrays = _nest({p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()})
     return ocp.args.Composite(
         **{ARRAYS: ocp.args.PyTreeSave(arrays), METADATA: ocp.args.JsonSave(document)}
+    )
+
+
+def _as_number(x: Any) -> Any:
+    if hasattr(x, "item") and np.ndim(x) == 0:  # metrics are often scalars of NumPy or JAX
+        return x.item()
+    raise TypeError(
+        f"`metadata` holds a {type(x).__name__}, which JSON cannot hold. Use numbers and text."
     )
 
 
@@ -119,7 +127,7 @@ def load_checkpoint(
         model = rc.load_checkpoint("runs/lm/checkpoints/500", model, subtree="model")
         ```
     """
-    path = Path(path).absolute()
+    path = Path(path).expanduser().absolute()
     document = read_metadata(path)
     everything = _saved_arrays(path)
     prefix = tuple(subtree.strip("/").split("/")) if subtree else ()
@@ -164,15 +172,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
     """The arrays of a tree, by the names along their paths."""
     flat: dict[Names, Any] = {}
+    joined_before: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, kinds):
             continue
         names = _names(path)
-        if names in flat:
+        # Orbax joins the names with dots.
+        if (joined := ".".join(names)) in joined_before:
             raise ValueError(
-                f"Two arrays have the same path, {'/'.join(names)}: keys of a dict that differ "
-                "only in '/' and '%2F'. Rename one of them."
+                f"Two arrays would be saved as {joined}: keys of dicts that differ only in '.', "
+                "'/' or '%2F'. Rename one of them."
             )
+        joined_before.add(joined)
         flat[names] = leaf
     return flat
 
@@ -216,7 +227,7 @@ def _stored(x: Any) -> Any:
 
 def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
     """What to read, and where to: a NumPy array stays one where nothing else is said."""
-    if sharding is None and not isinstance(x, np.ndarray):
+    if sharding is None and not isinstance(x, (np.ndarray, np.generic)):
         sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return _stored(x), sharding
 

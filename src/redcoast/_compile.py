@@ -1,3 +1,4 @@
+import functools as ft
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ from jaxtyping import PyTree
 from ._grouped import refuse_wrong_gradients
 from ._mesh import place_batch
 
-ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-NUMBERS = (*ARRAYS, np.generic, int, float, complex)
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+NUMBERS = (*ARRAYS, int, float, complex)
 
 
 def compile_step(
@@ -183,8 +184,8 @@ def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         new_arrays, new_static = split(new_state)
         if new_static != static:
             raise ValueError(
-                "The step must return a state of the structure that it was given. It was given "
-                f"{static} and returned {new_static}."
+                "The step must return a state of the structure that it was given. "
+                + _first_difference(join(arrays, static), new_state)
             )
         return new_arrays, aux
 
@@ -198,6 +199,22 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x, sharding)
 
 
+def _first_difference(given: PyTree, returned: PyTree) -> str:
+    """Where two trees first differ in all but the values of their arrays."""
+    show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
+    before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
+    for (path, x), (other, y) in zip(before, after, strict=False):
+        if path != other or show(x) != show(y):
+            where, there = (
+                jax.tree_util.keystr(p, simple=True, separator="/") for p in (path, other)
+            )
+            return (
+                f"It was given {show(x)} at {where} and returned {show(y)} at {there}. What "
+                "changes from step to step must be a JAX array."
+            )
+    return f"It was given {len(before)} leaves and returned {len(after)}."
+
+
 def _unaliased(arrays: list[Any]) -> list[Any]:
     """Copies arrays that stand in several places: a buffer can be donated only once."""
     seen: set[int] = set()
@@ -209,17 +226,27 @@ def _unaliased(arrays: list[Any]) -> list[Any]:
 
 
 def compile_call(
-    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
+    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
 ) -> Callable[..., PyTree]:
-    """Compiles `fn(tree, *args)` for a tree that stays as it is; returns what `fn` returns."""
-    jitted = jax.jit(
-        _on_lists(fn, mesh),
-        static_argnums=(1, 3),
-        in_shardings=(jax.tree.leaves(shardings), None),
-    )
+    """Compiles `fn(tree, *args, **options)` for a tree that stays as it is."""
+    jitted = _jitted_call(fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
         given, constants = split(args, numbers=True)
         return jitted(*split(tree), place_batch(given, mesh), constants)
 
     return call
+
+
+@ft.lru_cache(maxsize=16)
+def _jitted_call(
+    fn: Callable[..., Any],
+    shardings: tuple[NamedSharding, ...],
+    mesh: Mesh,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
+    # Remembered, so that a loop that evaluates the same functions again compiles them once.
+    bound = ft.partial(fn, **dict(options))
+    return jax.jit(
+        _on_lists(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
+    )

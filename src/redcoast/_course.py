@@ -49,8 +49,16 @@ def plan_course(
         raise ValueError("A stream has no epochs. Pass `steps`, or nothing to train to its end.")
     step = int(state.step)
     length = None if stream else by_epoch(examples)[1]
-    data = saved.get("data", {"position": step * batch_size, "length": length})
+    guess = _position(step, batch_size, length if epochs else None)
+    data = saved.get("data", {"position": guess, "length": length})
     position = data["position"]
+    if (data["length"] is None) != stream:
+        kinds = ("a stream", "examples with an index")
+        raise ValueError(
+            f"The run began with {kinds[0] if data['length'] is None else kinds[1]} and cannot "
+            f"go on with {kinds[0] if stream else kinds[1]}. Pass the same kind of `examples`, or "
+            "choose another directory to begin anew."
+        )
     if data["length"] != length:
         logger.warning(
             "The run began with %s examples in an epoch and goes on with %s: from here on the "
@@ -87,3 +95,21 @@ def course_batches(
     if saved:
         examples.set_state(decode_stream_state(saved["data"]["stream"]))
     return stream_batches(examples, collate_fn, **where)
+
+
+def check_end(course: Course, step: int) -> None:
+    """Says so if a stream ended before its time."""
+    if course.length is not None or step == course.last_step:
+        return
+    if step == 0:
+        raise ValueError("`examples` is a stream that gave no example. Pass one at its beginning.")
+    if course.last_step is not None and step < course.last_step:
+        logger.warning("The stream ended after %d of %d steps.", step, course.last_step)
+
+
+def _position(step: int, batch_size: int, length: int | None) -> int:
+    """Where a state stands in its data, if nothing but its step is known."""
+    # Each call of `fit` with `epochs` ends with an epoch, whose last batch may have been short.
+    if length is not None and step % -(-length // batch_size) == 0:
+        return step // -(-length // batch_size) * length
+    return step * batch_size

@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from ._stream import encode_stream_state
 T = TypeVar("T")
 U = TypeVar("U")
 CollateFn = Callable[..., PyTree]
+ARRAYS = (np.ndarray, jax.Array)
 AHEAD = 4
 CHEAP = 0.2e-3  # seconds
 WORKERS = 2
@@ -50,6 +51,11 @@ def is_stream(examples: Any) -> bool:
 
 def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], Any], int]:
     """A function from the epoch to the examples, and how many there are in each."""
+    if isinstance(examples, Mapping):
+        raise TypeError(
+            f"`{name}` is a {type(examples).__name__}, whose items are columns. It must give one "
+            "example for an index: a list of dicts, say, or a dataset."
+        )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)
     if not callable(examples):
@@ -101,7 +107,7 @@ def training_batches(
             found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
         rngs = lambda: example_generators(epochs, indices, seed)
         arrays = collate(collate_fn, found, indices, rngs)
-        return Batch(place_batch(arrays, mesh), len(found), begin + len(found))
+        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(found), begin + len(found))
 
     draws = batch_indices(start, stop, batch_size, length, seed)
     positions = range(start, stop, batch_size)
@@ -136,7 +142,7 @@ def stream_batches(
         indices = list(range(position - len(found), position))
         rngs = lambda: example_generators([0] * len(found), indices, seed)
         arrays = collate(collate_fn, found, indices, rngs)
-        return Batch(place_batch(arrays, mesh), len(found), position, state)
+        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(found), position, state)
 
     return _alike(prefetch(make, draw(), workers=WORKERS))
 
@@ -150,7 +156,7 @@ def ordered_batches(
     def make(bounds: tuple[int, int]) -> Batch:
         indices = list(range(*bounds))
         arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
-        return Batch(place_batch(arrays, mesh), len(indices), bounds[1])
+        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(indices), bounds[1])
 
     return prefetch(make, chunks(length, batch_size, batch_shards(mesh)), workers=WORKERS)
 
@@ -180,11 +186,9 @@ def collate(
     collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
     """Calls `collate_fn` and checks that it returned a batch of these examples."""
+    options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
     try:
-        if "rngs" in _parameters(collate_fn):
-            arrays = collate_fn(examples, rngs=rngs())
-        else:
-            arrays = collate_fn(examples)
+        arrays = collate_fn(examples, **options)
     except Exception as error:
         error.add_note(f"Raised by `collate_fn` for the examples with indices {indices}.")
         raise
@@ -192,9 +196,15 @@ def collate(
     return arrays
 
 
-@ft.lru_cache(maxsize=16)
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def takes_rngs(collate_fn: CollateFn) -> bool:
+    """Whether `collate_fn` wants random generators."""
+    code = getattr(collate_fn, "__code__", None)
+    if code is not None:  # a plain function: a look at its names is cheaper than its signature
+        return "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    try:
+        return "rngs" in inspect.signature(collate_fn).parameters
+    except ValueError:  # functions of C may have none
+        return False
 
 
 def _check_rows(arrays: PyTree, rows: int) -> None:
@@ -219,7 +229,7 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, ARRAYS) and leaf.dtype.kind not in "OSU"
 
 
 def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -1,11 +1,11 @@
 """Evaluation and prediction over raw examples: each of them once."""
 
-import functools as ft
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -125,23 +125,27 @@ def predict_examples(
 def compile_evaluation(
     loss_fn: LossFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
 ) -> Callable[..., Any]:
-    """A compiled `(model, batch, key) -> (means, weight, names)`."""
+    """A compiled `(model, batch, key) -> (means, weight)`."""
     check_compute_dtype(compute_dtype, training=False)
-
-    def evaluation(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> tuple[Any, Any]:
-        model = eqx.nn.inference_mode(model)
-        loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
-        return {**aux, "loss": loss}, weight
-
-    return compile_call(evaluation, shardings, mesh)
+    return compile_call(_evaluation, shardings, mesh, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
 
 def compile_prediction(
     predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
 ) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> predictions`."""
-    bound = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    return compile_call(bound, shardings, mesh)
+    check_compute_dtype(compute_dtype, training=False)
+    return compile_call(
+        predict, shardings, mesh, predict_fn=predict_fn, compute_dtype=compute_dtype
+    )
+
+
+def _evaluation(
+    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, loss_fn: LossFn, compute_dtype: Any
+) -> tuple[dict[str, Any], Any]:
+    model = eqx.nn.inference_mode(model)
+    loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+    return {**aux, "loss": loss}, weight
 
 
 def run_evaluation(
@@ -149,6 +153,8 @@ def run_evaluation(
     model: PyTree,
     batches: Iterable[Batch],
     key: PRNGKeyArray | None = None,
+    *,
+    strict: bool = True,
 ) -> dict[str, float]:
     """Weighted means over batches, summed up on the host in double precision."""
     sums: dict[str, float] = {}
@@ -159,11 +165,11 @@ def run_evaluation(
         for name, mean in means.items():
             share = weight if name == "weight" else weight * float(mean) if weight else 0.0
             sums[name] = sums.get(name, 0.0) + share
-    if total == 0:
+    if total == 0 and strict:
         raise ValueError(
             "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
         )
-    return {name: x if name == "weight" else x / total for name, x in sums.items()}
+    return {name: x if name == "weight" else x / (total or 1.0) for name, x in sums.items()}
 
 
 def run_prediction(
@@ -220,5 +226,7 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
 
 
 def check_batch_size(batch_size: int) -> None:
+    if not isinstance(batch_size, (int, np.integer)):
+        raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")

@@ -4,7 +4,6 @@ import contextlib
 import functools as ft
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._compile import compile_step
-from ._course import Course, course_batches, plan_course
+from ._course import Course, check_end, course_batches, plan_course
 from ._data import Batch, CollateFn, with_last
 from ._evaluate import OutputFn, check_batch_size, place_tree
 from ._loss import LossFn
@@ -117,11 +116,16 @@ def fit(
         ```
     """
     check_batch_size(batch_size)
+    if log is not None and not callable(log):
+        raise TypeError(
+            f"`log` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; to "
+            "log to several places, pass a function that calls them all."
+        )
     mesh = ambient_or_default(mesh)
     quiet = progress is False or jax.process_index() != 0
-    state, plan = _initial(model_or_state, optimizer, key, mesh, trainable, overrides)
-    restored = restore_newest(checkpoints, state, plan.shardings) if checkpoints else None
-    state, saved = restored or (state, {})
+    abstract, plan, make = _planned(model_or_state, optimizer, key, mesh, trainable, overrides)
+    restored = restore_newest(checkpoints, abstract, plan.shardings) if checkpoints else None
+    state, saved = restored or (make(), {})
     course = plan_course(examples, state, saved, batch_size, epochs, steps)
     validation = make_validation(
         eval_examples,
@@ -211,38 +215,49 @@ def _loop(
         if stop:
             logger.warning("A signal came: training stops after step %d.", step)
             break
+    else:
+        check_end(course, step)
     reader.flush()
     return state
 
 
-def _initial(
+def _planned(
     model_or_state: PyTree,
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray | None,
     mesh: Mesh,
     trainable: PyTree,
     overrides: Sequence[tuple[str, Any]],
-) -> tuple[TrainState, Plan]:
-    """The state of the run, split over the mesh, and the plan of it."""
+) -> tuple[TrainState, Plan, Callable[[], TrainState]]:
+    """The abstract state of the run, the plan of it, and how to make it, split over the mesh."""
     if isinstance(model_or_state, TrainState):
         if key is not None:
             raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
+        leaves = jax.tree.leaves(model_or_state)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+            raise ValueError(
+                "The `TrainState` that `fit` was given was donated before, to `fit` or a compiled "
+                "step. Go on with the state that was returned."
+            )
         plan = plan_shardings(model_or_state, mesh, overrides=overrides)
-        return place_tree(model_or_state, plan.shardings), plan
+        return model_or_state, plan, lambda: place_tree(model_or_state, plan.shardings)
     key = jax.random.key(0) if key is None else key
-    create = ft.partial(state_of, optimizer=optimizer, trainable=trainable)
-    abstract = eqx.filter_eval_shape(lambda m, k: create(m, key=k), model_or_state, key)
+    create = lambda m, k: state_of(m, optimizer, key=k, trainable=trainable)
+    abstract = eqx.filter_eval_shape(create, model_or_state, key)
     plan = plan_shardings(abstract, mesh, overrides=overrides)
-    # A copy: training donates its state, and the caller's model stays theirs.
-    model = place_tree(model_or_state, plan.shardings.model, copy=True)
-    return create_split(lambda m, k: create(m, key=k), model, key, shardings=plan.shardings), plan
+
+    def make() -> TrainState:
+        # A copy: training donates its state, and the caller's model stays theirs.
+        model = place_tree(model_or_state, plan.shardings.model, copy=True)
+        return create_split(create, model, key, shardings=plan.shardings)
+
+    return abstract, plan, make
 
 
 def _compiled_steps(
     step: Callable[..., Any], reader: MetricsReader, plan: Plan, batch_size: int, accumulate: int
 ) -> Callable[[int], Any]:
     """The compiled step for a number of examples."""
-    shards = batch_shards(plan.mesh)
 
     @ft.cache
     def compiled(count: int) -> Any:
@@ -255,11 +270,10 @@ def _compiled_steps(
     def of(rows: int) -> Any:
         if rows == batch_size:
             return compiled(accumulate)
-        # A short last batch may not divide over the devices: in microbatches no larger than what
-        # a device holds otherwise, it needs no more memory.
-        share = max(1, batch_size // (accumulate * shards))
-        held = rows // shards if rows % shards == 0 else rows
-        return compiled(next(k for k in range(-(-held // share), rows + 1) if rows % k == 0))
+        # A short last batch: microbatches no larger than those before, and, as all that a step
+        # draws depends on them, as many on every mesh.
+        least = -(-rows * accumulate // batch_size)
+        return compiled(next(k for k in range(least, rows + 1) if rows % k == 0))
 
     return of
 
@@ -296,6 +310,12 @@ def _announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> Non
         say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
     if course.length is not None and course.length < batch_size:
         say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
+    rest = (course.last_position or 0) - course.position
+    if rest > 0 and rest % batch_size % shards and batch_size % shards == 0:
+        say(
+            f"The last batch, of {rest % batch_size}, does not divide over data x fsdp = {shards} "
+            "devices, so that each computes all of it."
+        )
     if batch_size % shards:
         say(
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
@@ -313,7 +333,7 @@ def _where(checkpoints: Checkpoints | None) -> str:
 def _run_info(
     checkpoints: Checkpoints | None, resumed: bool, plan: Plan, batch_size: int
 ) -> RunInfo:
-    directory = Path(checkpoints.directory).absolute() if checkpoints else None
+    directory = checkpoints.path.parent if checkpoints else None
     config = {
         "batch_size": batch_size,
         "mesh": dict(plan.mesh.shape),

@@ -44,7 +44,8 @@ def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Ar
     jaxpr = closed.jaxpr
     state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]
     counts = Counter(var for var in state_vars if not isinstance(var, Literal))
-    replaces = {v: o for v, o in zip(state_vars, old, strict=True) if counts.get(v) == 1}
+    once = [(v, o) for v, o in zip(state_vars, old, strict=True) if not isinstance(v, Literal)]
+    replaces = {v: o for v, o in once if counts[v] == 1}
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
     read = lambda var: var.val if isinstance(var, Literal) else values[var]
@@ -58,6 +59,8 @@ def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Ar
             values[var] = value
     updates = list(map(read, jaxpr.outvars[: len(jaxpr.outvars) - len(old)]))
     return updates + [
-        read(var) if var in selected else jnp.where(finite, read(var), before)
+        jnp.where(finite, read(var), before)
+        if isinstance(var, Literal) or var not in selected
+        else read(var)
         for var, before in zip(state_vars, old, strict=True)
     ]

@@ -1,14 +1,18 @@
 """What `loss_fn` may return, checked and brought into one form."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ._precision import cast_floating, cast_like, widen
+from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
+
+logger = logging.getLogger("redcoast")
 
 LossFn = Callable[..., Any]
 # Names that `train_step` reports itself.
@@ -26,6 +30,12 @@ def evaluate_loss(
     loss_fn: LossFn, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, compute_dtype: Any
 ) -> LossResult:
     """Calls `loss_fn` in `compute_dtype`; the result is in float32 or wider."""
+    if compute_dtype is not None and has_floating_state(model):
+        logger.warning(
+            "Running averages in an `eqx.nn.State` are updated in %s, which is coarse: they may "
+            "settle away from the mean.",
+            jnp.dtype(compute_dtype).name,
+        )
     compute_model = cast_floating(model, compute_dtype)
     out = loss_fn(compute_model, cast_floating(batch, compute_dtype), key)
     loss, aux, new_model = _unpack(out, model)
@@ -81,6 +91,11 @@ def _check_aux(aux: Any) -> None:
                 f"`loss_fn` returned a metric called {name!r} in `aux`, a name that is taken: "
                 f"{', '.join(RESERVED)} are reported by `train_step`. Give it another name."
             )
+        if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
+            raise TypeError(
+                f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
+                "scalars: numbers or arrays without dimensions."
+            )
         if jnp.ndim(value):
             raise ValueError(
                 f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
@@ -96,16 +111,23 @@ def _moved_on(new_model: PyTree, model: PyTree) -> PyTree:
             "The model that `loss_fn` returned has another structure than the one it was given. "
             f"It was given {old_structure} and returned {new_structure}."
         )
-    new_model = cast_like(new_model, model)
     old_leaves = jax.tree_util.tree_leaves_with_path(model)
     for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):
-        if eqx.is_array(old) and (jnp.shape(new), new.dtype) != (old.shape, old.dtype):
+        # A floating array comes back in the dtype that it was cast to for the computation.
+        if _kind(old, is_floating(old)) != _kind(new, is_floating(old)):
             where = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"The model that `loss_fn` returned holds {new.dtype}{list(jnp.shape(new))} at "
-                f"{where}, where it was given {old.dtype}{list(old.shape)}. Keep shape and dtype."
+                f"The model that `loss_fn` returned holds {_kind(new)} at {where}, where it was "
+                f"given {_kind(old)}. Keep shape and dtype."
             )
-    return new_model
+    return cast_like(new_model, model)
+
+
+def _kind(leaf: Any, floating: bool = False) -> str:
+    if not eqx.is_array(leaf):
+        return f"a {type(leaf).__name__}"
+    dtype = "floating" if floating and is_floating(leaf) else leaf.dtype
+    return f"{dtype}{list(leaf.shape)}"
 
 
 def _rows(batch: PyTree) -> int:

@@ -152,18 +152,17 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES) if rows % batch_shards(mesh) == 0 else P())
 
 
-def place_batch(arrays: Any, mesh: Mesh) -> Any:
+def place_batch(arrays: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> Any:
     """Puts NumPy arrays on the devices of a mesh, split along the batch where it divides."""
-    if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
-        return arrays  # there is nowhere to move them, and a jitted function takes them as they are
-    return jax.tree.map(
-        lambda x: (
-            jax.device_put(x, batch_sharding(mesh, x.shape[0]))
-            if isinstance(x, np.ndarray) and x.ndim
-            else x
-        ),
-        arrays,
-    )
+    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
+    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
+            return x
+        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
+
+    return jax.tree.map(place, arrays)
 
 
 def ambient_or_default(mesh: Mesh | None) -> Mesh:

@@ -1,5 +1,6 @@
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
@@ -30,7 +31,14 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each floating array to the dtype of its counterpart in a tree of equal structure."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_floating(x) else x, tree, like)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_floating(y) else x, tree, like)
+
+
+def has_floating_state(model: PyTree) -> bool:
+    """Whether a model holds running averages of stateful layers."""
+    is_state = lambda x: isinstance(x, eqx.nn.State)
+    states = [x for x in jax.tree.leaves(model, is_leaf=is_state) if is_state(x)]
+    return any(map(is_floating, jax.tree.leaves(states)))
 
 
 def is_floating(x: Any) -> bool:

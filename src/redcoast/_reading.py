@@ -48,7 +48,7 @@ class MetricsReader:
     def write(self, metrics: dict[str, float], step: int) -> None:
         """Hands metrics to the loggers."""
         for log in self._logs:
-            log(metrics, step)
+            log(dict(metrics), step)
 
     def _read(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
         values = dict(zip(self._names, np.asarray(metrics).tolist(), strict=True))

@@ -62,7 +62,7 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        return Path(self.directory).absolute() / "checkpoints"
+        return Path(self.directory).expanduser().absolute() / "checkpoints"
 
 
 def saved_steps(checkpoints: Checkpoints) -> list[int]:
@@ -90,8 +90,8 @@ def restore_newest(
         except CheckpointMismatch:
             raise
         except (OSError, ValueError, KeyError) as error:
-            problem = str(error).splitlines()[0]
-            logger.warning("The checkpoint %s is damaged: %s: %s", path, type(error), problem)
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            logger.warning("The checkpoint %s is damaged: %s", path, problem)
             damaged.append(path)
             continue
         _move_aside(damaged)

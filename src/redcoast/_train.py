@@ -159,11 +159,15 @@ def train_step(
         ```
     """
     check_compute_dtype(compute_dtype, training=True)
+    if accumulate < 1:
+        raise ValueError(f"`accumulate` is {accumulate}. A batch is at least one microbatch.")
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(_loss_of, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
     (loss, aux, rest_after), grads = _loss_and_grads(loss_of, params, rest, batch, key, accumulate)
+    # Downhill is against the conjugate of what JAX calls the gradient of a complex leaf.
+    grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 

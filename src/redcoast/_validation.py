@@ -40,12 +40,13 @@ class Validation:
         self, model: PyTree, key: PRNGKeyArray, *, batches: int | None = None
     ) -> dict[str, float]:
         """The metrics, as `eval/<name>`; on the first few batches only if so told."""
-        metrics = run_evaluation(self.evaluation, model, self._batches(batches), key)
+        # The first few examples may well be of no weight.
+        drawn = self._batches(batches)
+        metrics = run_evaluation(self.evaluation, model, drawn, key, strict=batches is None)
         if self.prediction is not None and self.metric_fn is not None:
             drawn = self._batches(batches)
             outputs = list(run_prediction(self.prediction, model, drawn, self.output_fn, key))
-            of_epoch, _ = by_epoch(self.examples, name="eval_examples")
-            found = self.metric_fn(fetch(of_epoch(0), list(range(len(outputs)))), outputs)
+            found = self.metric_fn(fetch(self.examples, list(range(len(outputs)))), outputs)
             metrics |= _check_metrics(found, metrics)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -82,6 +83,8 @@ def make_validation(
         if metric_fn is not None:
             raise ValueError("`metric_fn` needs examples; pass `eval_examples` too.")
         return None
+    of_epoch, _ = by_epoch(examples, name="eval_examples")
+    examples = of_epoch(0)
     evaluation = compile_evaluation(loss_fn, shardings, mesh, compute_dtype)
     prediction = None
     if predict_fn is not None and metric_fn is not None:
@@ -102,7 +105,7 @@ def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:
                 f"`metric_fn` returned a metric called {name!r}, which `loss_fn` reports already. "
                 "Give it another name."
             )
-        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+        if np.ndim(value) or np.asarray(value).dtype.kind not in "buif":
             raise ValueError(
                 f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
             )

@@ -44,7 +44,7 @@ class Node:
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def is_inexact(leaf: Leaf) -> bool:

@@ -1,6 +1,7 @@
 import functools as ft
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +101,16 @@ def test_evaluating_again_compiles_nothing():
     for _ in range(3):
         rc.evaluate(MODEL, EXAMPLES, collate_fn=collate_fn, loss_fn=counted, batch_size=53)
     assert len(traces) == 1
+
+
+def test_callables_without_a_hash():
+    class Loss(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, model, batch, key):
+            return self.scale * loss_fn(model, batch, key)[0]
+
+    double = rc.evaluate(
+        MODEL, EXAMPLES, collate_fn=collate_fn, loss_fn=Loss(jnp.asarray(2.0)), batch_size=16
+    )
+    assert double["loss"] == pytest.approx(2 * evaluate(EXAMPLES, batch_size=16)["loss"])

@@ -229,7 +229,11 @@ def compile_call(
     fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
 ) -> Callable[..., PyTree]:
     """Compiles `fn(tree, *args, **options)` for a tree that stays as it is."""
-    jitted = _jitted_call(fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
+    wanted = (fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
+    try:
+        jitted = _jitted_call(*wanted)
+    except TypeError:  # callables that hold arrays, say, have no hash
+        jitted = _jitted_call.__wrapped__(*wanted)
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
         given, constants = split(args, numbers=True)

@@ -116,11 +116,6 @@ def fit(
         ```
     """
     check_batch_size(batch_size)
-    if log is not None and not callable(log):
-        raise TypeError(
-            f"`log` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; to "
-            "log to several places, pass a function that calls them all."
-        )
     mesh = ambient_or_default(mesh)
     quiet = progress is False or jax.process_index() != 0
     abstract, plan, make = _planned(model_or_state, optimizer, key, mesh, trainable, overrides)

@@ -157,6 +157,11 @@ def _number(value: float) -> str:
 
 def start_loggers(log: Logger | None, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
     """The loggers of a run, told that it starts, and closed with the stack."""
+    if log is not None and not callable(log):
+        raise TypeError(
+            f"`log` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; to "
+            "log to several places, pass a function that calls them all."
+        )
     logs: list[Any] = [] if log is None else [log]
     if run.directory is not None:
         logs.append(metrics_file(run.directory / "metrics.jsonl"))

@@ -169,48 +169,79 @@ def test_datasets_may_fetch_many_at_once():
     assert sorted(flat) == [1000, 1001, 1002, 1003]
 
 
-def test_prefetch_keeps_the_order_and_runs_ahead():
+class Clock:
+    """Time that passes only where a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("redcoast._data.perf_counter", clock)
+    return clock
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_prefetch_keeps_the_order_and_runs_ahead(clock):
     made = []
 
     def make(i):
-        time.sleep(0.03 if i == 5 else 0.001)
+        clock.now += 0.001
+        time.sleep(0.03 if i == 5 else 0)
         made.append(i)
         return i
 
     results = prefetch(make, range(20), workers=3, ahead=4)
     assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
-    time.sleep(0.2)
+    assert wait_until(lambda: len(made) == 8)
+    time.sleep(0.05)
     assert sorted(made) == list(range(8))
     assert list(results) == list(range(4, 20))
 
 
-def test_results_are_made_where_they_are_read_while_that_costs_no_time():
+def test_results_are_made_where_they_are_read_while_that_costs_no_time(clock):
     def make(i):
-        time.sleep(0.002 if i >= 20 else 0)
+        clock.now += 0.002
         return threading.current_thread().name
 
     here = threading.current_thread().name
-    assert set(prefetch(make, range(20), workers=2)) == {here}
     results = prefetch(make, range(40), workers=2)
     for _ in range(30):
         assert next(results) == here
-        time.sleep(0.004)  # a reader that takes longer than making
+        clock.now += 0.004  # a reader that takes longer than making
     rest = list(results)  # and one that does not
-    assert set(rest[3:]) - {here}
+    assert here not in rest[3:]
 
 
-def test_prefetch_ends_with_its_reader():
+def test_cheap_results_are_made_where_they_are_read(clock):
+    names = prefetch(lambda i: threading.current_thread().name, range(50), workers=2)
+    assert set(names) == {threading.current_thread().name}
+
+
+def test_prefetch_ends_with_its_reader(clock):
     def workers():
         return [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
 
-    results = prefetch(lambda i: time.sleep(0.001), range(1000), workers=2)
+    def make(i):
+        clock.now += 0.001
+
+    results = prefetch(make, range(1000), workers=2)
     for _ in range(4):
         next(results)
     started = workers()
     assert started
     results.close()
-    time.sleep(0.1)
-    assert not any(thread.is_alive() for thread in started)
+    assert wait_until(lambda: not any(thread.is_alive() for thread in started))
 
 
 def test_with_last():

@@ -448,6 +448,7 @@ def test_half_precision_of_running_averages_is_warned_of(caplog):
 
     state = rc.init_state(init_fn, optax.sgd(0.1), key=KEY)
     stepper(optax.sgd(0.1), loss)(state, BATCH)
+    stepper(optax.sgd(0.1), loss, compute_dtype=jnp.float32)(state, BATCH)
     assert caplog.text == ""
     stepper(optax.sgd(0.1), loss, compute_dtype=jnp.bfloat16)(state, BATCH)
     assert "Running averages" in caplog.text

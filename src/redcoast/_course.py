@@ -53,11 +53,10 @@ def plan_course(
     data = saved.get("data", {"position": guess, "length": length})
     position = data["position"]
     if (data["length"] is None) != stream:
-        kinds = ("a stream", "examples with an index")
+        now, before = ("a stream", "examples with an index")[:: 1 if stream else -1]
         raise ValueError(
-            f"The run began with {kinds[0] if data['length'] is None else kinds[1]} and cannot "
-            f"go on with {kinds[0] if stream else kinds[1]}. Pass the same kind of `examples`, or "
-            "choose another directory to begin anew."
+            f"The run began with {before} and cannot go on with {now}. Pass the same kind of "
+            "`examples`, or choose another directory to begin anew."
         )
     if data["length"] != length:
         logger.warning(

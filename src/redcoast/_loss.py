@@ -30,7 +30,8 @@ def evaluate_loss(
     loss_fn: LossFn, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, compute_dtype: Any
 ) -> LossResult:
     """Calls `loss_fn` in `compute_dtype`; the result is in float32 or wider."""
-    if compute_dtype is not None and has_floating_state(model):
+    half = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize < 4
+    if half and has_floating_state(model):
         logger.warning(
             "Running averages in an `eqx.nn.State` are updated in %s, which is coarse: they may "
             "settle away from the mean.",

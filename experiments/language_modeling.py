@@ -31,7 +31,7 @@ class Config:
     seq: int = 128  # length of a sequence in tokens
     batch_size: int = 32  # sequences in a batch, over all devices
     accumulate: int = 1  # microbatches that a batch is split into, to save memory
-    steps: int = 450  # number of training steps
+    steps: int = 540  # number of training steps
     learning_rate: float = 3e-3  # at its peak, after the warm-up
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay in float32
     data: int = -1  # devices the batch is split over; -1 takes what the other two leave

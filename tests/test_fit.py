@@ -2,7 +2,6 @@ import functools as ft
 import math
 import os
 import signal
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -567,18 +566,3 @@ def test_first_examples_of_no_weight_do_not_stop_a_run():
         examples=EXAMPLES[16:], collate_fn=collate, loss_fn=loss, eval_examples=EXAMPLES[:32]
     )
     assert lines[4]["eval/weight"] == 16
-
-
-def test_log_must_be_callable():
-    several: Any = [print]
-    with pytest.raises(TypeError, match="log"):
-        rc.fit(
-            make_model(),
-            optax.sgd(0.1),
-            EXAMPLES,
-            collate_fn=collate_fn,
-            loss_fn=loss_fn,
-            batch_size=16,
-            steps=2,
-            log=several,
-        )

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from redcoast import _tracking
 from redcoast._progress import progress
-from redcoast._tracking import RunInfo, code_version, console_logger
+from redcoast._tracking import RunInfo, code_version, console_logger, start_loggers
 
 
 @pytest.fixture
@@ -152,3 +153,11 @@ print(sorted({"wandb", "tqdm"} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_a_logger_must_be_callable():
+    run = RunInfo(directory=None, resumed=False, plan="", config={})
+    with contextlib.ExitStack() as stack:
+        assert start_loggers(None, run, stack) == []
+        with pytest.raises(TypeError, match=r"`log` is of type list.*calls them all"):
+            start_loggers([print], run, stack)

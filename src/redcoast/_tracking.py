@@ -155,7 +155,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def start_loggers(log: Logger | None, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
+def start_loggers(log: Any, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
     """The loggers of a run, told that it starts, and closed with the stack."""
     if log is not None and not callable(log):
         raise TypeError(

@@ -12,6 +12,7 @@ from ._metrics_file import read_metrics as read_metrics
 from ._predict import predict as predict
 from ._retention import Checkpoints as Checkpoints
 from ._schedule import learning_rate_schedule as learning_rate_schedule
+from ._sharding import Hardware as Hardware
 from ._sharding import Plan as Plan
 from ._sharding import infer_shardings as infer_shardings
 from ._sharding import plan_shardings as plan_shardings

@@ -5,15 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from ._grouped import refuse_wrong_gradients
 from ._mesh import place_batch
-
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-NUMBERS = (*ARRAYS, int, float, complex)
+from ._parts import ARRAYS, Static, join, split
 
 
 def compile_step(
@@ -102,7 +99,7 @@ class CompiledStep:
         """As `jax.jit(...).lower`."""
         return self._jitted.lower(*self._split_state(state), *split(args, numbers=True))
 
-    def _split_state(self, state: PyTree) -> tuple[list[Any], "Static"]:
+    def _split_state(self, state: PyTree) -> tuple[list[Any], Static]:
         if self._last is not None and self._last[0]() is state:
             return self._last[1:]
         arrays, static = split(state)
@@ -114,7 +111,7 @@ class CompiledStep:
             )
         return list(map(_put, _unaliased(arrays), self._shardings)), static
 
-    def _remember(self, state: PyTree, arrays: list[Any], static: "Static") -> None:
+    def _remember(self, state: PyTree, arrays: list[Any], static: Static) -> None:
         def forget(reference: Any) -> None:
             if self._last is not None and self._last[0] is reference:
                 self._last = None
@@ -123,46 +120,6 @@ class CompiledStep:
             self._last = (weakref.ref(state, forget), arrays, static)
         except TypeError:  # tuples and dicts take no weak references
             self._last = None
-
-
-class Static:
-    """All of a tree but its arrays; `jax.jit` compiles once for each."""
-
-    def __init__(self, structure: Any, leaves: tuple[Any, ...]):
-        self.structure = structure
-        self.leaves = leaves  # `None`, which is no leaf, stands where an array was
-        self._hash = hash((structure, leaves))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Static)
-            and self._hash == other._hash
-            and (self.structure, self.leaves) == (other.structure, other.leaves)
-        )
-
-    def __repr__(self) -> str:
-        return str(self.structure)
-
-
-def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
-    """Parts a tree into its arrays and all else; `numbers` counts Python's as arrays."""
-    # `jax.jit` on a flat list costs half of what it does on a tree of modules.
-    kinds = NUMBERS if numbers else ARRAYS
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
-    constants = [None if isinstance(leaf, kinds) else leaf for leaf in leaves]
-    return arrays, Static(structure, tuple(constants))
-
-
-def join(arrays: list[Any], static: Static) -> PyTree:
-    """The inverse of `split`."""
-    rest = iter(arrays)
-    return static.structure.unflatten(
-        [next(rest) if leaf is None else leaf for leaf in static.leaves]
-    )
 
 
 def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

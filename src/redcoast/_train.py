@@ -9,9 +9,9 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ._compile import join, split
 from ._guarded import guarded_update
 from ._loss import LossFn, evaluate_loss
+from ._parts import join, partition_trainable, split
 from ._precision import check_compute_dtype, widen
 
 
@@ -189,18 +189,6 @@ def train_step(
         **_learning_rate(opt_state),
     }
     return TrainState(model, opt_state, state.step + 1, state.key), metrics
-
-
-def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
-    """Parts a model into what the optimizer trains and all else, as `eqx.partition`."""
-    # The running averages of stateful layers are floating arrays, but no parameters.
-    selected, _ = eqx.partition(model, trainable)
-    mask = jax.tree.map(
-        lambda x: not isinstance(x, eqx.nn.State) and eqx.is_inexact_array(x),
-        selected,
-        is_leaf=lambda x: x is None or isinstance(x, eqx.nn.State),
-    )
-    return eqx.partition(model, mask)
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -1,17 +1,22 @@
 """From a tree and a mesh to shardings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
-from .overrides import Override
+from .constrain import constrained
+from .flow_plan import Compute, plan_flow
+from .hardware import Hardware
+from .overrides import Override, spec_axes
 from .report import make_report
-from .rows import plan_rows
+from .rows import Row, model_of, plan_rows, structural_rows
 from .table import draw_table
+from .verify import verify
 
 _AXES = ("data", "fsdp", "model")
 
@@ -31,28 +36,101 @@ class Plan:
         array, its `path`, `shape`, `dtype`, `spec`, `reason`, `role` ("parameter", "optimizer
         state" or "other"), `parts` (how many devices share it), `bytes` and `bytes_per_device`.
         `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole
-        on every device, with their reasons; `mesh` the size of each axis.
+        on every device, with their reasons; `mesh` the size of each axis. A plan that was read off
+        a function has `batch_axes`, which the batch is split over; `traffic`, the bytes that each
+        device sends in a step, by `axis` and `cause`, as they were priced; and `unknown`, how
+        often each primitive occurs that is not understood.
+    - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
+        is computed split over `model`, or `None`; and `batch_axes`.
     """
 
     shardings: PyTree[Any] = field(repr=False)
     mesh: Mesh | AbstractMesh
     report: dict[str, Any] = field(repr=False)
+    compute: Compute = field(repr=False)
 
     def __str__(self) -> str:
         return draw_table(self.report)
+
+    def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its activations split as the plan splits the model.
+
+        The results of contractions, convolutions and lookups, and what loops carry, are pinned
+        with `jax.lax.with_sharding_constraint`, so that the compiler does not guess. No value
+        changes. The function is traced at the shapes it is called with; it can be a loss, a
+        prediction or decoding, under `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`.
+
+        **Arguments:**
+
+        - `fn`: A function `fn(model, *args)` of a model like the one planned, whose first argument
+            behind the model is the batch, batch dimension first.
+
+        **Returns:**
+
+        A function of the same arguments with the same results. A function that cannot be traced
+        or rebuilt runs as it is, with a warning.
+
+        !!! example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import redcoast as rc
+
+            loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
+            model, batch = {"w": jnp.ones((8, 16))}, jnp.ones((32, 8))
+            plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+            gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
+            ```
+        """
+        return constrained(fn, self.mesh, self.compute.dims, self.compute.batch_axes)
+
+    def verify(
+        self,
+        loss_fn: Callable[..., Any],
+        model: PyTree,
+        batch: PyTree,
+        key: PRNGKeyArray | None = None,
+        *,
+        tolerance: float = 1e-3,
+    ) -> dict[str, float]:
+        """Compares loss and gradients of the planned program with those of one device.
+
+        **Arguments:**
+
+        - `loss_fn`: `loss_fn(model, batch, key)` as for [`redcoast.train_step`][].
+        - `model`: The model, with arrays; it has to fit on one device.
+        - `batch`: A batch, which may be small.
+        - `key`: A JAX key.
+        - `tolerance`: The largest difference that passes for rounding, relative to the largest
+            element of each array.
+
+        **Returns:**
+
+        The relative difference for the loss, as `"loss"`, and for the gradient of each array.
+
+        **Raises:**
+
+        `ValueError` with the names of the arrays whose gradients differ by more.
+        """
+        shardings = model_of(self.shardings)
+        return verify(self.constrain(loss_fn), loss_fn, shardings, model, batch, key, tolerance)
 
 
 def infer_shardings(
     tree: PyTree[Any],
     mesh: Mesh | AbstractMesh | None = None,
     *,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     overrides: Sequence[Override] = (),
 ) -> PyTree[Any]:
-    """Finds how to split the arrays of a tree over a mesh, from the structure of the tree.
+    """Finds how to split the arrays of a tree over a mesh.
 
-    The rules are those of RedCoast (arXiv:2310.16355, section 3.1): consecutive matrices are split
-    on alternate sides, and attention on the output of its query, key and value and on the input
-    of its output matrix. [`redcoast.plan_shardings`][] gives the reason for each array as well.
+    With a function, the splits are read off what it computes; without one, off the structure of
+    the tree, by the rules of RedCoast (arXiv:2310.16355, section 3.1): consecutive matrices are
+    split on alternate sides, and attention on the output of its query, key and value and on the
+    input of its output matrix. [`redcoast.plan_shardings`][] gives the reason for each array.
 
     **Arguments:**
 
@@ -60,6 +138,9 @@ def infer_shardings(
         Arrays may be abstract (`jax.ShapeDtypeStruct`).
     - `mesh`: A mesh with the axes `"data"`, `"fsdp"` and `"model"`. By default, the ambient one
         (`jax.set_mesh`).
+    - `fn`, `args`: A function that is traced as `fn(tree, *args)`, such as a loss with
+        `args=(batch, key)`; of a `TrainState`, `fn(state.model, *args)`. The first of `args` is the
+        batch, batch dimension first. All may be abstract.
     - `overrides`: Ordered pairs of a pattern and a spec. The pattern is a regular expression that
         is searched in the paths of arrays, such as `layers/0/attention/wq`; the first that matches
         decides. The spec is a `PartitionSpec`, a tuple or `None` (whole), and is taken as it is. In
@@ -72,9 +153,9 @@ def infer_shardings(
 
     **Raises:**
 
-    `ValueError` if there is no mesh or it lacks an axis; and if an override matches nothing, is no
-    regular expression, names an unknown axis, uses an axis twice, has more entries than the array
-    has dimensions, or does not divide.
+    `ValueError` if there is no mesh or it lacks an axis; if there are `args` without `fn`; and if
+    an override matches nothing, is no regular expression, names an unknown axis, uses an axis
+    twice, has more entries than the array has dimensions, or does not divide.
 
     !!! example
 
@@ -87,27 +168,44 @@ def infer_shardings(
         shardings = rc.infer_shardings(model, rc.make_mesh())
         ```
     """
-    return plan_shardings(tree, mesh, overrides=overrides).shardings
+    return plan_shardings(tree, mesh, fn=fn, args=args, overrides=overrides).shardings
 
 
 def plan_shardings(
     tree: PyTree[Any],
     mesh: Mesh | AbstractMesh | None = None,
     *,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
     overrides: Sequence[Override] = (),
+    budget: int | None = None,
+    trainable: PyTree = eqx.is_inexact_array,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Plans how to split the arrays of a tree over a mesh, with the reason for each.
 
-    Over `model`, attention is split on heads, consecutive matrices on alternate sides, and
-    embeddings and language-model heads on the vocabulary (arXiv:2310.16355, section 3.1;
-    arXiv:1909.08053, section 3). Over `fsdp`, every large array is stored split along its largest
-    remaining dimension. Nothing is split along a dimension that does not divide, that counts
-    stacked layers, or that is the window of a convolution. An optimizer's state follows its
-    parameters.
+    With a function, its program is followed: every dimension through every operation. Dimensions
+    that have to be split together form a class, and each class has a price: the bytes that are
+    sent if it is split over `model`. The cheapest set of classes is computed split; other large
+    arrays are stored split and gathered where they are used; and if nothing is worth computing
+    split, the batch goes over `model` too.
+
+    Without a function, the rules on the structure of the tree hold: over `model`, attention is
+    split on heads, consecutive matrices on alternate sides, and embeddings and language-model heads
+    on the vocabulary (arXiv:2310.16355, section 3.1; arXiv:1909.08053, section 3).
+
+    Over `fsdp`, every large array is stored split along its largest remaining dimension. Nothing
+    is split along a dimension that does not divide, that counts stacked layers, or that is the
+    window of a convolution. An optimizer's state follows its parameters.
 
     **Arguments:**
 
-    - `tree`, `mesh`, `overrides`: As for [`redcoast.infer_shardings`][].
+    - `tree`, `mesh`, `fn`, `args`, `overrides`: As for [`redcoast.infer_shardings`][].
+    - `budget`: Bytes for each device. If given, arrays are stored split only as far as is needed to
+        stay within it, by a count of arrays, gradients, optimizer state and activations.
+    - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to be sent.
+    - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
+        communication.
 
     **Returns:**
 
@@ -115,28 +213,74 @@ def plan_shardings(
 
     **Raises:**
 
-    `ValueError`, as [`redcoast.infer_shardings`][] does.
+    `ValueError`, as [`redcoast.infer_shardings`][] does; and if nothing stays in the budget.
 
     !!! example
 
         ```python
-        import equinox as eqx
         import jax
+        import jax.numpy as jnp
         import redcoast as rc
 
-        model = eqx.nn.MLP(32, 10, 64, depth=2, key=jax.random.key(0))
-        plan = rc.plan_shardings(model, rc.make_mesh())
+        model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
         print(plan)
         ```
     """
     mesh = _check_mesh(mesh)
-    rows = plan_rows(tree, dict(mesh.shape), overrides)
+    axes = dict(mesh.shape)
+    if fn is None:
+        if args or budget is not None:
+            given = "args" if args else "budget"
+            raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
+        rows = plan_rows(tree, lambda model: structural_rows(model, axes, overrides))
+        dims = tuple(_model_dim(row) for row in _of_model(tree, rows))
+        return _plan(tree, mesh, rows, Compute(dims, ("data", "fsdp")), {})
+    found = plan_flow(
+        model_of(tree),
+        axes,
+        fn,
+        args,
+        overrides=overrides,
+        trainable=trainable,
+        hardware=hardware or Hardware(),
+        budget=budget,
+        state_bytes=_state_bytes(tree),
+    )
+    rows = plan_rows(tree, lambda model: found.rows)
+    return _plan(tree, mesh, rows, found.compute, found.report)
+
+
+def _plan(
+    tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, more: dict[str, Any]
+) -> Plan:
     leaves, treedef = jax.tree.flatten(tree)
     shardings: list[NamedSharding | None] = [None] * len(leaves)
     for row in rows:
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
-    report = make_report(rows, dict(mesh.shape))
-    return Plan(jax.tree.unflatten(treedef, shardings), mesh, report)
+    report = make_report(rows, dict(mesh.shape)) | more
+    return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
+
+
+def _of_model(tree: PyTree, rows: Sequence[Row]) -> list[Row]:
+    inside = model_of(tree) is not tree
+    return [row for row in rows if not inside or row.leaf.path[0] == "model"]
+
+
+def _model_dim(row: Row) -> int | None:
+    found = [d for d, entry in enumerate(row.spec) if "model" in spec_axes(entry)]
+    return found[0] if found else None
+
+
+def _state_bytes(tree: PyTree) -> float:
+    """How many bytes of optimizer state there are for each byte of the model."""
+    model = model_of(tree)
+    if model is tree:
+        return 0.0
+    size = lambda part: sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(part))
+    return size(tree.opt_state if hasattr(tree, "opt_state") else tree["opt_state"]) / size(model)
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:

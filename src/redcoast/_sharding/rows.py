@@ -1,6 +1,6 @@
 """The spec and the reason for every array of a tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +27,12 @@ class Row:
     role: str
 
 
-def plan_rows(tree: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
-    """A row for each array, in flattened order. `axes` are the mesh's axes and their sizes."""
-    parts = {key_name(key): child for key, child in children_of(tree) if key is not None}
-    if not {"model", "opt_state"} <= set(parts):
-        return _model_rows(tree, axes, overrides)
-    model = _model_rows(parts["model"], axes, overrides)
+def plan_rows(tree: Any, model_rows: Callable[[Any], list[Row]]) -> list[Row]:
+    """A row for each array, in flattened order; those of the model are made by `model_rows`."""
+    model_part = model_of(tree)
+    if model_part is tree:
+        return model_rows(tree)
+    model = model_rows(model_part)
     specs = {row.leaf.index: row.spec for row in model}
     outside = [leaf for leaf in flat_leaves(tree) if leaf is not None and leaf.path[0] != "model"]
     states = [leaf for leaf in outside if leaf.path[0] == "opt_state"]
@@ -44,6 +44,12 @@ def plan_rows(tree: Any, axes: dict[str, int], overrides: Sequence[Override]) ->
         else:
             rows.append(Row(leaf, P(), "one for the whole run", "other"))
     return sorted(rows, key=lambda row: row.leaf.index)
+
+
+def model_of(tree: Any) -> Any:
+    """The model in the state of a run; any other tree is a model itself."""
+    parts = {key_name(key): child for key, child in children_of(tree) if key is not None}
+    return parts["model"] if {"model", "opt_state"} <= set(parts) else tree
 
 
 def _offset(tree: Any) -> int:
@@ -60,7 +66,8 @@ def _shifted(leaf: Leaf, offset: int) -> Leaf:
     return replace(leaf, index=leaf.index + offset)
 
 
-def _model_rows(model: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
+def structural_rows(model: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
+    """Rows by the rules on the structure of the tree."""
     leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
     given = apply_overrides(leaves, overrides, axes)
     roles = find_roles(model, axes["model"])

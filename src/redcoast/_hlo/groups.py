@@ -1,0 +1,126 @@
+"""Which devices take part in a collective together, and over which mesh axes they lie."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+Groups = Sequence[Sequence[int]]
+
+_MESH = re.compile(
+    r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))? \{(?P<over>[^}]*)\}"
+)
+_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_FACTOR = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
+_REPLICA_GROUPS = re.compile(
+    r"\breplica_groups=(\{[\d,{} ]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|" + _MESH.pattern + ")"
+)
+_PAIRS = re.compile(r"\b(source_target_pairs=\{[\d,{} ]*\})")
+
+
+def written_groups(attributes: str) -> str:
+    """The part of a collective's attributes that says which devices form groups; empty for all."""
+    match = _PAIRS.search(attributes) or _REPLICA_GROUPS.search(attributes)
+    if match is not None:
+        return match[1]
+    if "replica_groups=" in attributes:
+        raise ValueError(
+            f"The HLO text writes replica groups in an unknown way: {attributes[:200]!r}."
+        )
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def axes_and_size(groups: str, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which devices of one group differ, and how many are in a group."""
+    devices = parse_groups(groups, prod(size for _, size in axes))
+    return spanned_axes(devices, dict(axes)), max(len(group) for group in devices)
+
+
+def spanned_axes(groups: Groups, axes: dict[str, int]) -> tuple[str, ...]:
+    """The axes, in the order of the mesh, along which devices of one group differ."""
+    sizes, spanned = tuple(axes.values()), set()
+    for group in groups:
+        if max(group) >= prod(sizes):
+            raise ValueError(
+                f"A collective of the HLO text names device {max(group)}, and the mesh has "
+                f"{prod(sizes)} devices. Pass the mesh that the program was compiled for."
+            )
+        places = np.stack(np.unravel_index(np.asarray(group), sizes), axis=-1)
+        spanned |= {
+            axis for axis, moved in zip(axes, (places != places[0]).any(0), strict=True) if moved
+        }
+    return tuple(axis for axis in axes if axis in spanned)
+
+
+def parse_groups(text: str, devices: int) -> Groups:
+    """Groups of devices, in any of the ways in which collectives write them."""
+    if text.startswith("source_target_pairs="):
+        return connected(_lists(text), devices)
+    if text.startswith("{") or not text:
+        return _lists(text) or [range(devices)]
+    try:
+        array = _mesh_groups(text) if text.startswith("mesh") else _iota(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"The HLO text has replica groups that make no sense: {text}.") from error
+    return array.reshape(-1, array.shape[-1]).tolist()
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [_numbers(group) for group in re.findall(r"\{([\d, ]+)\}", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]<=[4,2]T(1,0)`: 0, 1, 2, ... as a 4 x 2 array, transposed, then as 2 groups of 4."""
+    shape, order = text.split("<=")
+    return _transposed(order).reshape(_numbers(shape))
+
+
+def _transposed(text: str) -> np.ndarray:
+    """`[4,2]T(1,0)`: 0, 1, 2, ... as a 4 x 2 array, transposed."""
+    dims, _, order = text.partition("T")
+    array = np.arange(prod(_numbers(dims))).reshape(_numbers(dims))
+    return array.transpose(_numbers(order)) if order else array
+
+
+def _mesh_groups(text: str) -> np.ndarray:
+    """`mesh['a'=4,'b'=2] {'b','a':(2)2}`: groups along `b` and along a factor of 2 inside `a`,
+    the one that has a factor of 2 before it. `device_ids` is there if they are in another order."""
+    match = _MESH.fullmatch(text)
+    assert match is not None
+    axes = {axis: int(size) for axis, size in _AXIS.findall(match["axes"])}
+    factors: dict[str, list[tuple[int, int]]] = {axis: [] for axis in axes}
+    for axis, before, size in _FACTOR.findall(match["over"]):
+        factors[axis].append((int(before), int(size)) if size else (1, axes[axis]))
+    dims, over = [], []
+    for axis, size in axes.items():
+        done = 1
+        for before, factor in sorted(factors[axis]):
+            over.append(len(dims) + 1)
+            dims += [before // done, factor]
+            done = before * factor
+        dims.append(size // done)
+    rest = [i for i in range(len(dims)) if i not in over]
+    ids = _device_ids(match["ids"], prod(dims)).reshape(dims)
+    return ids.transpose(rest + over).reshape(-1, prod(dims[i] for i in over))
+
+
+def _device_ids(text: str | None, count: int) -> np.ndarray:
+    if text is None:
+        return np.arange(count)
+    return _transposed(text).reshape(-1) if text.startswith("[") else np.asarray(_numbers(text))
+
+
+def connected(pairs: Groups, devices: int) -> Groups:
+    """The sets of devices that sources and targets connect; each device alone where none do."""
+    groups = {device: {device} for device in range(devices)}
+    for source, target in pairs:
+        merged = groups.setdefault(source, {source}) | groups.setdefault(target, {target})
+        groups |= dict.fromkeys(merged, merged)
+    return sorted({tuple(sorted(group)) for group in groups.values()})

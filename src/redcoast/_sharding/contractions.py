@@ -1,0 +1,120 @@
+"""Operations that multiply and sum: dot products and convolutions."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from .graph import Graph, Value, output
+
+
+def dot_general(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    (left, right, *_), aval = inputs, output(equation)
+    (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
+        graph.link(left.dims[a], right.dims[b])
+    left_free = _others(left, (*left_sum, *left_batch))
+    right_free = _others(right, (*right_sum, *right_batch))
+    dims = (*(left.dims[d] for d in left_batch), *left_free, *right_free)
+    summed = tuple(left.dims[d] for d in left_sum)
+    return [_contracted(graph, aval, left, right, dims, summed, left_free, right_free)]
+
+
+def _others(value: Value, taken: Sequence[int]) -> tuple[int, ...]:
+    return tuple(node for d, node in enumerate(value.dims) if d not in taken)
+
+
+def _contracted(
+    graph: Graph,
+    aval: Any,
+    left: Value,
+    right: Value,
+    dims: tuple[int, ...],
+    summed: tuple[int, ...],
+    left_free: tuple[int, ...],
+    right_free: tuple[int, ...],
+) -> Value:
+    """The result, with partial sums forward over `summed` and backward over the free dimensions."""
+    result = graph.value(aval, dims, grad=left.grad or right.grad)
+    for node in summed:
+        graph.sum(node, result)
+    for node in right_free:
+        graph.sum(node, left, backward=True)
+    for node in left_free:
+        graph.sum(node, right, backward=True)
+    flops = 2.0 * prod(result.shape) * prod(graph.sizes[node] for node in summed)
+    passes = graph.forwards + left.grad + right.grad
+    graph.work((*dims, *summed), flops * passes)
+    return result
+
+
+def ragged_dot(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Rows in groups, each with a matrix of its own; the groups are never split."""
+    left, right, sizes = inputs[:3]
+    aval = output(equation)
+    numbers = equation.params.get("ragged_dot_dimension_numbers")
+    graph.blocked.update(sizes.dims)
+    if numbers is None or len(left.dims) != 2 or len(right.dims) != 3:
+        return [cut_all(graph, aval, inputs)]
+    graph.blocked.add(right.dims[0])
+    graph.link(left.dims[1], right.dims[1])
+    rows, columns = left.dims[0], right.dims[2]
+    dims, summed = (rows, columns), (left.dims[1],)
+    return [_contracted(graph, aval, left, right, dims, summed, (rows,), (columns,))]
+
+
+def cut_all(graph: Graph, aval: Any, inputs: Sequence[Value]) -> Value:
+    """A result that has nothing to do with its operands' dimensions, which must be whole."""
+    result = graph.value(aval, grad=any(value.grad for value in inputs))
+    for value in inputs:
+        for node in value.dims:
+            graph.cut(value, node, None, None)
+    for node in result.dims:
+        graph.cut(result, None, result, node)
+    return result
+
+
+def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    (image, kernel), aval = inputs, output(equation)
+    spec = equation.params["dimension_numbers"]
+    groups = equation.params["feature_group_count"]
+    dims = _new_dims(graph, aval, image, kernel, spec)
+    result = graph.value(aval, dims, grad=image.grad or kernel.grad)
+    batch, channel = (image.dims[d] for d in spec.lhs_spec[:2])
+    out, into = (kernel.dims[d] for d in spec.rhs_spec[:2])
+    if equation.params["batch_group_count"] > 1:
+        # Groups over the batch: a weight's gradient, whose batch is the sum over examples.
+        graph.blocked.update((*image.dims, *kernel.dims, *result.dims))
+        return [result]
+    _no_space_split(graph, (image, spec.lhs_spec), (kernel, spec.rhs_spec), (result, spec.out_spec))
+    flops = 2.0 * prod(result.shape) * prod(kernel.shape) / kernel.shape[spec.rhs_spec[0]]
+    passes = graph.forwards + image.grad + kernel.grad
+    graph.work((*result.dims, channel), flops * passes)
+    graph.sum(batch, kernel, backward=True)
+    if groups == 1:
+        graph.link(channel, into)
+        graph.sum(channel, result)
+        graph.sum(out, image, backward=True)
+    else:
+        # The groups are the slowest part of the channels on both sides.
+        graph.link(channel, out)
+        graph.cut(image, channel, result, out)
+        graph.blocked.add(into)
+    return [result]
+
+
+def _new_dims(graph: Graph, aval: Any, image: Value, kernel: Value, spec: Any) -> tuple[int, ...]:
+    out = spec.out_spec
+    dims = [-1] * len(out)
+    dims[out[0]], dims[out[1]] = image.dims[spec.lhs_spec[0]], kernel.dims[spec.rhs_spec[0]]
+    if aval.shape[out[0]] != image.shape[spec.lhs_spec[0]]:
+        dims[out[0]] = graph.node(aval.shape[out[0]])
+    for d in out[2:]:
+        dims[d] = graph.node(aval.shape[d], blocked=True)
+    return tuple(dims)
+
+
+def _no_space_split(graph: Graph, *arrays: tuple[Value, Sequence[int]]) -> None:
+    for value, spec in arrays:
+        graph.blocked.update(value.dims[d] for d in spec[2:])

@@ -1,0 +1,181 @@
+"""Runs a program again, equation by equation, with the shardings of its values constrained."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .._jaxpr import bind_again
+from .graph import Value
+from .walk import PINNED, Scope
+
+Pin = Callable[[Any, Value], Any]
+
+
+def evaluate(
+    scope: Scope,
+    pin: Pin,
+    constants: Sequence[Any],
+    inputs: Sequence[Any],
+    stored: Sequence[bool] = (),
+) -> list[Any]:
+    """The program's results; `pin(x, value)` constrains an array as the value it stands for.
+
+    Inputs that are `stored` are pinned where they are used: inside of loops and calls.
+    """
+    jaxpr = scope.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    resting = {var for var, rests in zip(jaxpr.invars, stored, strict=False) if rests}
+    last = _last_uses(jaxpr)
+    for place, equation in enumerate(jaxpr.eqns):
+        inner = scope.inner.get(place, [])
+        if not inner or equation.primitive.name in _AS_THEY_ARE:
+            for var in resting.intersection(_variables(equation.invars)):
+                env[var] = pin(env[var], scope.values[var])
+                resting.discard(var)
+        given = [_read(env, atom) for atom in equation.invars]
+        rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
+        results = _run(equation, inner, pin, given, rests)
+        if equation.primitive.name in PINNED:
+            values = (scope.values[var] for var in equation.outvars)
+            results = [pin(x, value) for x, value in zip(results, values, strict=True)]
+        env.update(zip(equation.outvars, results, strict=True))
+        for var in last.get(place, ()):
+            del env[var]
+    return [_read(env, atom) for atom in jaxpr.outvars]
+
+
+def _variables(atoms: Sequence[Any], *, all_of: bool = False) -> list[Any]:
+    """Those that are no literals; with `all_of`, `None` stands for a literal."""
+    found = [None if isinstance(atom, Literal) else atom for atom in atoms]
+    return found if all_of else [atom for atom in found if atom is not None]
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
+    """After which equation a variable can be forgotten, so that eager calls free memory."""
+    places: dict[Any, int] = {}
+    for place, equation in enumerate(jaxpr.eqns):
+        for atom in (*equation.invars, *equation.outvars):
+            if not isinstance(atom, Literal):
+                places[atom] = place
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            places.pop(atom, None)
+    last: dict[int, list[Any]] = {}
+    for var, place in places.items():
+        last.setdefault(place, []).append(var)
+    return last
+
+
+def _run(
+    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+) -> list[Any]:
+    name = equation.primitive.name
+    if not inner or name in _AS_THEY_ARE:
+        return bind_again(equation, given)
+    if name in _LOOPS:
+        return _LOOPS[name](equation, inner, pin, given, rests)
+    run = _body(inner[0], pin, _constants(equation), rests)
+    if name in _REMATS:
+        params = equation.params
+        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return list(run(*given))
+
+
+# Their derivatives are given by hand and belong to the function as it is.
+_AS_THEY_ARE = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
+_REMATS = frozenset(["checkpoint", "remat", "remat2"])
+
+
+def _constants(equation: JaxprEqn) -> Sequence[Any]:
+    for key in ("jaxpr", "call_jaxpr"):
+        if key in equation.params:
+            return getattr(equation.params[key], "consts", ())
+    return ()
+
+
+def _body(
+    scope: Scope, pin: Pin, constants: Sequence[Any], rests: Sequence[bool]
+) -> Callable[..., list[Any]]:
+    return lambda *inputs: evaluate(scope, pin, constants, inputs, rests)
+
+
+def _scan(
+    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+) -> list[Any]:
+    params, scope = equation.params, inner[0]
+    consts, carries = params["num_consts"], params["num_carry"]
+    split = consts + carries
+    avals = scope.jaxpr.invars[consts:split]
+    values = [scope.values[var] for var in avals]
+    constants = params["jaxpr"].consts
+    still = [*rests[:consts], *(False for _ in values), *rests[split:]]
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        inputs = [*given[:consts], *_pinned(pin, carry, values), *xs]
+        results = evaluate(scope, pin, constants, inputs, still)
+        return _pinned(pin, results[:carries], values), results[carries:]
+
+    init = _typed(given[consts:split], avals)
+    carry, ys = jax.lax.scan(
+        body,
+        init,
+        list(given[split:]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _pinned(pin: Pin, arrays: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    return [pin(x, value) for x, value in zip(arrays, values, strict=True)]
+
+
+def _typed(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Literals are Python numbers; a loop must carry arrays of the type that it was traced with."""
+    return [
+        x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
+        for x, var in zip(arrays, variables, strict=True)
+    ]
+
+
+def _while(
+    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+) -> list[Any]:
+    params, (test, body) = equation.params, inner
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    split = first + second
+    variables = body.jaxpr.invars[second:]
+    values = [body.values[var] for var in variables]
+
+    def proceed(carry: list[Any]) -> Any:
+        inputs = [*given[:first], *carry]
+        return evaluate(test, pin, params["cond_jaxpr"].consts, inputs, rests[:first])[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        inputs = [*given[first:split], *_pinned(pin, carry, values)]
+        results = evaluate(body, pin, params["body_jaxpr"].consts, inputs, rests[first:split])
+        return _pinned(pin, results, values)
+
+    return jax.lax.while_loop(proceed, step, _typed(given[split:], variables))
+
+
+def _cond(
+    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+) -> list[Any]:
+    branches = [
+        _body(scope, pin, branch.consts, rests[1:])
+        for scope, branch in zip(inner, equation.params["branches"], strict=True)
+    ]
+    return list(jax.lax.switch(given[0], branches, *given[1:]))
+
+
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

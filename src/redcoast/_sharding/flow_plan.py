@@ -1,0 +1,78 @@
+"""A plan by dataflow: trace, follow, decide, lay out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import PyTree
+
+from .._parts import trainable_arrays
+from .dataflow import Decision, decide, follow_program
+from .hardware import Hardware
+from .layout import is_large, layout
+from .memory import fit_budget
+from .nodes import flat_leaves
+from .overrides import Override, apply_overrides, spec_axes
+from .rows import Row
+from .trace import trace
+from .traffic import traffic
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a program computes with a tree's arrays.
+
+    `dims` has for each array the dimension that is computed split over `model`, or None;
+    `batch_axes` are the axes that the batch is split over.
+    """
+
+    dims: tuple[int | None, ...]
+    batch_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlowPlan:
+    rows: list[Row]
+    compute: Compute
+    report: dict[str, Any]
+
+
+def plan_flow(
+    model: PyTree,
+    axes: Mapping[str, int],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    overrides: Sequence[Override],
+    trainable: PyTree,
+    hardware: Hardware,
+    budget: int | None,
+    state_bytes: float,
+) -> FlowPlan:
+    """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""
+    leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
+    given = apply_overrides(leaves, overrides, dict(axes))
+    forced = [_model_dim(given.get(leaf.index, ())) for leaf in leaves]
+    traced, _ = trace(fn, model, args)
+    program = follow_program(traced, trainable_arrays(model, trainable))
+
+    def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
+        decision = decide(program, axes, covered, hardware, forced)
+        return layout(leaves, decision, covered, given, axes), decision
+
+    large = [is_large(program, value) for value in program.parameters]
+    if budget is None:
+        rows, decision = make(large)
+    else:
+        rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
+    report = {
+        "batch_axes": [axis for axis in decision.batch_axes if axes[axis] > 1],
+        "traffic": traffic(rows, decision, axes),
+        "unknown": dict(sorted(program.graph.unknown.items())),
+    }
+    return FlowPlan(rows, Compute(decision.computed, decision.batch_axes), report)
+
+
+def _model_dim(spec: Any) -> int | None:
+    found = [d for d, entry in enumerate(spec) if "model" in spec_axes(entry)]
+    return found[0] if found else None

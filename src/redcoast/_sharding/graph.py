@@ -1,0 +1,148 @@
+"""What a traced program says about splitting: which dimensions go together, and what it costs."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """An array of the program: for each dimension a node; nodes that are linked are split alike.
+
+    `grad` is whether a gradient flows into it, so that its cotangent costs something.
+    """
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    grad: bool
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Partial sums: splitting `node` makes an all-reduce of an array over `dims`."""
+
+    node: int
+    dims: tuple[int, ...]
+    bytes: int
+    times: float
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An array whose dimension `source` becomes `target` in a way that does not keep a split.
+
+    If `source` is split, the array is gathered forward, and if `target` is, its cotangent backward.
+    """
+
+    source: int | None
+    target: int | None
+    source_bytes: int
+    target_bytes: int
+    dims: tuple[int, ...]
+    times: float
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic, in floating point operations, that is divided if one of `dims` is split."""
+
+    dims: tuple[int, ...]
+    flops: float
+
+
+@dataclass
+class Graph:
+    """What a walk through a program collects."""
+
+    sizes: list[int] = field(default_factory=list)
+    blocked: set[int] = field(default_factory=set)
+    stacks: set[int] = field(default_factory=set)  # blocked ones that count the layers of a scan
+    links: list[tuple[int, int]] = field(default_factory=list)
+    soft_links: list[tuple[int, int]] = field(default_factory=list)
+    sums: dict[Any, Sum] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    together: dict[tuple[int, ...], int] = field(default_factory=dict)
+    traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
+    saved: dict[tuple[int, ...], float] = field(default_factory=dict)
+    unknown: Counter[str] = field(default_factory=Counter)
+    times: float = 1.0
+    forwards: float = 1.0  # how often forward collectives run: rematerialised ones run again
+
+    def node(self, size: int, *, blocked: bool = False) -> int:
+        self.sizes.append(size)
+        if blocked:
+            self.blocked.add(len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def value(self, aval: Any, dims: tuple[int, ...] | None = None, *, grad: bool = False) -> Value:
+        """A value of an abstract shape; without `dims`, each of its dimensions is a new node."""
+        shape = tuple(getattr(aval, "shape", ()))
+        dims = tuple(self.node(size) for size in shape) if dims is None else dims
+        found = Value(dims, shape, itemsize(aval), grad and is_differentiable(aval))
+        if len(dims) > 1:
+            # The most bytes of the values over these nodes: their conflicts are the same.
+            self.together[dims] = max(self.together.get(dims, 0), found.bytes)
+        if dims:
+            # Written once and read once, forward and backward.
+            moved = 2 * found.bytes * self.times * (self.forwards + found.grad)
+            self.traffic[dims] = self.traffic.get(dims, 0.0) + moved
+        return found
+
+    def link(self, a: int, b: int) -> None:
+        if a != b:
+            self.links.append((a, b))
+
+    def sum(self, node: int, value: Value, *, backward: bool = False) -> None:
+        """Splitting `node` makes partial sums of `value`, or backward, of its cotangent."""
+        if backward and not value.grad:
+            return
+        times = self.times if backward else self.times * self.forwards
+        # Several uses of one value: their cotangents are added before they are reduced.
+        key = (value, node) if backward else len(self.sums)
+        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward)
+
+    def cut(
+        self, value: Value, source: int | None, result: Value | None, target: int | None
+    ) -> None:
+        """Dimension `source` of `value` does not stay split as dimension `target` of `result`."""
+        dims = value.dims if result is None else result.dims
+        out = 0 if result is None else result.bytes
+        self.cuts.append(Cut(source, target, value.bytes, out, dims, self.times, value.grad))
+        if source is not None and target is not None:
+            self.soft_links.append((source, target))
+
+    def save(self, value: Value) -> None:
+        """The value is kept for the backward pass, unless it is computed again there."""
+        if value.grad and self.forwards == 1:
+            before = self.saved.get(value.dims, 0.0)
+            self.saved[value.dims] = before + value.bytes * self.times
+
+    def work(self, dims: tuple[int, ...], flops: float) -> None:
+        self.works.append(Work(dims, flops * self.times))
+
+
+def itemsize(aval: Any) -> int:
+    dtype = getattr(aval, "dtype", None)
+    return getattr(dtype, "itemsize", 0) if dtype is not None else 0
+
+
+def is_differentiable(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def output(equation: JaxprEqn, place: int = 0) -> Any:
+    """The abstract value of one of an equation's results."""
+    return equation.outvars[place].aval

@@ -1,0 +1,61 @@
+"""How much memory a plan takes on each device, by a rough count, and how to stay in a budget."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from .dataflow import Decision, Program, batch_dims
+from .overrides import spec_axes
+from .rows import Row
+
+Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
+
+
+def estimate(
+    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: float
+) -> float:
+    """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
+
+    `state_bytes` is how many bytes of optimizer state there are for each byte of parameters.
+    """
+    total = 0.0
+    for row, value in zip(rows, decision.program.parameters, strict=True):
+        parts = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
+        copies = 1 + (1 + state_bytes) * value.grad
+        total += copies * value.bytes / parts
+    return total + saved_bytes(decision, axes)
+
+
+def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> float:
+    """Bytes of activations kept for the backward pass: results of contractions and carries."""
+    batch = batch_dims(decision.program, prod(axes[axis] for axis in decision.batch_axes))
+    classes, total = decision.classes, 0.0
+    for dims, size in decision.program.graph.saved.items():
+        split = any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
+        total += size / batch.parts(dims) / (axes["model"] if split else 1)
+    return total
+
+
+def fit_budget(
+    make: Make,
+    large: Sequence[bool],
+    program: Program,
+    axes: Mapping[str, int],
+    budget: int,
+    state_bytes: float,
+) -> tuple[list[Row], Decision]:
+    """The plan that splits the fewest arrays, the largest ones, and stays in the budget."""
+    sizes = [
+        value.bytes if big else 0 for value, big in zip(program.parameters, large, strict=True)
+    ]
+    least = float("inf")
+    for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
+        rows, decision = make([size >= bound for size in sizes])
+        least = estimate(rows, decision, axes, state_bytes)
+        if least <= budget:
+            return rows, decision
+    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    raise ValueError(
+        f"The budget of {budget / 1e6:,.1f} MB for each device is too small: with everything split "
+        f"over the mesh {shown}, parameters, gradients, optimizer state and activations take about "
+        f"{least / 1e6:,.1f} MB. Use more devices, a larger `fsdp` or `model`, or a smaller batch."
+    )

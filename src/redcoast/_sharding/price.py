@@ -1,0 +1,155 @@
+"""What splitting classes of dimensions costs, as a small problem for a search."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .classes import Classes
+from .graph import Cut, Graph, Value
+from .hardware import Hardware, all_gather, all_reduce
+
+Choice = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An array of the tree, and whether it is split whatever that costs."""
+
+    value: Value
+    covered: bool
+
+
+@dataclass
+class Problem:
+    """Choose a set of groups of classes such that no two are in conflict; what each set costs.
+
+    Groups stand for classes that decide alike. Prices are seconds per step.
+    """
+
+    groups: list[int]
+    against: dict[int, set[int]]
+    constant: float = 0.0
+    single: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    # Of each set of groups: the price if one of them is chosen, and if none is.
+    covers: dict[Choice, tuple[float, float]] = field(default_factory=dict)
+
+    def price(self, chosen: Iterable[int]) -> float:
+        chosen = frozenset(chosen)
+        total = self.constant + sum(self.single.get(one, 0.0) for one in chosen)
+        for groups, (hit, miss) in self.covers.items():
+            total += miss if chosen.isdisjoint(groups) else hit
+        return total
+
+    def allowed(self, chosen: Iterable[int]) -> bool:
+        chosen = frozenset(chosen)
+        return all(chosen.isdisjoint(self.against[one]) for one in chosen)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How many devices the batch is split over, `fsdp` of them storing parameters, and `model`."""
+
+    batch: int
+    fsdp: int
+    model: int
+
+
+def pose(
+    graph: Graph,
+    classes: Classes,
+    batch: "BatchDims",
+    parameters: Sequence[Parameter],
+    group_of: Mapping[int, int],
+    against: Mapping[int, set[int]],
+    axes: Axes,
+    hardware: Hardware,
+) -> Problem:
+    """The problem of choosing among `group_of`, which maps classes to groups."""
+    problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
+    groups = lambda dims: frozenset(
+        group_of[one] for node in dims if (one := classes[node]) in group_of
+    )
+    model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
+    for found in graph.sums.values():
+        local = found.bytes * found.times / batch.parts(found.dims)
+        if (one := classes[found.node]) in group_of and classes.divides(found.node):
+            problem.single[group_of[one]] += all_reduce(axes.model, local) / model
+        if batch.has(found.node):
+            whole = all_reduce(axes.batch, found.bytes * found.times) / spread
+            _cover(problem, groups(found.dims), whole, axes.model)
+    for cut in graph.cuts:
+        _cut(problem, cut, classes, group_of, batch, axes, model)
+    for work in graph.works:
+        seconds = work.flops / batch.parts(work.dims) / hardware.flops
+        _cover(problem, groups(work.dims), seconds, axes.model)
+    for dims, moved in graph.traffic.items():
+        _cover(
+            problem, groups(dims), moved / batch.parts(dims) / hardware.memory_bandwidth, axes.model
+        )
+    for parameter in parameters:
+        _store(problem, parameter, groups(parameter.value.dims), axes, hardware)
+    return problem
+
+
+@dataclass(frozen=True)
+class BatchDims:
+    """Which nodes are split as the batch is, over `count` devices."""
+
+    classes: Classes
+    roots: frozenset[int]
+    count: int
+
+    def has(self, node: int) -> bool:
+        return self.classes[node] in self.roots
+
+    def parts(self, dims: Iterable[int]) -> int:
+        return self.count if any(self.has(node) for node in dims) else 1
+
+
+def _cover(problem: Problem, groups: Choice, seconds: float, parts: int) -> None:
+    """`seconds`, or a part of it if one of the groups is chosen."""
+    _add(problem, groups, seconds / parts, seconds)
+
+
+def _add(problem: Problem, groups: Choice, hit: float, miss: float) -> None:
+    if not groups:
+        problem.constant += miss
+        return
+    before = problem.covers.get(groups, (0.0, 0.0))
+    problem.covers[groups] = (before[0] + hit, before[1] + miss)
+
+
+def _cut(
+    problem: Problem,
+    cut: Cut,
+    classes: Classes,
+    group_of: Mapping[int, int],
+    batch: BatchDims,
+    axes: Axes,
+    bandwidth: float,
+) -> None:
+    source, target = (
+        None if node is None or not classes.divides(node) else classes[node]
+        for node in (cut.source, cut.target)
+    )
+    if source == target:
+        return
+    parts = batch.parts(cut.dims)
+    gather = lambda size: all_gather(axes.model, size * cut.times / parts) / bandwidth
+    if source is not None and source in group_of:
+        problem.single[group_of[source]] += gather(cut.source_bytes)
+    if target is not None and target in group_of and cut.grad:
+        problem.single[group_of[target]] += gather(cut.target_bytes)
+
+
+def _store(
+    problem: Problem, parameter: Parameter, groups: Choice, axes: Axes, hardware: Hardware
+) -> None:
+    """An array that is stored split is gathered where it is used, forward and backward."""
+    size = parameter.value.bytes
+    passes = 1 + parameter.value.grad
+    over_fsdp = passes * all_gather(axes.fsdp, size) / hardware.batch_bandwidth
+    over_model = passes * all_gather(axes.model, size) / hardware.model_bandwidth
+    if not parameter.covered:
+        over_fsdp = over_model = 0.0
+    _add(problem, groups, over_fsdp / axes.model, over_fsdp / axes.model + over_model)

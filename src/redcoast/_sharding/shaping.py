@@ -1,0 +1,257 @@
+"""Operations that arrange, cut and join arrays."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from .graph import Graph, Value, output
+
+
+def transpose(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    dims = tuple(inputs[0].dims[d] for d in equation.params["permutation"])
+    return [graph.value(output(equation), dims, grad=inputs[0].grad)]
+
+
+def squeeze(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    gone = equation.params["dimensions"]
+    dims = tuple(node for d, node in enumerate(inputs[0].dims) if d not in gone)
+    return [graph.value(output(equation), dims, grad=inputs[0].grad)]
+
+
+def expand_dims(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    aval, rest = output(equation), iter(inputs[0].dims)
+    new = equation.params["dimensions"]
+    dims = tuple(graph.node(1) if d in new else next(rest) for d in range(len(aval.shape)))
+    return [graph.value(aval, dims, grad=inputs[0].grad)]
+
+
+def broadcast_in_dim(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    (operand, *_), aval = inputs, output(equation)
+    came = dict(zip(equation.params["broadcast_dimensions"], range(len(operand.dims)), strict=True))
+    dims = []
+    for d, size in enumerate(aval.shape):
+        if d in came and operand.shape[came[d]] == size:
+            dims.append(operand.dims[came[d]])
+        else:
+            dims.append(graph.node(size))
+            # What is repeated forward is summed backward.
+            graph.sum(dims[-1], operand, backward=True)
+    return [graph.value(aval, tuple(dims), grad=operand.grad)]
+
+
+def reshape(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Dimensions that are merged or parted stay split along the slowest of them."""
+    operand, aval = inputs[0], output(equation)
+    order = equation.params.get("dimensions")
+    if order is not None:
+        dims, shape = (tuple(x[d] for d in order) for x in (operand.dims, operand.shape))
+        operand = Value(dims, shape, operand.itemsize, operand.grad)
+    nodes: list[int] = [-1] * len(aval.shape)
+    major: list[tuple[list[int], list[int]]] = list(_parts(operand.shape, tuple(aval.shape)))
+    for before, after in major:
+        if len(before) == len(after) == 1:
+            nodes[after[0]] = operand.dims[before[0]]
+            continue
+        for d in after:
+            nodes[d] = graph.node(aval.shape[d])
+    result = graph.value(aval, tuple(_filled(graph, nodes, aval.shape)), grad=operand.grad)
+    for before, after in major:
+        if before and after and not len(before) == len(after) == 1:
+            graph.link(operand.dims[before[0]], result.dims[after[0]])
+            for a in before:
+                same = result.dims[after[0]] if a == before[0] else None
+                graph.cut(operand, operand.dims[a], result, same)
+            for b in after[1:]:
+                graph.cut(operand, None, result, result.dims[b])
+    return [result]
+
+
+def _filled(graph: Graph, nodes: list[int], shape: Sequence[int]) -> Iterator[int]:
+    for node, size in zip(nodes, shape, strict=True):
+        yield graph.node(size) if node < 0 else node
+
+
+def _parts(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The smallest runs of dimensions with the same product on both sides, without those of one."""
+    a = [d for d, size in enumerate(before) if size != 1]
+    b = [d for d, size in enumerate(after) if size != 1]
+    while a or b:
+        left, right = [a.pop(0)] if a else [], [b.pop(0)] if b else []
+        x, y = (before[left[0]] if left else 1), (after[right[0]] if right else 1)
+        while x != y and (a or b):
+            if (x < y and a) or not b:
+                left.append(a.pop(0))
+                x *= before[left[-1]]
+            else:
+                right.append(b.pop(0))
+                y *= after[right[-1]]
+        yield left, right
+
+
+def _kept(
+    graph: Graph, equation: JaxprEqn, operand: Value, kept: Sequence[bool], *, blocked: bool = False
+) -> Value:
+    """A result with the operand's dimensions where `kept`, and new ones where they are cut."""
+    aval = output(equation)
+    dims = tuple(
+        node if keep else graph.node(size, blocked=blocked)
+        for node, keep, size in zip(operand.dims, kept, aval.shape, strict=True)
+    )
+    result = graph.value(aval, dims, grad=operand.grad)
+    for node, keep, new in zip(operand.dims, kept, dims, strict=True):
+        if not keep:
+            if blocked:
+                graph.blocked.add(node)
+            graph.cut(operand, node, result, new)
+    return result
+
+
+def sliced(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """`slice`, `dynamic_slice`, `rev`-like: a dimension of which a part is taken is cut."""
+    after = output(equation).shape
+    kept = [a == b for a, b in zip(inputs[0].shape, after, strict=True)]
+    return [_kept(graph, equation, inputs[0], kept)]
+
+
+def reverse(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    kept = [d not in equation.params["dimensions"] for d in range(len(inputs[0].dims))]
+    return [_kept(graph, equation, inputs[0], kept)]
+
+
+def cumulative(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    kept = [d != equation.params["axis"] for d in range(len(inputs[0].dims))]
+    return [_kept(graph, equation, inputs[0], kept)]
+
+
+def pad(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    kept = [config == (0, 0, 0) for config in equation.params["padding_config"]]
+    return [_kept(graph, equation, inputs[0], kept)]
+
+
+def window(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Dimensions that a window moves over are space: never split."""
+    after = output(equation).shape
+    sizes = equation.params["window_dimensions"]
+    kept = [w == 1 and a == b for w, a, b in zip(sizes, inputs[0].shape, after, strict=True)]
+    return [_kept(graph, equation, inputs[0], kept, blocked=True)]
+
+
+def window_scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """`select_and_scatter_add` and the like: the backward pass of pooling."""
+    aval = output(equation)
+    like = next(value for value in reversed(inputs) if value.shape == tuple(aval.shape))
+    sizes = equation.params["window_dimensions"]
+    for value in inputs:
+        if len(value.dims) == len(like.dims):
+            for node, other, size in zip(value.dims, like.dims, sizes, strict=True):
+                if size > 1:
+                    graph.blocked.update((node, other))
+                else:
+                    graph.link(node, other)
+    return [graph.value(aval, like.dims, grad=any(value.grad for value in inputs))]
+
+
+def concatenate(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    aval, axis = output(equation), equation.params["dimension"]
+    first = inputs[0].dims
+    dims = (*first[:axis], graph.node(aval.shape[axis]), *first[axis + 1 :])
+    result = graph.value(aval, dims, grad=any(value.grad for value in inputs))
+    for value in inputs:
+        for d, node in enumerate(value.dims):
+            if d == axis:
+                graph.cut(value, node, result, dims[axis])
+            else:
+                graph.link(node, dims[d])
+    return [result]
+
+
+def stack(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    aval, axis = output(equation), equation.params["axis"]
+    first = inputs[0].dims
+    for value in inputs[1:]:
+        for a, b in zip(first, value.dims, strict=True):
+            graph.link(a, b)
+    dims = (*first[:axis], graph.node(aval.shape[axis]), *first[axis:])
+    return [graph.value(aval, dims, grad=any(value.grad for value in inputs))]
+
+
+def unstack(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    operand, axis = inputs[0], equation.params["axis"]
+    dims = (*operand.dims[:axis], *operand.dims[axis + 1 :])
+    results = [graph.value(var.aval, dims, grad=operand.grad) for var in equation.outvars]
+    graph.cut(operand, operand.dims[axis], results[0], None)
+    return results
+
+
+def tile(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    return [_kept(graph, equation, inputs[0], [n == 1 for n in equation.params["reps"]])]
+
+
+def split(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    operand, axis = inputs[0], equation.params["axis"]
+    results = []
+    for var in equation.outvars:
+        aval: Any = var.aval
+        new = graph.node(aval.shape[axis])
+        dims = (*operand.dims[:axis], new, *operand.dims[axis + 1 :])
+        results.append(graph.value(aval, dims, grad=operand.grad))
+        # A gather of the whole serves all parts.
+        source = operand.dims[axis] if var is equation.outvars[0] else None
+        graph.cut(operand, source, results[-1], new)
+        graph.soft_links.append((operand.dims[axis], new))
+    return results
+
+
+def sort(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    axis = equation.params["dimension"]
+    return _ordered(graph, equation, inputs, axis % max(1, len(inputs[0].dims)))
+
+
+def top_k(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    axis = equation.params.get("axis", equation.params.get("reduction_dimension", -1))
+    return _ordered(graph, equation, inputs[:1], axis % len(inputs[0].dims))
+
+
+def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: int) -> list[Value]:
+    first = inputs[0]
+    for value in inputs[1:]:
+        for a, b in zip(first.dims, value.dims, strict=True):
+            graph.link(a, b)
+    size = output(equation).shape[axis]
+    new = graph.node(size)
+    dims = (*first.dims[:axis], new, *first.dims[axis + 1 :])
+    grad = any(value.grad for value in inputs)
+    results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
+    graph.cut(first, first.dims[axis], results[0], new)
+    return results
+
+
+def reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Sums, maxima and the like: partial results are combined where a summed dimension is split."""
+    axes = equation.params.get("axes", equation.params.get("dimensions", ()))
+    count = len(equation.outvars)
+    for value in inputs[1:count]:
+        for a, b in zip(inputs[0].dims, value.dims, strict=True):
+            graph.link(a, b)
+    dims = tuple(node for d, node in enumerate(inputs[0].dims) if d not in axes)
+    grad = any(value.grad for value in inputs)
+    results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
+    for result in results:
+        for d in axes:
+            graph.sum(inputs[0].dims[d], result)
+    return results
+
+
+def named_reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """`psum` and the like: under `vmap` the axis that they name is a dimension."""
+    axes = [axis for axis in equation.params.get("axes", ()) if isinstance(axis, int)]
+    results = []
+    for value, var in zip(inputs, equation.outvars, strict=True):
+        dims = tuple(node for d, node in enumerate(value.dims) if d not in axes)
+        results.append(graph.value(var.aval, dims, grad=value.grad))
+        for d in axes:
+            graph.sum(value.dims[d], results[-1])
+    return results

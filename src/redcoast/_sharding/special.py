@@ -1,0 +1,76 @@
+"""Operations whose dimensions are not free: transforms, decompositions, random bits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from .contractions import cut_all
+from .graph import Graph, Value, output
+
+DECOMPOSITIONS = frozenset(
+    """
+    cholesky cholesky_update eig eigh hessenberg householder_product lu
+    lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
+    tridiagonal_solve
+    """.split()  # noqa: SIM905
+)
+# Known to have nothing that could be split, or nothing that comes out.
+FRESH = frozenset(
+    """
+    iota random_bits random_seed random_wrap random_unwrap random_split random_gamma
+    rng_uniform rng_bit_generator random_clone debug_callback debug_print axis_index empty
+    create_token partition_id
+    """.split()  # noqa: SIM905
+)
+
+
+def fresh(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    grad = any(value.grad for value in inputs)
+    return [graph.value(var.aval, grad=grad) for var in equation.outvars]
+
+
+def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """No dimension is split over `model`, and the transformed ones over no axis at all."""
+    operand, count = inputs[0], len(equation.params["fft_lengths"])
+    kept = len(operand.dims) - count
+    aval = output(equation)
+    new = tuple(graph.node(size, blocked=True) for size in aval.shape[kept:])
+    graph.blocked.update(operand.dims)
+    return [graph.value(aval, (*operand.dims[:kept], *new), grad=operand.grad)]
+
+
+def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Leading dimensions count matrices; the matrices themselves are never split."""
+    first = inputs[0]
+    count = len(first.dims) - 2
+    for value in inputs:
+        graph.blocked.update(value.dims[count:])
+        for a, b in zip(first.dims[:count], value.dims[:count], strict=False):
+            graph.link(a, b)
+    grad = any(value.grad for value in inputs)
+    return [_matrices(graph, var.aval, first.dims[:count], grad) for var in equation.outvars]
+
+
+def _matrices(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Value:
+    shape = aval.shape
+    matching = len(shape) >= len(leading) and all(
+        graph.sizes[node] == size for node, size in zip(leading, shape, strict=False)
+    )
+    kept = leading if matching else ()
+    new = tuple(graph.node(size, blocked=True) for size in shape[len(kept) :])
+    return graph.value(aval, (*kept, *new), grad=grad)
+
+
+def opaque(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """An operation that is not understood: its operands must be whole, its results come whole."""
+    graph.unknown[equation.primitive.name] += 1
+    if not equation.outvars:
+        return []
+    results = [cut_all(graph, output(equation), inputs)]
+    grad = any(value.grad for value in inputs)
+    for var in equation.outvars[1:]:
+        results.append(graph.value(var.aval, grad=grad))
+        for node in results[-1].dims:
+            graph.cut(results[-1], None, results[-1], node)
+    return results

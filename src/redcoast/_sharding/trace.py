@@ -1,0 +1,50 @@
+"""A user's function as a program: its equations, and which inputs are which arrays."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
+
+from .._parts import Static, join, split
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The program of `fn(tree, *args)`.
+
+    Its inputs are the arrays of the tree, `arrays` of them; then those of the first argument, the
+    batch, `batch` of them; then those of the other arguments.
+    """
+
+    jaxpr: ClosedJaxpr
+    arrays: int
+    batch: int
+    output: Static
+
+    @property
+    def trains(self) -> bool:
+        """Whether the function is a loss: its first result a floating point scalar."""
+        first = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
+        return first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
+
+
+def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Traced, list[Any]]:
+    """The program of `fn(tree, *args)`, and the arrays that it is called with here."""
+    arrays, static = split(tree)
+    batch, batch_static = split(tuple(args[:1]))
+    others, others_static = split(tuple(args[1:]))
+    outputs: list[Static] = []
+
+    def flat(arrays: list[Any], batch: list[Any], others: list[Any]) -> list[Any]:
+        result = fn(join(arrays, static), *join(batch, batch_static), *join(others, others_static))
+        found, output = split(result)
+        outputs.append(output)
+        return found
+
+    jaxpr = jax.make_jaxpr(flat)(arrays, batch, others)
+    traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1])
+    return traced, [*arrays, *batch, *others]

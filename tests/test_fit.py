@@ -118,8 +118,8 @@ def test_one_compilation_for_each_shape():
         return loss_fn(model, batch, key)
 
     fit(epochs=3, loss_fn=loss, mesh=rc.make_mesh(fsdp=2, model=2))
-    # 600 examples: 37 batches of 16, and one of 8.
-    assert sorted(traces) == [(8, 16), (16, 16)]
+    # 600 examples: 37 batches of 16, and one of 8. The plan traces a batch as well.
+    assert sorted(traces) == [(8, 16), (16, 16), (16, 16)]
 
 
 def test_every_example_is_trained_on_once_in_each_epoch():
@@ -498,11 +498,16 @@ def test_loggers_are_told_of_the_run_and_closed(tmp_path):
     assert Log.closed == 2
     assert Log.steps == [1, 2, 3, 4]
 
-    def broken(model, batch, key):
-        raise RuntimeError("broken")
+    calls = []
+
+    def broken(examples):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("broken")
+        return collate_fn(examples)
 
     with pytest.raises(RuntimeError, match="broken"):
-        fit(log=Log(), loss_fn=broken)
+        fit(log=Log(), collate_fn=broken)
     assert Log.closed == 3
 
 
@@ -540,9 +545,10 @@ def test_epochs_go_on_where_a_short_batch_ended():
 
     examples = EXAMPLES[:10]
     state = fit(examples=examples, epochs=1, batch_size=4, collate_fn=collate)
-    assert [len(rows) for rows in seen] == [4, 4, 2]
+    # Each run collates a first batch to plan with.
+    assert [len(rows) for rows in seen] == [4, 4, 4, 2]
     fit(model=state, examples=examples, epochs=2, batch_size=4, collate_fn=collate)
-    assert sorted(sum(seen[3:], [])) == list(range(10))
+    assert sorted(sum(seen[5:], [])) == list(range(10))
 
 
 def test_a_donated_state_is_named():

@@ -1,7 +1,9 @@
 """Evaluation and prediction over raw examples: each of them once."""
 
+import functools as ft
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,8 +17,9 @@ from ._loss import LossFn, evaluate_loss
 from ._mesh import ambient_or_default
 from ._precision import check_compute_dtype
 from ._predict import PredictFn, predict
-from ._sharding import infer_shardings
+from ._sharding import plan_shardings
 
+T = TypeVar("T")
 OutputFn = Callable[[PyTree], list[Any]]
 
 
@@ -67,10 +70,14 @@ def evaluate(
     """
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
-    shardings = infer_shardings(model, mesh)
-    evaluation = compile_evaluation(loss_fn, shardings, mesh, compute_dtype)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
-    return run_evaluation(evaluation, place_tree(model, shardings), batches, key)
+    first, batches = peek(batches)
+    program = lambda model, *args: _evaluation(
+        model, *args, loss_fn=loss_fn, compute_dtype=compute_dtype
+    )[0]["loss"]
+    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
+    evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
+    return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
 
 def predict_examples(
@@ -115,11 +122,24 @@ def predict_examples(
     """
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
-    shardings = infer_shardings(model, mesh)
-    prediction = compile_prediction(predict_fn, shardings, mesh, compute_dtype)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
-    outputs = run_prediction(prediction, place_tree(model, shardings), batches, output_fn, key)
+    first, batches = peek(batches)
+    program = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
+    planned = plan.constrain(predict_fn)
+    prediction = compile_prediction(planned, plan.shardings, mesh, compute_dtype)
+    outputs = run_prediction(prediction, place_tree(model, plan.shardings), batches, output_fn, key)
     return list(outputs)
+
+
+def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    return jax.random.key(0) if key is None else key
+
+
+def peek(items: Iterator[T]) -> tuple[T, Iterator[T]]:
+    """The first of some items, and all of them."""
+    first = next(items)
+    return first, itertools.chain([first], items)
 
 
 def compile_evaluation(
@@ -201,7 +221,7 @@ def _one_behind(
     call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
 ) -> Iterator[tuple[int, Any]]:
     """Rows and results, as NumPy arrays; each is read when the next is under way."""
-    key = jax.random.key(0) if key is None else key
+    key = _default(key)
     under_way = None
     for i, batch in enumerate(batches):
         result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))

@@ -15,18 +15,19 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from ._compile import compile_step
 from ._course import Course, check_end, course_batches, plan_course
 from ._data import Batch, CollateFn, with_last
-from ._evaluate import OutputFn, check_batch_size, place_tree
+from ._evaluate import OutputFn, check_batch_size
 from ._loss import LossFn
 from ._mesh import ambient_or_default, batch_shards
+from ._planning import first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
 from ._reading import Log, MetricsReader
 from ._retention import Checkpoints, Saver, restore_newest, saved_steps
-from ._sharding import Plan, plan_shardings
+from ._sharding import Plan
 from ._signals import stop_signals
 from ._tracking import RunInfo, code_version, say, start_loggers
-from ._train import TrainState, create_split, state_of, train_step
+from ._train import TrainState, train_step
 from ._validation import MetricFn, Validation, make_validation
 
 logger = logging.getLogger("redcoast")
@@ -56,6 +57,7 @@ def fit(
     trainable: PyTree = eqx.is_inexact_array,
     overrides: Sequence[tuple[str, Any]] = (),
     progress: bool | None = None,
+    verify: bool = False,
 ) -> TrainState:
     """Trains a model on raw examples, split over the devices of a mesh.
 
@@ -95,6 +97,8 @@ def fit(
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `progress`: `True` shows a bar anywhere, `False` prints nothing; by default there is a bar on
         a terminal and a line now and then elsewhere.
+    - `verify`: compares loss and gradients of the planned program with one device's on a few
+        examples before the first step; the model has to fit on one device.
 
     **Returns:**
 
@@ -118,9 +122,20 @@ def fit(
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
     quiet = progress is False or jax.process_index() != 0
-    abstract, plan, make = _planned(model_or_state, optimizer, key, mesh, trainable, overrides)
+    abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
+    draw = ft.partial(first_batch, examples, collate_fn, batch_size)
+    plan = plan_run(
+        abstract,
+        draw,
+        mesh,
+        accumulate=accumulate,
+        loss_fn=loss_fn,
+        compute_dtype=compute_dtype,
+        trainable=trainable,
+        overrides=overrides,
+    )
     restored = restore_newest(checkpoints, abstract, plan.shardings) if checkpoints else None
-    state, saved = restored or (make(), {})
+    state, saved = restored or (make(plan.shardings), {})
     course = plan_course(examples, state, saved, batch_size, epochs, steps)
     validation = make_validation(
         eval_examples,
@@ -130,7 +145,7 @@ def fit(
         output_fn=output_fn,
         metric_fn=metric_fn,
         batch_size=batch_size,
-        shardings=plan.shardings.model,
+        plan=plan,
         mesh=mesh,
         compute_dtype=compute_dtype,
     )
@@ -138,9 +153,11 @@ def fit(
     if not quiet:
         _announce(plan, course, restored is not None, batch_size)
     _rehearse(validation, state, checkpoints)
+    if verify:
+        verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
     step = ft.partial(
         train_step,
-        loss_fn=loss_fn,
+        loss_fn=plan.constrain(loss_fn),
         optimizer=optimizer,
         compute_dtype=compute_dtype,
         trainable=trainable,
@@ -214,39 +231,6 @@ def _loop(
         check_end(course, step)
     reader.flush()
     return state
-
-
-def _planned(
-    model_or_state: PyTree,
-    optimizer: optax.GradientTransformation,
-    key: PRNGKeyArray | None,
-    mesh: Mesh,
-    trainable: PyTree,
-    overrides: Sequence[tuple[str, Any]],
-) -> tuple[TrainState, Plan, Callable[[], TrainState]]:
-    """The abstract state of the run, the plan of it, and how to make it, split over the mesh."""
-    if isinstance(model_or_state, TrainState):
-        if key is not None:
-            raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
-        leaves = jax.tree.leaves(model_or_state)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-            raise ValueError(
-                "The `TrainState` that `fit` was given was donated before, to `fit` or a compiled "
-                "step. Go on with the state that was returned."
-            )
-        plan = plan_shardings(model_or_state, mesh, overrides=overrides)
-        return model_or_state, plan, lambda: place_tree(model_or_state, plan.shardings)
-    key = jax.random.key(0) if key is None else key
-    create = lambda m, k: state_of(m, optimizer, key=k, trainable=trainable)
-    abstract = eqx.filter_eval_shape(create, model_or_state, key)
-    plan = plan_shardings(abstract, mesh, overrides=overrides)
-
-    def make() -> TrainState:
-        # A copy: training donates its state, and the caller's model stays theirs.
-        model = place_tree(model_or_state, plan.shardings.model, copy=True)
-        return create_split(create, model, key, shardings=plan.shardings)
-
-    return abstract, plan, make
 
 
 def _compiled_steps(

@@ -19,6 +19,7 @@ from ._evaluate import (
 )
 from ._loss import LossFn
 from ._predict import PredictFn
+from ._sharding import Plan
 
 MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
@@ -70,7 +71,7 @@ def make_validation(
     output_fn: OutputFn | None,
     metric_fn: MetricFn | None,
     batch_size: int,
-    shardings: PyTree,
+    plan: Plan,
     mesh: Mesh,
     compute_dtype: Any,
 ) -> Validation | None:
@@ -85,10 +86,11 @@ def make_validation(
         return None
     of_epoch, _ = by_epoch(examples, name="eval_examples")
     examples = of_epoch(0)
-    evaluation = compile_evaluation(loss_fn, shardings, mesh, compute_dtype)
+    shardings = plan.shardings.model
+    evaluation = compile_evaluation(plan.constrain(loss_fn), shardings, mesh, compute_dtype)
     prediction = None
     if predict_fn is not None and metric_fn is not None:
-        prediction = compile_prediction(predict_fn, shardings, mesh, compute_dtype)
+        prediction = compile_prediction(plan.constrain(predict_fn), shardings, mesh, compute_dtype)
     return Validation(
         examples, collate_fn, batch_size, mesh, evaluation, prediction, output_fn, metric_fn
     )

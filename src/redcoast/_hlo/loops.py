@@ -134,8 +134,9 @@ def _comparison(scope: Scope) -> tuple[Value, str, Value] | None:
     direction = re.search(r"\bdirection=(\w+)", attributes(instruction))
     if instruction.opcode != "compare" or direction is None:
         return None
-    left, right = operands(instruction)
-    return _value(scope, left, None), direction[1], _value(scope, right, None)
+    compared = operands(instruction)
+    left, right = _value(scope, compared[0], None), _value(scope, compared[1], None)
+    return left, direction[1], right
 
 
 def _value(scope: Scope, name: str, place: int | None) -> Value:
@@ -155,9 +156,9 @@ def _value(scope: Scope, name: str, place: int | None) -> Value:
         case "tuple":
             return None if place is None else _value(scope, operands(instruction)[place], None)
         case "add" | "subtract":
-            sign = 1 if instruction.opcode == "add" else -1
-            left, right = (_value(scope, operand, None) for operand in operands(instruction))
-            return _sum(left, right, sign)
+            terms = operands(instruction)
+            left, right = _value(scope, terms[0], None), _value(scope, terms[1], None)
+            return _sum(left, right, 1 if instruction.opcode == "add" else -1)
         case "fusion" | "call":
             inner = callee(instruction, "calls", "to_apply")
             return _root(inner_scope(scope, instruction, inner), place)

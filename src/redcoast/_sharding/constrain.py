@@ -1,6 +1,6 @@
 """A function with the shardings of its activations constrained as a plan says."""
 
-import functools as ft
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .._parts import join
 from .classes import Classes
 from .dataflow import Program, batch_dims, follow_program
-from .evaluate import evaluate
+from .evaluate import NotRebuilt, evaluate
 from .graph import Value
 from .price import BatchDims
 from .trace import trace
@@ -51,27 +51,56 @@ class Splits:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(value)))
 
 
-def constrained(
-    fn: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
-    computed: Sequence[int | None],
-    batch_axes: tuple[str, ...],
-) -> Callable[..., Any]:
-    """`fn(tree, *args)` with its activations split as the arrays of the tree are computed."""
+@dataclass(frozen=True)
+class Constrained:
+    """`fn(tree, *args)` with its activations split as the arrays of the tree are computed.
 
-    @ft.wraps(fn)
-    def call(tree: PyTree, *args: Any) -> Any:
-        traced, arrays = trace(fn, tree, args)
+    Equal for equal functions and plans, so that what is compiled for one is found again.
+    """
+
+    fn: Callable[..., Any]
+    mesh: Mesh | AbstractMesh
+    computed: tuple[int | None, ...]
+    batch_axes: tuple[str, ...]
+
+    def __call__(self, tree: PyTree, *args: Any) -> Any:
+        try:
+            traced, arrays = trace(self.fn, tree, args)
+        except Exception as error:
+            # If it is the function that is at fault, this raises what it raises by itself.
+            result = self.fn(tree, *args)
+            _warn(self.fn, f"it cannot be traced ({type(error).__name__})")
+            return result
+        self._check(traced.arrays)
         program = follow_program(traced, [False] * traced.arrays)
-        splits = find_splits(program, mesh, computed, batch_axes)
+        splits = find_splits(program, self.mesh, self.computed, self.batch_axes)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
         arrays[first] = map(splits.pin, arrays[first], values[first])
         stored = [True] * traced.arrays
-        results = evaluate(program.scope, splits.pin, traced.jaxpr.consts, arrays, stored)
+        try:
+            results = evaluate(program.scope, splits.pin, traced.jaxpr.consts, arrays, stored)
+        except NotRebuilt as error:
+            _warn(self.fn, f"its `{error}` cannot be rebuilt")
+            return self.fn(tree, *args)
         return join(results, traced.output)
 
-    return call
+    def _check(self, arrays: int) -> None:
+        if arrays != len(self.computed):
+            raise ValueError(
+                f"The function was constrained by a plan of a tree with {len(self.computed)} "
+                f"arrays, and was called with one of {arrays}. Plan the tree that it is called "
+                "with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
+            )
+
+
+def _warn(fn: Callable[..., Any], why: str) -> None:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    warnings.warn(
+        f"The activations of {name} are not constrained, for {why}; the compiler guesses how to "
+        "split them. Results are the same.",
+        stacklevel=3,
+    )
 
 
 def find_splits(

@@ -38,7 +38,7 @@ class Decision:
     program: Program
     classes: Classes
     chosen: frozenset[int]
-    seconds: float
+    seconds: int | float
 
 
 def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:

@@ -14,6 +14,10 @@ from .walk import PINNED, Scope
 Pin = Callable[[Any, Value], Any]
 
 
+class NotRebuilt(Exception):
+    """An equation that holds in the traced program and cannot be bound again."""
+
+
 def evaluate(
     scope: Scope,
     pin: Pin,
@@ -38,14 +42,19 @@ def evaluate(
                 resting.discard(var)
         given = [_read(env, atom) for atom in equation.invars]
         rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
-        results = _run(equation, inner, pin, given, rests)
+        try:
+            results = _run(equation, inner, pin, given, rests)
+        except NotRebuilt:
+            raise
+        except Exception as error:
+            raise NotRebuilt(equation.primitive.name) from error
         if equation.primitive.name in PINNED:
             values = (scope.values[var] for var in equation.outvars)
             results = [pin(x, value) for x, value in zip(results, values, strict=True)]
         env.update(zip(equation.outvars, results, strict=True))
         for var in last.get(place, ()):
             del env[var]
-    return [_read(env, atom) for atom in jaxpr.outvars]
+    return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
 
 
 def _variables(atoms: Sequence[Any], *, all_of: bool = False) -> list[Any]:
@@ -56,6 +65,12 @@ def _variables(atoms: Sequence[Any], *, all_of: bool = False) -> list[Any]:
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def _array(x: Any, atom: Any) -> Any:
+    """Literals are Python numbers; what comes out must be an array, as it was when traced."""
+    aval: Any = atom.aval
+    return jnp.asarray(x, aval.dtype) if isinstance(atom, Literal) else x
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
@@ -140,7 +155,7 @@ def _pinned(pin: Pin, arrays: Sequence[Any], values: Sequence[Value]) -> list[An
 
 
 def _typed(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Literals are Python numbers; a loop must carry arrays of the type that it was traced with."""
+    """A loop must carry arrays of the type that it was traced with; literals are numbers."""
     return [
         x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
         for x, var in zip(arrays, variables, strict=True)

@@ -47,7 +47,7 @@ def plan_flow(
     trainable: PyTree,
     hardware: Hardware,
     budget: int | None,
-    state_bytes: float,
+    state_bytes: int | float,
 ) -> FlowPlan:
     """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""
     leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]

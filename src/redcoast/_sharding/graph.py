@@ -33,7 +33,7 @@ class Sum:
     node: int
     dims: tuple[int, ...]
     bytes: int
-    times: float
+    times: int | float
     backward: bool
 
 
@@ -49,7 +49,7 @@ class Cut:
     source_bytes: int
     target_bytes: int
     dims: tuple[int, ...]
-    times: float
+    times: int | float
     grad: bool
 
 
@@ -58,7 +58,7 @@ class Work:
     """Arithmetic, in floating point operations, that is divided if one of `dims` is split."""
 
     dims: tuple[int, ...]
-    flops: float
+    flops: int | float
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Graph:
     traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
     saved: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
-    times: float = 1.0
-    forwards: float = 1.0  # how often forward collectives run: rematerialised ones run again
+    times: int | float = 1.0
+    forwards: int | float = 1.0  # how often forward collectives run: rematerialised ones run again
 
     def node(self, size: int, *, blocked: bool = False) -> int:
         self.sizes.append(size)
@@ -129,7 +129,7 @@ class Graph:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
 
-    def work(self, dims: tuple[int, ...], flops: float) -> None:
+    def work(self, dims: tuple[int, ...], flops: int | float) -> None:
         self.works.append(Work(dims, flops * self.times))
 
 

@@ -18,18 +18,18 @@ class Hardware:
     - `memory`: bytes of memory.
     """
 
-    flops: float = 1e14
-    model_bandwidth: float = 2e11
-    batch_bandwidth: float = 2e11
-    memory_bandwidth: float = 1.5e12
-    memory: float = 80e9
+    flops: int | float = 1e14
+    model_bandwidth: int | float = 2e11
+    batch_bandwidth: int | float = 2e11
+    memory_bandwidth: int | float = 1.5e12
+    memory: int | float = 80e9
 
 
-def all_reduce(count: int, size: float) -> float:
+def all_reduce(count: int, size: int | float) -> int | float:
     """Bytes that each of `count` devices sends for an all-reduce of `size` bytes in a ring."""
     return 2 * (count - 1) / count * size
 
 
-def all_gather(count: int, size: float) -> float:
+def all_gather(count: int, size: int | float) -> int | float:
     """Bytes that each of `count` devices sends for an all-gather with a result of `size` bytes."""
     return (count - 1) / count * size

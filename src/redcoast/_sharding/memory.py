@@ -11,8 +11,8 @@ Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 
 
 def estimate(
-    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: float
-) -> float:
+    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int | float
+) -> int | float:
     """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
 
     `state_bytes` is how many bytes of optimizer state there are for each byte of parameters.
@@ -25,7 +25,7 @@ def estimate(
     return total + saved_bytes(decision, axes)
 
 
-def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> float:
+def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
     """Bytes of activations kept for the backward pass: results of contractions and carries."""
     batch = batch_dims(decision.program, prod(axes[axis] for axis in decision.batch_axes))
     classes, total = decision.classes, 0.0
@@ -41,7 +41,7 @@ def fit_budget(
     program: Program,
     axes: Mapping[str, int],
     budget: int,
-    state_bytes: float,
+    state_bytes: int | float,
 ) -> tuple[list[Row], Decision]:
     """The plan that splits the fewest arrays, the largest ones, and stays in the budget."""
     sizes = [

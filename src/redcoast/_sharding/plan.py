@@ -9,9 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .constrain import constrained
+from .constrain import Constrained
 from .flow_plan import Compute, plan_flow
 from .hardware import Hardware
+from .nodes import flat_leaves
 from .overrides import Override, spec_axes
 from .report import make_report
 from .rows import Row, model_of, plan_rows, structural_rows
@@ -83,7 +84,9 @@ class Plan:
             gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
             ```
         """
-        return constrained(fn, self.mesh, self.compute.dims, self.compute.batch_axes)
+        if self.mesh.size == 1:
+            return fn
+        return Constrained(fn, self.mesh, self.compute.dims, self.compute.batch_axes)
 
     def verify(
         self,
@@ -279,8 +282,9 @@ def _state_bytes(tree: PyTree) -> float:
     model = model_of(tree)
     if model is tree:
         return 0.0
-    size = lambda part: sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(part))
-    return size(tree.opt_state if hasattr(tree, "opt_state") else tree["opt_state"]) / size(model)
+    leaves = [leaf for leaf in flat_leaves(tree) if leaf is not None]
+    size = lambda part: sum(leaf.bytes for leaf in leaves if leaf.path[0] == part)
+    return size("opt_state") / max(1, size("model"))
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:

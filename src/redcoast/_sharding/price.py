@@ -28,12 +28,12 @@ class Problem:
 
     groups: list[int]
     against: dict[int, set[int]]
-    constant: float = 0.0
+    constant: int | float = 0.0
     single: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     # Of each set of groups: the price if one of them is chosen, and if none is.
     covers: dict[Choice, tuple[float, float]] = field(default_factory=dict)
 
-    def price(self, chosen: Iterable[int]) -> float:
+    def price(self, chosen: Iterable[int]) -> int | float:
         chosen = frozenset(chosen)
         total = self.constant + sum(self.single.get(one, 0.0) for one in chosen)
         for groups, (hit, miss) in self.covers.items():
@@ -106,12 +106,12 @@ class BatchDims:
         return self.count if any(self.has(node) for node in dims) else 1
 
 
-def _cover(problem: Problem, groups: Choice, seconds: float, parts: int) -> None:
+def _cover(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
     """`seconds`, or a part of it if one of the groups is chosen."""
     _add(problem, groups, seconds / parts, seconds)
 
 
-def _add(problem: Problem, groups: Choice, hit: float, miss: float) -> None:
+def _add(problem: Problem, groups: Choice, hit: int | float, miss: int | float) -> None:
     if not groups:
         problem.constant += miss
         return
@@ -126,7 +126,7 @@ def _cut(
     group_of: Mapping[int, int],
     batch: BatchDims,
     axes: Axes,
-    bandwidth: float,
+    bandwidth: int | float,
 ) -> None:
     source, target = (
         None if node is None or not classes.divides(node) else classes[node]

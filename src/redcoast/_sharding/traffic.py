@@ -21,7 +21,7 @@ def traffic(
     batch = batch_dims(decision.program, count)
     sent: dict[tuple[str, str], float] = {}
 
-    def add(axis: str, cause: str, size: float) -> None:
+    def add(axis: str, cause: str, size: int | float) -> None:
         if size > 0:
             sent[axis, cause] = sent.get((axis, cause), 0.0) + size
 

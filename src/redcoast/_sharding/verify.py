@@ -19,7 +19,7 @@ def verify(
     model: PyTree,
     batch: PyTree,
     key: Any,
-    tolerance: float,
+    tolerance: int | float,
 ) -> dict[str, float]:
     """Relative differences of the loss and of each gradient; raises where they are large."""
     expected = _loss_and_grads(loss_fn, _whole(model), batch, key)
@@ -75,13 +75,13 @@ def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def _difference(found: np.ndarray, expected: np.ndarray, floor: float) -> float:
+def _difference(found: np.ndarray, expected: np.ndarray, floor: int | float) -> int | float:
     scale = max(_largest(expected), floor)
     error = _largest(_wide(found) - _wide(expected))
     return error / scale if scale else error
 
 
-def _largest(x: np.ndarray) -> float:
+def _largest(x: np.ndarray) -> int | float:
     return float(np.max(np.abs(_wide(x)), initial=0.0))
 
 

@@ -168,7 +168,7 @@ def _enter(graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) ->
 
 
 @contextmanager
-def _more(graph: Graph, *, times: float = 1.0, forwards: float = 1.0) -> Iterator[None]:
+def _more(graph: Graph, *, times: int | float = 1.0, forwards: int | float = 1.0) -> Iterator[None]:
     before = graph.times, graph.forwards
     graph.times, graph.forwards = graph.times * times, graph.forwards * forwards
     yield

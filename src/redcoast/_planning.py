@@ -1,0 +1,122 @@
+"""What a run starts from, and the plan of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ._data import CollateFn, by_epoch, collate, fetch, is_stream
+from ._evaluate import place_tree
+from ._loss import LossFn, evaluate_loss
+from ._mesh import batch_shards
+from ._sharding import Plan, plan_shardings
+from ._shuffle import example_generators
+from ._train import TrainState, create_split, state_of
+
+
+def starting_state(
+    model_or_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray | None,
+    mesh: Mesh,
+    trainable: PyTree,
+) -> tuple[TrainState, Callable[[PyTree], TrainState]]:
+    """The abstract state of the run, and how to make it, split as given shardings say."""
+    if isinstance(model_or_state, TrainState):
+        if key is not None:
+            raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
+        leaves = jax.tree.leaves(model_or_state)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+            raise ValueError(
+                "The `TrainState` that `fit` was given was donated before, to `fit` or a compiled "
+                "step. Go on with the state that was returned."
+            )
+        return model_or_state, lambda shardings: place_tree(model_or_state, shardings)
+    key = jax.random.key(0) if key is None else key
+    create = lambda m, k: state_of(m, optimizer, key=k, trainable=trainable)
+
+    def make(shardings: PyTree) -> TrainState:
+        # A copy: training donates its state, and the caller's model stays theirs.
+        model = place_tree(model_or_state, shardings.model, copy=True)
+        return create_split(create, model, key, shardings=shardings)
+
+    return eqx.filter_eval_shape(create, model_or_state, key), make
+
+
+def first_batch(examples: Any, collate_fn: CollateFn, batch_size: int) -> PyTree:
+    """A batch of the run, on the host; a stream is left as it was."""
+    if is_stream(examples):
+        state = examples.get_state()
+        found = [x for _, x in zip(range(batch_size), examples, strict=False)]
+        examples.set_state(state)
+        if not found:
+            raise ValueError(
+                "`examples` is a stream that gave no example. Pass one at its beginning."
+            )
+    else:
+        of_epoch, length = by_epoch(examples)
+        found = fetch(of_epoch(0), [i % length for i in range(batch_size)])
+    indices = list(range(len(found)))
+    rngs = lambda: example_generators([0] * len(found), indices, np.zeros(2, np.uint64))
+    return collate(collate_fn, found, indices, rngs)
+
+
+def _microbatch(batch: PyTree, accumulate: int) -> PyTree:
+    """The shapes of one of `accumulate` parts of a batch; of the batch, if it does not divide."""
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:
+        rows = x.shape[0] if accumulate < 1 or x.shape[0] % accumulate else x.shape[0] // accumulate
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+
+    return jax.tree.map(part, batch)
+
+
+def plan_run(
+    abstract: TrainState,
+    draw: Callable[[], PyTree],
+    mesh: Mesh,
+    *,
+    accumulate: int,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+    trainable: PyTree,
+    overrides: Sequence[tuple[str, Any]],
+) -> Plan:
+    """The plan of a run's state, read off its loss on a batch that `draw` makes."""
+    if mesh.size == 1:
+        return plan_shardings(abstract, mesh, overrides=overrides)
+    batch = _microbatch(draw(), accumulate)
+    return plan_shardings(
+        abstract,
+        mesh,
+        fn=_loss(loss_fn, compute_dtype),
+        args=(batch, jax.random.key(0)),
+        trainable=trainable,
+        overrides=overrides,
+    )
+
+
+def verify_run(
+    plan: Plan,
+    state: TrainState,
+    draw: Callable[[], PyTree],
+    *,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+) -> None:
+    """Compares the planned program with one device's on as few examples as are split."""
+    rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
+    few = jax.tree.map(lambda x: x[:rows], draw())
+    low = compute_dtype is not None and jax.numpy.finfo(compute_dtype).bits < 32
+    plan.verify(
+        _loss(loss_fn, compute_dtype), state.model, few, state.key, tolerance=0.05 if low else 1e-3
+    )
+
+
+def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
+    return lambda model, batch, key: evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss

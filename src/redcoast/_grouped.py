@@ -23,12 +23,15 @@ def refuse_wrong_gradients(jaxpr: Jaxpr, mesh: Mesh) -> None:
             raise ValueError(
                 f"The gradient of a convolution in {groups} groups comes out wrong on a mesh of "
                 f"{sizes}: a defect of the XLA compiler where `model` and `data` or `fsdp` are "
-                "used together. Use a mesh with model=1, or one with `model` alone."
+                "used together. Constrain the loss, `plan.constrain(loss_fn)` of a plan from "
+                "`rc.plan_shardings`, which computes it right; or use a mesh with model=1."
             )
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     for equation in jaxpr.eqns:
         yield equation
+        if equation.primitive.name == "shard_map":
+            continue  # each device computes its own part: nothing is left to the partitioner
         for inner in jaxprs_in_params(equation.params):
             yield from _equations(inner)

@@ -45,7 +45,7 @@ class Splits:
     def _chosen(self, node: int) -> bool:
         return self.classes.divides(node) and self.classes[node] in self.chosen
 
-    def pin(self, x: Any, value: Value) -> Any:
+    def __call__(self, x: Any, value: Value) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(value)))
@@ -76,10 +76,10 @@ class Constrained:
         splits = find_splits(program, self.mesh, self.computed, self.batch_axes)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
-        arrays[first] = map(splits.pin, arrays[first], values[first])
+        arrays[first] = map(splits, arrays[first], values[first])
         stored = [True] * traced.arrays
         try:
-            results = evaluate(program.scope, splits.pin, traced.jaxpr.consts, arrays, stored)
+            results = evaluate(program.scope, splits, traced.jaxpr.consts, arrays, stored)
         except NotRebuilt as error:
             _warn(self.fn, f"its `{error}` cannot be rebuilt")
             return self.fn(tree, *args)

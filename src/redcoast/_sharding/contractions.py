@@ -97,8 +97,10 @@ def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
         graph.sum(channel, result)
         graph.sum(out, image, backward=True)
     else:
-        # The groups are the slowest part of the channels on both sides.
-        graph.link(channel, out)
+        # The groups are the slowest part of the channels on both sides, and stay whole each.
+        whole = graph.node(groups)
+        graph.link(channel, whole)
+        graph.link(whole, out)
         graph.cut(image, channel, result, out)
         graph.blocked.add(into)
     return [result]

@@ -1,17 +1,31 @@
 """Runs a program again, equation by equation, with the shardings of its values constrained."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from .._jaxpr import bind_again
 from .graph import Value
+from .grouped import is_grouped, run_grouped
 from .walk import PINNED, Scope
 
-Pin = Callable[[Any, Value], Any]
+
+class Pins(Protocol):
+    """How the values of a program are split."""
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh: ...
+
+    def spec(self, value: Value) -> P: ...
+
+    def __call__(self, x: Any, value: Value) -> Any:
+        """The array, constrained as the value that it stands for."""
+        ...
 
 
 class NotRebuilt(Exception):
@@ -20,12 +34,12 @@ class NotRebuilt(Exception):
 
 def evaluate(
     scope: Scope,
-    pin: Pin,
+    pin: Pins,
     constants: Sequence[Any],
     inputs: Sequence[Any],
     stored: Sequence[bool] = (),
 ) -> list[Any]:
-    """The program's results; `pin(x, value)` constrains an array as the value it stands for.
+    """The program's results; `pin` constrains arrays as the values they stand for.
 
     Inputs that are `stored` are pinned where they are used: inside of loops and calls.
     """
@@ -43,7 +57,11 @@ def evaluate(
         given = [_read(env, atom) for atom in equation.invars]
         rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
         try:
-            results = _run(equation, inner, pin, given, rests)
+            if is_grouped(equation):
+                specs = (pin.spec(scope.values[atom]) for atom in equation.invars)
+                results = run_grouped(equation, given, pin.mesh, *specs)
+            else:
+                results = _run(equation, inner, pin, given, rests)
         except NotRebuilt:
             raise
         except Exception as error:
@@ -90,7 +108,7 @@ def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
 
 
 def _run(
-    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     name = equation.primitive.name
     if not inner or name in _AS_THEY_ARE:
@@ -117,13 +135,13 @@ def _constants(equation: JaxprEqn) -> Sequence[Any]:
 
 
 def _body(
-    scope: Scope, pin: Pin, constants: Sequence[Any], rests: Sequence[bool]
+    scope: Scope, pin: Pins, constants: Sequence[Any], rests: Sequence[bool]
 ) -> Callable[..., list[Any]]:
     return lambda *inputs: evaluate(scope, pin, constants, inputs, rests)
 
 
 def _scan(
-    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     params, scope = equation.params, inner[0]
     consts, carries = params["num_consts"], params["num_carry"]
@@ -150,7 +168,7 @@ def _scan(
     return [*carry, *ys]
 
 
-def _pinned(pin: Pin, arrays: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+def _pinned(pin: Pins, arrays: Sequence[Any], values: Sequence[Value]) -> list[Any]:
     return [pin(x, value) for x, value in zip(arrays, values, strict=True)]
 
 
@@ -163,7 +181,7 @@ def _typed(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
 
 
 def _while(
-    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     params, (test, body) = equation.params, inner
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -184,7 +202,7 @@ def _while(
 
 
 def _cond(
-    equation: JaxprEqn, inner: list[Scope], pin: Pin, given: list[Any], rests: list[bool]
+    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     branches = [
         _body(scope, pin, branch.consts, rests[1:])

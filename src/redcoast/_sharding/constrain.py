@@ -1,7 +1,7 @@
 """A function with the shardings of its activations constrained as a plan says."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from .._parts import join
 from .classes import Classes
-from .dataflow import Program, batch_dims, follow_program
+from .compute import Compute
+from .dataflow import Program, batch_dims, follow_program, parts
 from .evaluate import NotRebuilt, evaluate
 from .graph import Value
 from .price import BatchDims
@@ -28,18 +29,18 @@ class Splits:
     chosen: frozenset[int]
     batch: BatchDims
     batch_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
 
     def spec(self, value: Value) -> P:
-        """The batch over its axes and the chosen class over `model`, each at most once."""
+        """The batch over its axes and a chosen class over those of the model, each only once."""
         entries: list[Any] = [None] * len(value.dims)
-        free = {"batch", "model"}
+        free = {*self.batch_axes, *self.model_axes}
         for d, node in enumerate(value.dims):
-            if "batch" in free and self.batch.has(node) and self.batch.classes.divides(node):
+            if self.batch.has(node) and free.issuperset(self.batch_axes):
                 entries[d] = self.batch_axes
-                free -= {"batch", "model"} if "model" in self.batch_axes else {"batch"}
-            elif "model" in free and self._chosen(node):
-                entries[d] = "model"
-                free.discard("model")
+            elif self._chosen(node) and free.issuperset(self.model_axes):
+                entries[d] = self.model_axes
+            free.difference_update(entries[d] or ())
         return P(*entries)
 
     def _chosen(self, node: int) -> bool:
@@ -60,8 +61,7 @@ class Constrained:
 
     fn: Callable[..., Any]
     mesh: Mesh | AbstractMesh
-    computed: tuple[int | None, ...]
-    batch_axes: tuple[str, ...]
+    compute: Compute
 
     def __call__(self, tree: PyTree, *args: Any) -> Any:
         try:
@@ -73,7 +73,7 @@ class Constrained:
             return result
         self._check(traced.arrays)
         program = follow_program(traced, [False] * traced.arrays)
-        splits = find_splits(program, self.mesh, self.computed, self.batch_axes)
+        splits = find_splits(program, self.mesh, self.compute)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
         arrays[first] = map(splits, arrays[first], values[first])
@@ -86,9 +86,9 @@ class Constrained:
         return join(results, traced.output)
 
     def _check(self, arrays: int) -> None:
-        if arrays != len(self.computed):
+        if arrays != len(self.compute.dims):
             raise ValueError(
-                f"The function was constrained by a plan of a tree with {len(self.computed)} "
+                f"The function was constrained by a plan of a tree with {len(self.compute.dims)} "
                 f"arrays, and was called with one of {arrays}. Plan the tree that it is called "
                 "with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
             )
@@ -103,25 +103,17 @@ def _warn(fn: Callable[..., Any], why: str) -> None:
     )
 
 
-def find_splits(
-    program: Program,
-    mesh: Mesh | AbstractMesh,
-    computed: Sequence[int | None],
-    batch_axes: tuple[str, ...],
-) -> Splits:
+def find_splits(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Splits:
     """What follows for all values from the arrays that are computed split, and from the batch."""
-    classes = Classes(program.graph, mesh.shape["model"])
+    classes = Classes(program.graph, parts(compute.model_axes, mesh.shape))
     chosen = frozenset(
         classes[value.dims[d]]
-        for value, d in zip(program.parameters, computed, strict=True)
+        for value, d in zip(program.parameters, compute.dims, strict=True)
         if d is not None and classes.divides(value.dims[d])
     )
     # A batch that does not divide over all of its axes goes over fewer.
-    for axes in (batch_axes, ("data", "fsdp")):
-        count = 1
-        for axis in axes:
-            count *= mesh.shape[axis]
-        batch = batch_dims(program, count)
-        if batch.roots:
-            break
-    return Splits(mesh, classes, chosen, batch, axes)
+    axes = compute.batch_axes
+    while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
+        axes = axes[:-1]
+    batch = batch_dims(program, parts(axes, mesh.shape))
+    return Splits(mesh, classes, chosen, batch, axes, compute.model_axes)

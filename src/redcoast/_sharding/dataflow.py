@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 
 from .classes import Classes, conflicts, splittable
 from .graph import Graph, Value
@@ -26,15 +26,32 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What is computed split over `model`.
+class Way:
+    """Over which axes of the mesh the batch goes, and over which dimensions are computed split."""
 
-    `computed` has, for each array of the tree, the dimension that is, or None; `batch_axes` the
-    axes of the mesh that the batch is split over; `classes` which dimensions go together.
+    batch: tuple[str, ...]
+    model: tuple[str, ...]
+
+
+# The last two are for programs where little is worth computing split, as with many examples, and
+# for those where much is, as with few.
+USUAL = Way(("data", "fsdp"), ("model",))
+WAYS = (USUAL, Way(("data", "fsdp", "model"), ("model",)), Way(("data",), ("fsdp", "model")))
+
+
+_MUCH = 0.75
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is computed split.
+
+    `computed` has, for each array of the tree, the dimension that is, or None; `classes` are the
+    dimensions that go together, and `chosen` those of them that are split over `way.model`.
     """
 
     computed: tuple[int | None, ...]
-    batch_axes: tuple[str, ...]
+    way: Way
     program: Program
     classes: Classes
     chosen: frozenset[int]
@@ -63,19 +80,50 @@ def decide(
     hardware: Hardware,
     forced: Sequence[int | None] = (),
 ) -> Decision:
-    """The cheapest of: classes computed split over `model`, or the batch split over it as well.
+    """The cheapest way, with the cheapest set of classes that is computed split.
 
     `covered` says which arrays are split whatever it costs, and `forced` has for each array a
-    dimension that is to be computed split, or None.
+    dimension that is to be computed split over `model`, or None.
     """
-    graph, model = program.graph, sizes["model"]
     parameters = [
         Parameter(value, cover) for value, cover in zip(program.parameters, covered, strict=True)
     ]
-    classes = Classes(graph, model)
-    over = batch_dims(program, sizes["data"] * sizes["fsdp"])
-    axes = Axes(over.count, sizes["fsdp"], model)
-    candidates = _candidates(program, classes, over) if model > 1 else []
+    best = _decide(program, USUAL, sizes, parameters, hardware, forced)
+    for way in WAYS[1:] if not any(d is not None for d in forced) else ():
+        if not _applies(way, program, sizes):
+            continue
+        found = _decide(program, way, sizes, parameters, hardware, ())
+        # Whoever asks for `fsdp` expects the batch to go over it, unless that costs a lot.
+        worth = _MUCH if "fsdp" in way.model else 1 - 1e-6
+        if found.seconds < best.seconds * worth:
+            best = found
+    return best
+
+
+def _applies(way: Way, program: Program, sizes: Mapping[str, int]) -> bool:
+    if "model" in way.batch:
+        return sizes["model"] > 1 and bool(batch_dims(program, parts(way.batch, sizes)).roots)
+    return sizes["fsdp"] > 1
+
+
+def parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Over how many devices these axes split."""
+    return prod(sizes[axis] for axis in axes)
+
+
+def _decide(
+    program: Program,
+    way: Way,
+    sizes: Mapping[str, int],
+    parameters: Sequence[Parameter],
+    hardware: Hardware,
+    forced: Sequence[int | None],
+) -> Decision:
+    graph, n = program.graph, parts(way.model, sizes)
+    classes, batch = Classes(graph, n), batch_dims(program, parts(way.batch, sizes))
+    axes = Axes(batch.count, 1 if "fsdp" in way.model else sizes["fsdp"], n)
+    free = n > 1 and "model" not in way.batch
+    candidates = _candidates(program, classes, batch) if free else []
     fixed = {
         classes[value.dims[d]]
         for value, d in zip(program.parameters, forced, strict=False)
@@ -84,22 +132,14 @@ def decide(
     against = conflicts(graph, classes, candidates)
     taken = fixed.union(*(against[one] for one in fixed))
     candidates = [one for one in candidates if one not in taken]
-    groups, problem = _problem(graph, classes, candidates, over, parameters, axes, hardware)
+    groups, problem = _problem(graph, classes, candidates, batch, parameters, axes, hardware)
     picked = search(problem)
-    chosen = fixed.union(one for one, number in groups.items() if number in picked)
-    # Between the two ways what is sent decides: both divide the arithmetic.
+    chosen = frozenset(fixed.union(one for one, number in groups.items() if number in picked))
+    # Between the ways what is sent decides: all divide the arithmetic, or it is priced.
     quick = replace(hardware, memory_bandwidth=inf)
-    _, problem = _problem(graph, classes, candidates, over, parameters, axes, quick)
-    seconds, batch_axes = problem.price(picked), ("data", "fsdp")
-    everywhere = batch_dims(program, sizes["data"] * sizes["fsdp"] * model)
-    if model > 1 and everywhere.roots and not fixed:
-        axes = Axes(everywhere.count, sizes["fsdp"], model)
-        _, other = _problem(graph, classes, [], everywhere, parameters, axes, quick)
-        if other.constant < seconds * (1 - 1e-6):
-            chosen, seconds, batch_axes = set(), other.constant, (*batch_axes, "model")
-    picked = frozenset(chosen)
-    computed = tuple(_dimension(value, classes, picked) for value in program.parameters)
-    return Decision(computed, batch_axes, program, classes, picked, seconds)
+    _, problem = _problem(graph, classes, candidates, batch, parameters, axes, quick)
+    computed = tuple(_dimension(value, classes, chosen) for value in program.parameters)
+    return Decision(computed, way, program, classes, chosen, problem.price(picked))
 
 
 def batch_dims(program: Program, count: int) -> BatchDims:

@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
+from .compute import Compute
 from .dataflow import Decision, decide, follow_program
 from .hardware import Hardware
 from .layout import is_large, layout
@@ -16,18 +17,6 @@ from .overrides import Override, apply_overrides, spec_axes
 from .rows import Row
 from .trace import trace
 from .traffic import traffic
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How a program computes with a tree's arrays.
-
-    `dims` has for each array the dimension that is computed split over `model`, or None;
-    `batch_axes` are the axes that the batch is split over.
-    """
-
-    dims: tuple[int | None, ...]
-    batch_axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,12 +54,14 @@ def plan_flow(
         rows, decision = make(large)
     else:
         rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
+    compute = Compute(decision.computed, decision.way.batch, decision.way.model)
     report = {
-        "batch_axes": [axis for axis in decision.batch_axes if axes[axis] > 1],
+        "batch_axes": [axis for axis in decision.way.batch if axes[axis] > 1],
+        "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
         "traffic": traffic(rows, decision, axes),
         "unknown": dict(sorted(program.graph.unknown.items())),
     }
-    return FlowPlan(rows, Compute(decision.computed, decision.batch_axes), report)
+    return FlowPlan(rows, compute, report)
 
 
 def _model_dim(spec: Any) -> int | None:

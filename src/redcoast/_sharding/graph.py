@@ -116,7 +116,11 @@ class Graph:
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None
     ) -> None:
-        """Dimension `source` of `value` does not stay split as dimension `target` of `result`."""
+        """Dimension `source` of `value` does not stay split as dimension `target` of `result`.
+
+        A batch that is cut or joined is split again behind it, for what follows is done for each
+        example: a soft link.
+        """
         dims = value.dims if result is None else result.dims
         out = 0 if result is None else result.bytes
         self.cuts.append(Cut(source, target, value.bytes, out, dims, self.times, value.grad))

@@ -9,6 +9,7 @@ partition, and JAX itself sums the gradient over the axes that the batch is spli
 
 import functools as ft
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -48,12 +49,11 @@ def run_grouped(
     `image_spec` and `kernel_spec` say how the operands are split otherwise.
     """
     numbers, groups = (equation.params[key] for key in ("dimension_numbers", "feature_group_count"))
-    n = mesh.shape["model"]
-    batch = image_spec[numbers.lhs_spec[0]]
-    channel = "model" if image_spec[numbers.lhs_spec[1]] == "model" else None
+    batch, channel = (image_spec[d] for d in numbers.lhs_spec[:2])
+    n = prod(mesh.shape[axis] for axis in channel or ())
     if equation.params["batch_group_count"] > 1:
         batch = channel = None
-    if channel and (groups % n or kernel_spec[numbers.rhs_spec[0]] != "model"):
+    if groups % n or kernel_spec[numbers.rhs_spec[0]] != channel:
         channel = None
     local = {key: equation.params[key] for key in _PARAMS}
     local["feature_group_count"] = groups // (n if channel else 1)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .dataflow import Decision, Program
+from .dataflow import Decision, Program, parts
 from .graph import Value
 from .nodes import Leaf, is_inexact
 from .optimizer_state import trim
@@ -32,7 +33,7 @@ def layout(
     axes: Mapping[str, int],
 ) -> list[Row]:
     """A row for each array of a model; `given` are the specs of those that a user decided."""
-    why = Reasons(leaves, decision, axes["model"])
+    why = Reasons(leaves, decision, axes)
     rows = []
     for place, leaf in enumerate(leaves):
         role = "parameter" if is_inexact(leaf) else "other"
@@ -47,36 +48,54 @@ def layout(
 def _spec(
     place: int, decision: Decision, covered: bool, axes: Mapping[str, int], why: "Reasons"
 ) -> tuple[P, str]:
-    value = decision.program.parameters[place]
-    entries: list[str | None] = [None] * len(value.dims)
+    value, way = decision.program.parameters[place], decision.way
+    entries: list[Any] = [None] * len(value.dims)
+    model, fsdp = (
+        tuple(axis for axis in group if axes[axis] > 1)
+        for group in (way.model, () if "fsdp" in way.model else ("fsdp",))
+    )
     computed = decision.computed[place]
+    reason = "" if covered or not fsdp else _small(value)
     if computed is not None:
-        entries[computed] = "model"
+        entries[computed] = _entry(model)
         reason = why.together(place, computed)
-    elif axes["model"] > 1:
+    elif model:
         reason = why.whole(place)
-    else:
-        reason = "" if covered or axes["fsdp"] == 1 else _small(value)
-    for axis in ("model", "fsdp"):
-        if axis not in entries and covered and axes[axis] > 1:
-            d = _storage(decision, value, entries, axes[axis])
-            if d is not None:
-                entries[d] = axis
-                if axis == "model":
-                    reason = f"stored split, gathered where used: {reason}"
-    spec = trim(tuple(entries))
-    if not spec:
-        return spec, f"whole: {reason or 'one device on fsdp and model'}"
-    if "fsdp" in entries:
+        if covered and _store(decision, value, entries, model, axes):
+            reason = f"stored split, gathered where used: {reason}"
+    if covered and fsdp and _store(decision, value, entries, fsdp, axes):
         reason = f"{reason}{FSDP_TOO}" if reason else FSDP_TOO.removeprefix("; ")
-    return spec, reason
+    spec = trim(tuple(entries))
+    return spec, reason if spec else f"whole: {reason or 'one device on fsdp and model'}"
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _store(
+    decision: Decision,
+    value: Value,
+    entries: list[Any],
+    over: tuple[str, ...],
+    axes: Mapping[str, int],
+) -> bool:
+    """Splits a dimension over all of the axes, or one over each, where any divides."""
+    d = _storage(decision, value, entries, parts(over, axes))
+    if d is not None:
+        entries[d] = _entry(over)
+        return True
+    if len(over) == 1:
+        return False
+    each = [_store(decision, value, entries, (one,), axes) for one in over]
+    return any(each)
 
 
 def _small(value: Value) -> str:
     return f"small, {prod(value.shape):,} elements"
 
 
-def _storage(decision: Decision, value: Value, entries: Sequence[str | None], n: int) -> int | None:
+def _storage(decision: Decision, value: Value, entries: Sequence[Any], n: int) -> int | None:
     """The largest dimension that divides, and that is neither a layer count nor a window."""
     graph = decision.program.graph
     free = [
@@ -90,8 +109,8 @@ def _storage(decision: Decision, value: Value, entries: Sequence[str | None], n:
 class Reasons:
     """Why arrays are split over `model`, or are not."""
 
-    def __init__(self, leaves: Sequence[Leaf], decision: Decision, n: int):
-        self._leaves, self._decision, self._n = leaves, decision, n
+    def __init__(self, leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]):
+        self._leaves, self._decision, self._axes = leaves, decision, axes
         self._members: dict[int, list[int]] = {}
         for place, (value, d) in enumerate(
             zip(decision.program.parameters, decision.computed, strict=True)
@@ -116,7 +135,7 @@ class Reasons:
     def whole(self, place: int) -> str:
         """Why it is not computed split."""
         value = self._decision.program.parameters[place]
-        if "model" in self._decision.batch_axes:
+        if "model" in self._decision.way.batch:
             return "the batch is split over model"
         snag = self._indivisible(value)
         if snag:
@@ -126,7 +145,8 @@ class Reasons:
         return "computing it split would cost more"
 
     def _indivisible(self, value: Value) -> str:
-        program, n = self._decision.program, self._n
+        program, over = self._decision.program, self._decision.way.model
+        n = parts(over, self._axes)
         for node, size in zip(value.dims, value.shape, strict=True):
             if node in program.graph.blocked:
                 continue
@@ -134,7 +154,7 @@ class Reasons:
             if bad is not None and bad > 1:
                 above = -(-bad // n) * n
                 fits = f"{above - n} or {above}" if above > n else f"{above}"
-                return f"{bad} is no multiple of model={n}; {fits} would be"
+                return f"{bad} is no multiple of {' x '.join(over)} = {n}; {fits} would be"
         return ""
 
 

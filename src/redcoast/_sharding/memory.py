@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from .dataflow import Decision, Program, batch_dims
+from .dataflow import Decision, Program, batch_dims, parts
 from .overrides import spec_axes
 from .rows import Row
 
@@ -19,19 +19,20 @@ def estimate(
     """
     total = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
-        parts = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
+        share = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
         copies = 1 + (1 + state_bytes) * value.grad
-        total += copies * value.bytes / parts
+        total += copies * value.bytes / share
     return total + saved_bytes(decision, axes)
 
 
 def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
     """Bytes of activations kept for the backward pass: results of contractions and carries."""
-    batch = batch_dims(decision.program, prod(axes[axis] for axis in decision.batch_axes))
+    batch = batch_dims(decision.program, parts(decision.way.batch, axes))
+    n = parts(decision.way.model, axes)
     classes, total = decision.classes, 0.0
     for dims, size in decision.program.graph.saved.items():
         split = any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
-        total += size / batch.parts(dims) / (axes["model"] if split else 1)
+        total += size / batch.parts(dims) / (n if split else 1)
     return total
 
 

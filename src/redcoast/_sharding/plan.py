@@ -9,8 +9,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
+from .compute import Compute
 from .constrain import Constrained
-from .flow_plan import Compute, plan_flow
+from .flow_plan import plan_flow
 from .hardware import Hardware
 from .nodes import flat_leaves
 from .overrides import Override, spec_axes
@@ -86,7 +87,7 @@ class Plan:
         """
         if self.mesh.size == 1:
             return fn
-        return Constrained(fn, self.mesh, self.compute.dims, self.compute.batch_axes)
+        return Constrained(fn, self.mesh, self.compute)
 
     def verify(
         self,
@@ -240,7 +241,7 @@ def plan_shardings(
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
         rows = plan_rows(tree, lambda model: structural_rows(model, axes, overrides))
         dims = tuple(_model_dim(row) for row in _of_model(tree, rows))
-        return _plan(tree, mesh, rows, Compute(dims, ("data", "fsdp")), {})
+        return _plan(tree, mesh, rows, Compute(dims), {})
     found = plan_flow(
         model_of(tree),
         axes,

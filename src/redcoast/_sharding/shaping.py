@@ -225,7 +225,9 @@ def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: in
     dims = (*first.dims[:axis], new, *first.dims[axis + 1 :])
     grad = any(value.grad for value in inputs)
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
-    graph.cut(first, first.dims[axis], results[0], new)
+    # Two cuts, so that there is no soft link: sorted rows come from everywhere.
+    graph.cut(first, first.dims[axis], results[0], None)
+    graph.cut(first, None, results[0], new)
     return results
 
 

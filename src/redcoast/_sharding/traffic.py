@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
-from .dataflow import Decision, batch_dims
+from .dataflow import Decision, batch_dims, parts
 from .graph import Value
 from .hardware import all_gather, all_reduce
 from .nodes import Leaf
+from .overrides import spec_axes
 from .rows import Row
 
 
@@ -15,10 +17,9 @@ def traffic(
     rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Bytes that each device sends in a step: `axis`, `cause` and `bytes`, largest first."""
-    count = 1
-    for axis in decision.batch_axes:
-        count *= axes[axis]
-    batch = batch_dims(decision.program, count)
+    batch = batch_dims(decision.program, parts(decision.way.batch, axes))
+    n = parts(decision.way.model, axes)
+    over = " x ".join(axis for axis in decision.way.model if axes[axis] > 1)
     sent: dict[tuple[str, str], float] = {}
 
     def add(axis: str, cause: str, size: int | float) -> None:
@@ -26,19 +27,19 @@ def traffic(
             sent[axis, cause] = sent.get((axis, cause), 0.0) + size
 
     names = _class_names(rows, decision)
-    spread = " x ".join(axis for axis in decision.batch_axes if axes[axis] > 1)
+    spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
     for found in decision.program.graph.sums.values():
         size = found.bytes * found.times
         root = decision.classes[found.node]
         if decision.classes.divides(found.node) and root in decision.chosen:
             way = "backward" if found.backward else "forward"
             cause = f"partial sums {way}, split along {names[root]}"
-            add("model", cause, all_reduce(axes["model"], size / batch.parts(found.dims)))
+            add(over, cause, all_reduce(n, size / batch.parts(found.dims)))
         if batch.has(found.node):
-            parts = axes["model"] if _is_split(decision, found.dims) else 1
+            split = n if _is_split(decision, found.dims) else 1
             cause = "gradients and sums over the batch"
-            add(spread, cause, all_reduce(batch.count, size / parts))
-    _cuts(decision, batch, axes["model"], names, add)
+            add(spread, cause, all_reduce(batch.count, size / split))
+    _cuts(decision, batch, (over, n), names, add)
     for row, value, computed in zip(
         rows, decision.program.parameters, decision.computed, strict=True
     ):
@@ -52,8 +53,10 @@ def _is_split(decision: Decision, dims: Sequence[int]) -> bool:
     return any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
 
 
-def _cuts(decision: Decision, batch: Any, n: int, names: Mapping[int, str], add: Any) -> None:
-    classes = decision.classes
+def _cuts(
+    decision: Decision, batch: Any, axis: tuple[str, int], names: Mapping[int, str], add: Any
+) -> None:
+    classes, (over, n) = decision.classes, axis
     for cut in decision.program.graph.cuts:
         source, target = (
             None if node is None or not classes.divides(node) else classes[node]
@@ -61,23 +64,23 @@ def _cuts(decision: Decision, batch: Any, n: int, names: Mapping[int, str], add:
         )
         if source == target:
             continue
-        parts = batch.parts(cut.dims)
+        share = batch.parts(cut.dims)
         for root, size in ((source, cut.source_bytes), (target, cut.grad * cut.target_bytes)):
             if root in decision.chosen:
-                sent = all_gather(n, size * cut.times / parts)
-                add("model", f"split otherwise behind {names[root]}", sent)
+                sent = all_gather(n, size * cut.times / share)
+                add(over, f"split otherwise behind {names[root]}", sent)
 
 
 def _gathers(
     row: Row, value: Value, computed: int | None, axes: Mapping[str, int], add: Any
 ) -> None:
-    passes = 1 + value.grad
-    size, name = value.bytes * passes, _numberless(row.leaf)
-    if "fsdp" in row.spec:
-        parts = axes["model"] if "model" in row.spec else 1
-        add("fsdp", "parameters gathered", all_gather(axes["fsdp"], size / parts))
-    if "model" in row.spec and computed is None:
-        add("model", f"{name} gathered", all_gather(axes["model"], size))
+    """What is stored split is gathered, once in each direction, over the axes not computed over."""
+    used = {axis for entry in row.spec for axis in spec_axes(entry)}
+    kept = set() if computed is None else set(spec_axes([*row.spec, *[None] * 9][computed]))
+    over = [axis for axis in axes if axis in used - kept]
+    size = value.bytes * (1 + value.grad) / prod(axes[axis] for axis in kept)
+    cause = "parameters gathered" if over == ["fsdp"] else f"{_numberless(row.leaf)} gathered"
+    add(" x ".join(over), cause, all_gather(parts(over, axes), size))
 
 
 def _class_names(rows: Sequence[Row], decision: Decision) -> dict[int, str]:

@@ -1,0 +1,16 @@
+"""How a program computes with arrays that are stored split."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a program computes with a tree's arrays.
+
+    `dims` has for each array the dimension that is computed split over `model_axes`, or None;
+    `batch_axes` are the axes that the batch is split over.
+    """
+
+    dims: tuple[int | None, ...]
+    batch_axes: tuple[str, ...] = ("data", "fsdp")
+    model_axes: tuple[str, ...] = ("model",)

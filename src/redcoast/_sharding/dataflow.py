@@ -111,6 +111,11 @@ def parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return prod(sizes[axis] for axis in axes)
 
 
+def stored(way: Way, sizes: Mapping[str, int]) -> int:
+    """Over how many of the devices that the batch is split over parameters are stored split."""
+    return parts([axis for axis in way.batch if axis != "data"], sizes)
+
+
 def _decide(
     program: Program,
     way: Way,
@@ -121,7 +126,7 @@ def _decide(
 ) -> Decision:
     graph, n = program.graph, parts(way.model, sizes)
     classes, batch = Classes(graph, n), batch_dims(program, parts(way.batch, sizes))
-    axes = Axes(batch.count, 1 if "fsdp" in way.model else sizes["fsdp"], n)
+    axes = Axes(batch.count, 1 if "fsdp" in way.model else sizes["fsdp"], n, stored(way, sizes))
     free = n > 1 and "model" not in way.batch
     candidates = _candidates(program, classes, batch) if free else []
     fixed = {

@@ -8,20 +8,22 @@ from .graph import Graph, Value
 
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p
-    cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
-    lt_to max min mul mulhi name ne neg nextafter not or polygamma population_count pow
-    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign
-    sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta random_fold_in
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
+    nextafter not or polygamma population_count pow random_fold_in random_gamma
+    random_gamma_grad real reciprocal reduce_precision regularized_incomplete_beta rem round
+    rsqrt select_if_vmap select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
+    zeta
     """.split()  # noqa: SIM905
 )
 # Each result is the operand at its place: operands have nothing to do with each other.
 PAIRWISE = frozenset(
     """
     optimization_barrier device_put pvary pcast reshard layout_constraint annotate
+    nonbatchable nontraceable
     """.split()  # noqa: SIM905
 )
 
@@ -58,4 +60,9 @@ def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Va
     nodes = tuple(
         graph.node(size) if node is None else node for node, size in zip(dims, shape, strict=True)
     )
+    for value in inputs:
+        for node, size, repeated in zip(nodes, shape, value.shape, strict=False):
+            if size != repeated:
+                # What is repeated forward is summed backward.
+                graph.sum(node, value, backward=True)
     return graph.value(aval, nodes, grad=grad)

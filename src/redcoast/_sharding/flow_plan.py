@@ -58,7 +58,7 @@ def plan_flow(
     report = {
         "batch_axes": [axis for axis in decision.way.batch if axes[axis] > 1],
         "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
-        "traffic": traffic(rows, decision, axes),
+        "traffic": traffic(rows, decision, axes, hardware),
         "unknown": dict(sorted(program.graph.unknown.items())),
     }
     return FlowPlan(rows, compute, report)

@@ -28,13 +28,17 @@ class Value:
 
 @dataclass(frozen=True)
 class Sum:
-    """Partial sums: splitting `node` makes an all-reduce of an array over `dims`."""
+    """Partial sums: splitting `node` makes an all-reduce of an array over `dims`.
+
+    Backward, it is for so many `uses` of one value, whose cotangents are added.
+    """
 
     node: int
     dims: tuple[int, ...]
     bytes: int
     times: int | float
     backward: bool
+    uses: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,9 @@ class Graph:
         if backward and not value.grad:
             return
         times = self.times if backward else self.times * self.forwards
-        # Several uses of one value: their cotangents are added before they are reduced.
         key = (value, node) if backward else len(self.sums)
-        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward)
+        uses = self.sums[key].uses + 1 if key in self.sums else 1
+        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses)
 
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None

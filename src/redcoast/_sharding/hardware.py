@@ -1,21 +1,27 @@
-"""What devices can do: the constants that weigh arithmetic against communication."""
+"""What devices and their compiler can do: what weighs arithmetic against communication."""
 
 from dataclasses import dataclass
+
+from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The constants by which plans are priced, by default about those of an A100 in a server.
 
-    Only their ratios decide which plan is cheapest.
+    Only the ratios of the speeds decide which plan is cheapest.
 
     **Attributes:**
 
-    - `flops`: attained floating point operations, per second.
-    - `model_bandwidth`: bytes that a device sends per second over the `model` axis.
-    - `batch_bandwidth`: the same over `data` and `fsdp`.
-    - `memory_bandwidth`: bytes read and written per second.
-    - `memory`: bytes of memory.
+    - `flops`: Attained floating point operations, per second.
+    - `model_bandwidth`: Bytes that a device sends per second over the `model` axis.
+    - `batch_bandwidth`: The same over `data` and `fsdp`.
+    - `memory_bandwidth`: Bytes read and written per second.
+    - `memory`: Bytes of memory.
+    - `adds_first`: Whether the compiler adds partial sums before it reduces them over devices, so
+        that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
+    - `scatters`: Whether it reduces a gradient that is stored split only to the part that each
+        device keeps (a reduce-scatter). XLA does for GPU and TPU.
     """
 
     flops: int | float = 1e14
@@ -23,6 +29,14 @@ class Hardware:
     batch_bandwidth: int | float = 2e11
     memory_bandwidth: int | float = 1.5e12
     memory: int | float = 80e9
+    adds_first: bool = True
+    scatters: bool = True
+
+
+def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
+    """The default for a mesh: emulated devices have a compiler that does less."""
+    cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return Hardware(adds_first=not cpu, scatters=not cpu)
 
 
 def all_reduce(count: int, size: int | float) -> int | float:
@@ -31,5 +45,15 @@ def all_reduce(count: int, size: int | float) -> int | float:
 
 
 def all_gather(count: int, size: int | float) -> int | float:
-    """Bytes that each of `count` devices sends for an all-gather with a result of `size` bytes."""
+    """Bytes that each of `count` devices sends for an all-gather with a result of `size` bytes.
+
+    A reduce-scatter of an operand of `size` bytes sends as much.
+    """
     return (count - 1) / count * size
+
+
+def reduce_gradient(count: int, stored: int, size: int | float, hardware: Hardware) -> int | float:
+    """Bytes for the sum of a gradient over `count` devices, `stored` of which keep a part each."""
+    if not hardware.scatters:
+        return all_reduce(count, size)
+    return all_gather(stored, size) + all_reduce(count // stored, size / stored)

@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from .compute import Compute
 from .constrain import Constrained
 from .flow_plan import plan_flow
-from .hardware import Hardware
+from .hardware import Hardware, hardware_of
 from .nodes import flat_leaves
 from .overrides import Override, spec_axes
 from .report import make_report
@@ -209,7 +209,7 @@ def plan_shardings(
         stay within it, by a count of arrays, gradients, optimizer state and activations.
     - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to be sent.
     - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
-        communication.
+        communication; by default those of an A100, and for CPU devices what their compiler does.
 
     **Returns:**
 
@@ -249,7 +249,7 @@ def plan_shardings(
         args,
         overrides=overrides,
         trainable=trainable,
-        hardware=hardware or Hardware(),
+        hardware=hardware or hardware_of(mesh),
         budget=budget,
         state_bytes=_state_bytes(tree),
     )

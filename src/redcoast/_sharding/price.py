@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .classes import Classes
-from .graph import Cut, Graph, Value
-from .hardware import Hardware, all_gather, all_reduce
+from .graph import Cut, Graph, Sum, Value
+from .hardware import Hardware, all_gather, all_reduce, reduce_gradient
 
 Choice = frozenset[int]
 
@@ -47,48 +47,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Axes:
-    """How many devices the batch is split over, `fsdp` of them storing parameters, and `model`."""
+    """How many devices the batch is split over, and `model`, which classes are split over.
+
+    Parameters are stored split over `fsdp` devices as well, and over `stored` of those that the
+    batch is split over.
+    """
 
     batch: int
     fsdp: int
     model: int
-
-
-def pose(
-    graph: Graph,
-    classes: Classes,
-    batch: "BatchDims",
-    parameters: Sequence[Parameter],
-    group_of: Mapping[int, int],
-    against: Mapping[int, set[int]],
-    axes: Axes,
-    hardware: Hardware,
-) -> Problem:
-    """The problem of choosing among `group_of`, which maps classes to groups."""
-    problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
-    groups = lambda dims: frozenset(
-        group_of[one] for node in dims if (one := classes[node]) in group_of
-    )
-    model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
-    for found in graph.sums.values():
-        local = found.bytes * found.times / batch.parts(found.dims)
-        if (one := classes[found.node]) in group_of and classes.divides(found.node):
-            problem.single[group_of[one]] += all_reduce(axes.model, local) / model
-        if batch.has(found.node):
-            whole = all_reduce(axes.batch, found.bytes * found.times) / spread
-            _cover(problem, groups(found.dims), whole, axes.model)
-    for cut in graph.cuts:
-        _cut(problem, cut, classes, group_of, batch, axes, model)
-    for work in graph.works:
-        seconds = work.flops / batch.parts(work.dims) / hardware.flops
-        _cover(problem, groups(work.dims), seconds, axes.model)
-    for dims, moved in graph.traffic.items():
-        _cover(
-            problem, groups(dims), moved / batch.parts(dims) / hardware.memory_bandwidth, axes.model
-        )
-    for parameter in parameters:
-        _store(problem, parameter, groups(parameter.value.dims), axes, hardware)
-    return problem
+    stored: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +72,58 @@ class BatchDims:
 
     def parts(self, dims: Iterable[int]) -> int:
         return self.count if any(self.has(node) for node in dims) else 1
+
+
+def pose(
+    graph: Graph,
+    classes: Classes,
+    batch: BatchDims,
+    parameters: Sequence[Parameter],
+    group_of: Mapping[int, int],
+    against: Mapping[int, set[int]],
+    axes: Axes,
+    hardware: Hardware,
+) -> Problem:
+    """The problem of choosing among `group_of`, which maps classes to groups."""
+    problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
+    groups = lambda dims: frozenset(
+        group_of[one] for node in dims if (one := classes[node]) in group_of
+    )
+    model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
+    for found in graph.sums.values():
+        if (one := classes[found.node]) in group_of and classes.divides(found.node):
+            local = sum_bytes(found, hardware) / batch.parts(found.dims)
+            problem.single[group_of[one]] += all_reduce(axes.model, local) / model
+        if batch.has(found.node):
+            whole = over_batch(found, batch, axes.stored, hardware) / spread
+            _cover(problem, groups(found.dims), whole, axes.model)
+    for cut in graph.cuts:
+        _cut(problem, cut, classes, group_of, batch, axes, model)
+    for work in graph.works:
+        seconds = work.flops / batch.parts(work.dims) / hardware.flops
+        _cover(problem, groups(work.dims), seconds, axes.model)
+    for dims, moved in graph.traffic.items():
+        _cover(
+            problem, groups(dims), moved / batch.parts(dims) / hardware.memory_bandwidth, axes.model
+        )
+    for parameter in parameters:
+        _store(problem, graph, parameter, groups(parameter.value.dims), axes, hardware)
+    return problem
+
+
+def sum_bytes(found: Sum, hardware: Hardware) -> int | float:
+    """The bytes that are reduced for one kind of partial sums in a step."""
+    return found.bytes * found.times * (1 if hardware.adds_first else found.uses)
+
+
+def over_batch(found: Sum, batch: BatchDims, stored: int, hardware: Hardware) -> int | float:
+    """What each device sends to sum over the batch: gradients, where there is no batch left."""
+    size = sum_bytes(found, hardware)
+    if found.backward and batch.parts(found.dims) == 1:
+        return reduce_gradient(
+            batch.count, stored if batch.count % stored == 0 else 1, size, hardware
+        )
+    return all_reduce(batch.count, size)
 
 
 def _cover(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
@@ -142,12 +162,22 @@ def _cut(
         problem.single[group_of[target]] += gather(cut.target_bytes)
 
 
+def gathers(graph: Graph, value: Value) -> int:
+    """How often an array is gathered in a step: layers of a scan are, again, on the way back."""
+    return 1 + (value.grad and not graph.stacks.isdisjoint(value.dims))
+
+
 def _store(
-    problem: Problem, parameter: Parameter, groups: Choice, axes: Axes, hardware: Hardware
+    problem: Problem,
+    graph: Graph,
+    parameter: Parameter,
+    groups: Choice,
+    axes: Axes,
+    hardware: Hardware,
 ) -> None:
     """An array that is stored split is gathered where it is used, forward and backward."""
     size = parameter.value.bytes
-    passes = 1 + parameter.value.grad
+    passes = gathers(graph, parameter.value)
     over_fsdp = passes * all_gather(axes.fsdp, size) / hardware.batch_bandwidth
     over_model = passes * all_gather(axes.model, size) / hardware.model_bandwidth
     if not parameter.covered:

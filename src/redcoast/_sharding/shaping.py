@@ -133,25 +133,36 @@ def pad(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value
 
 def window(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Dimensions that a window moves over are space: never split."""
-    after = output(equation).shape
+    operands, after = inputs[: len(equation.outvars)], output(equation).shape
     sizes = equation.params["window_dimensions"]
-    kept = [w == 1 and a == b for w, a, b in zip(sizes, inputs[0].shape, after, strict=True)]
-    return [_kept(graph, equation, inputs[0], kept, blocked=True)]
+    kept = [w == 1 and a == b for w, a, b in zip(sizes, operands[0].shape, after, strict=True)]
+    for value in operands[1:]:
+        for a, b in zip(operands[0].dims, value.dims, strict=True):
+            graph.link(a, b)
+    return [_kept(graph, equation, value, kept, blocked=True) for value in operands]
 
 
 def window_scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """`select_and_scatter_add` and the like: the backward pass of pooling."""
-    aval = output(equation)
-    like = next(value for value in reversed(inputs) if value.shape == tuple(aval.shape))
-    sizes = equation.params["window_dimensions"]
+    """`select_and_scatter_add` and the like: pooling, backward and in derivatives forward."""
+    aval, sizes = output(equation), equation.params["window_dimensions"]
+    dims = tuple(graph.node(size) for size in aval.shape)
     for value in inputs:
-        if len(value.dims) == len(like.dims):
-            for node, other, size in zip(value.dims, like.dims, sizes, strict=True):
-                if size > 1:
-                    graph.blocked.update((node, other))
-                else:
-                    graph.link(node, other)
-    return [graph.value(aval, like.dims, grad=any(value.grad for value in inputs))]
+        if len(value.dims) != len(dims):
+            continue
+        for a, b, size in zip(value.dims, dims, sizes, strict=True):
+            if size == 1 and graph.sizes[a] == graph.sizes[b]:
+                graph.link(a, b)
+            else:
+                graph.blocked.update((a, b))
+    return [graph.value(aval, dims, grad=any(value.grad for value in inputs))]
+
+
+def bitcast(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Where the items have other sizes, the last dimension is new or gone."""
+    operand, aval = inputs[0], output(equation)
+    known = operand.dims[: len(aval.shape)]
+    new = (graph.node(size) for size in aval.shape[len(known) :])
+    return [graph.value(aval, (*known, *new), grad=operand.grad)]
 
 
 def concatenate(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -159,11 +170,13 @@ def concatenate(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     first = inputs[0].dims
     dims = (*first[:axis], graph.node(aval.shape[axis]), *first[axis + 1 :])
     result = graph.value(aval, dims, grad=any(value.grad for value in inputs))
+    # The cotangent is gathered once for all operands.
+    once = next((value for value in inputs if value.grad), None)
     for value in inputs:
+        graph.cut(value, value.dims[axis], result, dims[axis] if value is once else None)
+        graph.soft_links.append((value.dims[axis], dims[axis]))
         for d, node in enumerate(value.dims):
-            if d == axis:
-                graph.cut(value, node, result, dims[axis])
-            else:
+            if d != axis:
                 graph.link(node, dims[d])
     return [result]
 
@@ -226,8 +239,9 @@ def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: in
     grad = any(value.grad for value in inputs)
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
     # Two cuts, so that there is no soft link: sorted rows come from everywhere.
-    graph.cut(first, first.dims[axis], results[0], None)
-    graph.cut(first, None, results[0], new)
+    for value, result in zip(inputs, results, strict=False):
+        graph.cut(value, value.dims[axis], result, None)
+        graph.cut(value, None, result, new)
     return results
 
 

@@ -15,12 +15,14 @@ DECOMPOSITIONS = frozenset(
     tridiagonal_solve
     """.split()  # noqa: SIM905
 )
+# The first operand of these is a vector for each matrix.
+_OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
 # Known to have nothing that could be split, or nothing that comes out.
 FRESH = frozenset(
     """
-    iota random_bits random_seed random_wrap random_unwrap random_split random_gamma
-    rng_uniform rng_bit_generator random_clone debug_callback debug_print axis_index empty
-    create_token partition_id
+    iota random_bits random_seed random_wrap random_unwrap random_split rng_uniform
+    rng_bit_generator random_clone debug_callback debug_print axis_index empty create_token
+    partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
     """.split()  # noqa: SIM905
 )
 
@@ -43,7 +45,7 @@ def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
 def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Leading dimensions count matrices; the matrices themselves are never split."""
     first = inputs[0]
-    count = len(first.dims) - 2
+    count = len(first.dims) - (1 if equation.primitive.name in _OF_VECTORS else 2)
     for value in inputs:
         graph.blocked.update(value.dims[count:])
         for a, b in zip(first.dims[:count], value.dims[:count], strict=False):

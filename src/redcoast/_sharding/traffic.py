@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from .dataflow import Decision, batch_dims, parts
-from .graph import Value
-from .hardware import all_gather, all_reduce
+from .dataflow import Decision, batch_dims, parts, stored
+from .hardware import Hardware, all_gather, all_reduce
 from .nodes import Leaf
 from .overrides import spec_axes
+from .price import gathers, over_batch, sum_bytes
 from .rows import Row
 
 
 def traffic(
-    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]
+    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], hardware: Hardware
 ) -> list[dict[str, Any]]:
     """Bytes that each device sends in a step: `axis`, `cause` and `bytes`, largest first."""
     batch = batch_dims(decision.program, parts(decision.way.batch, axes))
@@ -29,21 +29,23 @@ def traffic(
     names = _class_names(rows, decision)
     spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
     for found in decision.program.graph.sums.values():
-        size = found.bytes * found.times
         root = decision.classes[found.node]
         if decision.classes.divides(found.node) and root in decision.chosen:
             way = "backward" if found.backward else "forward"
             cause = f"partial sums {way}, split along {names[root]}"
-            add(over, cause, all_reduce(n, size / batch.parts(found.dims)))
+            size = sum_bytes(found, hardware) / batch.parts(found.dims)
+            add(over, cause, all_reduce(n, size))
         if batch.has(found.node):
             split = n if _is_split(decision, found.dims) else 1
             cause = "gradients and sums over the batch"
-            add(spread, cause, all_reduce(batch.count, size / split))
+            size = over_batch(found, batch, stored(decision.way, axes), hardware)
+            add(spread, cause, size / split)
     _cuts(decision, batch, (over, n), names, add)
     for row, value, computed in zip(
         rows, decision.program.parameters, decision.computed, strict=True
     ):
-        _gathers(row, value, computed, axes, add)
+        times = gathers(decision.program.graph, value)
+        _gathers(row, value.bytes * times, computed, axes, add)
     ordered = sorted(sent.items(), key=lambda item: (-item[1], item[0]))
     return [{"axis": a, "cause": c, "bytes": round(size)} for (a, c), size in ordered]
 
@@ -72,13 +74,13 @@ def _cuts(
 
 
 def _gathers(
-    row: Row, value: Value, computed: int | None, axes: Mapping[str, int], add: Any
+    row: Row, size: int | float, computed: int | None, axes: Mapping[str, int], add: Any
 ) -> None:
-    """What is stored split is gathered, once in each direction, over the axes not computed over."""
+    """What is stored split is gathered, over the axes not computed over."""
     used = {axis for entry in row.spec for axis in spec_axes(entry)}
     kept = set() if computed is None else set(spec_axes([*row.spec, *[None] * 9][computed]))
     over = [axis for axis in axes if axis in used - kept]
-    size = value.bytes * (1 + value.grad) / prod(axes[axis] for axis in kept)
+    size = size / prod(axes[axis] for axis in kept)
     cause = "parameters gathered" if over == ["fsdp"] else f"{_numberless(row.leaf)} gathered"
     add(" x ".join(over), cause, all_gather(parts(over, axes), size))
 

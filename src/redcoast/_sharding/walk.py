@@ -54,6 +54,7 @@ _RULES: dict[str, Rule] = {
         ),
         indexing.scatter,
     ),
+    "bitcast_convert_type": shaping.bitcast,
     "broadcast_in_dim": shaping.broadcast_in_dim,
     "concatenate": shaping.concatenate,
     "conv_general_dilated": contractions.convolution,
@@ -244,4 +245,15 @@ def _cond(
     return results, scopes
 
 
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
+def _linear_solve(
+    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
+) -> tuple[list[Value], list[Scope]]:
+    """The solver is followed but not run again: what else belongs to it gives derivatives."""
+    lengths = equation.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    right = start + lengths.solve + lengths.transpose_solve
+    given = [*inputs[start : start + lengths.solve], *inputs[right:]]
+    return outputs_of(graph, _enter(graph, equation.params["jaxprs"].solve, given)), []
+
+
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _linear_solve}

@@ -1,0 +1,158 @@
+"""Bytes sent between devices in a training step: planned, by hand, by rules and replicated.
+
+For models of many kinds and meshes of 8 emulated CPU devices, the same training step is compiled
+with different shardings, and what it sends is read from the compiled program. Redcoast's own
+program also runs, and its loss and gradients are compared with those of one device.
+
+    python experiments/benchmarks/collectives.py --out runs/collectives
+
+Results are added to those that `--out` holds already, so that a part can be measured again.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import collectives_plots
+import jax
+import tyro
+from architectures import CASES, Case, opt_layers
+from jax.sharding import Mesh
+from traffic.claims import check_claims, check_planning
+from traffic.columns import COLUMNS
+from traffic.measure import measure
+from traffic.planning import plan_times
+from traffic.tables import claim_lines, detail_table, sent_table
+
+import redcoast as rc
+
+MESHES = ("2,1,4", "1,2,4", "2,2,2", "1,8,1", "8,1,1", "1,1,8")
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)
+FAST_CASES = ("GPT-2", "LLaMA, GQA, scanned", "MLP-Mixer", "LSTM", "MAML")
+FAST_MESHES = ("1,2,4", "2,2,2")
+
+
+def main(
+    cases: tuple[str, ...] = (),
+    meshes: tuple[str, ...] = (),
+    columns: tuple[str, ...] = (),
+    out: Path = Path("runs/collectives"),
+    fast: bool = False,
+    planning: bool = True,
+    check: bool = False,
+) -> None:
+    """Prints a table for each mesh, and what the figures show.
+
+    Args:
+        cases: Names of models, as the tables have them; all of them by default.
+        meshes: Sizes of data, fsdp and model, such as 1,2,4; six meshes by default.
+        columns: Layouts to compare; all of them by default.
+        out: Directory for the results as JSON, and the plots.
+        fast: Whether to take a few models and meshes only.
+        planning: Whether to measure how long planning takes, too.
+        check: Whether to fail where a claim does not hold.
+    """
+    rc.emulate_devices(8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    selected = choose(cases or (FAST_CASES if fast else ()), {case.name: case for case in CASES})
+    names = list(choose(columns, dict.fromkeys(COLUMNS)))
+    sizes = [parse_mesh(text) for text in meshes or (FAST_MESHES if fast else MESHES)]
+    out.mkdir(parents=True, exist_ok=True)
+    results = read_results(out)
+    for case in selected.values():
+        measure_case(results, case, sizes, names)
+        write_results(out, results)
+    if planning:
+        results["planning"] = measure_planning(DEPTHS[:5] if fast else DEPTHS)
+    results["claims"] = check_claims(results["rows"])
+    if "planning" in results:
+        results["claims"] += check_planning(results["planning"])
+    write_results(out, results)
+    print_results(results)
+    collectives_plots.draw(out, results)
+    if check and any(claim["failed"] for claim in results["claims"]):
+        raise SystemExit("Not all claims hold; see above.")
+
+
+def choose(names: tuple[str, ...], known: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"There is no {', '.join(unknown)}. Known are: {'; '.join(known)}.")
+    return {name: known[name] for name in names or known}
+
+
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+        raise SystemExit(f"A mesh is written as data,fsdp,model, such as 1,2,4, and not as {text}.")
+    return int(sizes[0]), int(sizes[1]), int(sizes[2])
+
+
+def make_mesh(sizes: tuple[int, int, int]) -> Mesh:
+    data, fsdp, model = sizes
+    return rc.make_mesh(data=data, fsdp=fsdp, model=model)
+
+
+def measure_case(
+    results: dict[str, Any], case: Case, sizes: list[tuple[int, int, int]], columns: list[str]
+) -> None:
+    if not case.compiled:
+        return
+    for size in sizes:
+        for column in columns:
+            row = measure(case, make_mesh(size), column)
+            if row is not None:
+                add_row(results["rows"], row)
+                report(row)
+    jax.clear_caches()
+
+
+def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """In place of an older row for the same thing, in the order of cases and meshes."""
+    key = lambda row: (row["case"], row["mesh"], row["column"])
+    rows[:] = [old for old in rows if key(old) != key(row)] + [row]
+    cases, meshes = [case.name for case in CASES], [list(parse_mesh(text)) for text in MESHES]
+    place = lambda value, known: known.index(value) if value in known else len(known)
+    rows.sort(key=lambda row: (place(row["case"], cases), place(row["mesh"], meshes)))
+
+
+def report(row: dict[str, Any]) -> None:
+    sent = row.get("error") or f"{row['sent_bytes'] / 1e6:.2f} MB"
+    place = f"{row['case']}, {','.join(map(str, row['mesh']))}, {row['column']}"
+    print(f"{place}: {sent}", file=sys.stderr, flush=True)
+
+
+def measure_planning(depths: tuple[int, ...]) -> dict[str, Any]:
+    mesh = make_mesh((1, 2, 4))
+    layers = [plan_times(opt_layers(depth), mesh) | {"layers": depth} for depth in depths]
+    large = [plan_times(case, mesh) for case in CASES if case.abstract]
+    return {"layers": layers, "large": large}
+
+
+def read_results(out: Path) -> dict[str, Any]:
+    file = out / "collectives.json"
+    return json.loads(file.read_text()) if file.exists() else {"rows": []}
+
+
+def write_results(out: Path, results: dict[str, Any]) -> None:
+    results["jax"] = jax.__version__
+    (out / "collectives.json").write_text(json.dumps(results, indent=1))
+
+
+def print_results(results: dict[str, Any]) -> None:
+    rows = results["rows"]
+    columns = [name for name in COLUMNS if any(row["column"] == name for row in rows)]
+    for mesh in dict.fromkeys(tuple(row["mesh"]) for row in rows):
+        print(f"\n### data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}\n")
+        print(sent_table(rows, mesh, columns))
+        print(f"\n{detail_table(rows, mesh)}")
+    for entry in results.get("planning", {}).get("large", []):
+        time = entry.get("error") or f"{entry['plan_seconds']:.2f} s"
+        print(f"\nplanning {entry['case']}, {entry['equations']} equations: {time}")
+    print(f"\n{claim_lines(results['claims'])}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,113 @@
+"""Draws the results of `collectives.py`.
+
+python experiments/benchmarks/collectives_plots.py --out runs/collectives
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tyro
+from traffic.claims import Row, by_place
+
+# Marks of different shapes, the last ones open, so that ties can be seen.
+STYLES: dict[str, dict[str, Any]] = {
+    "replicated": {"marker": "s", "color": "#5dade2", "markersize": 9},
+    "fsdp": {"marker": "o", "color": "#1f618d", "markersize": 9},
+    "rules": {"marker": "^", "color": "#7f8c8d", "markersize": 8},
+    "megatron": {"marker": "D", "color": "#2c3e50", "markersize": 7},
+    "unconstrained": {"marker": "x", "color": "#e67e22", "markersize": 7},
+    "redcoast": {"marker": "o", "color": "#c0392b", "markersize": 6, "fillstyle": "full"},
+}
+
+
+def main(out: Path = Path("runs/collectives")) -> None:
+    """Draws PNGs from the results that `out` holds.
+
+    Args:
+        out: Directory with `collectives.json`, where the plots go as well.
+    """
+    file = out / "collectives.json"
+    if not file.exists():
+        raise SystemExit(f"There is no {file}. Run collectives.py first.")
+    draw(out, json.loads(file.read_text()))
+
+
+def draw(out: Path, results: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no display
+    for family, base in (("transformer", "megatron"), ("other", "fsdp")):
+        rows = [row for row in results["rows"] if row["family"] == family]
+        for mesh in dict.fromkeys(tuple(row["mesh"]) for row in rows):
+            here = [row for row in rows if tuple(row["mesh"]) == mesh]
+            name = f"{family}s_{'_'.join(map(str, mesh))}.png"
+            draw_bytes(out / name, here, base, mesh)
+    if "planning" in results:
+        draw_planning(out / "planning.png", results["planning"]["layers"])
+
+
+def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) -> None:
+    """What each column sends, relative to one of them: a line of marks for each case."""
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
+
+    places = {
+        case: columns
+        for (case, _), columns in by_place(rows).items()
+        if columns.get(base, {}).get("sent_bytes")
+    }
+    if not places:
+        return
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.3 * len(places)), layout="constrained")
+    for name, style in STYLES.items():
+        here = [(y, found) for y, found in enumerate(places.values()) if name in found]
+        values = [found[name]["sent_bytes"] / found[base]["sent_bytes"] for _, found in here]
+        if here:
+            marks: dict[str, Any] = {"fillstyle": "none", "linestyle": "none"} | style
+            axes.plot(values, [y for y, _ in here], label=name, **marks)
+    axes.axvline(1, color="black", linewidth=0.8, zorder=0)
+    axes.grid(axis="y", linewidth=0.3)
+    axes.set_yticks(range(len(places)), list(places))
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xlabel(f"bytes sent per device and step, relative to {base}")
+    axes.set_title(f"data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def draw_planning(file: Path, entries: list[dict[str, Any]]) -> None:
+    """Seconds against the number of equations, with a straight line through the last point."""
+    from matplotlib import pyplot as plt
+
+    timed = [entry for entry in entries if "plan_seconds" in entry]
+    if not timed:
+        return
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    x = [entry["equations"] for entry in timed]
+    y = [entry["plan_seconds"] for entry in timed]
+    axes.plot([0, x[-1]], [0, y[-1]], "--", color="#7f8c8d", label="linear")
+    axes.plot(x, y, "o-", color=STYLES["redcoast"]["color"], label="OPT, unrolled")
+    for entry in timed[-3:]:
+        place = (entry["equations"], entry["plan_seconds"])
+        axes.annotate(
+            f"{entry['layers']} layers",
+            place,
+            (-8, 4),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+    axes.set(xlabel="equations of the loss", ylabel="seconds to plan")
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,152 @@
+"""What the measurements have to show, each claim with the rows that do not."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+Place = tuple[str, tuple[int, ...]]  # a case and a mesh
+Check = tuple[Place, float, str]  # where, the figure that is bounded, and its numbers in words
+
+MIXED = ((1, 2, 4), (2, 2, 2))
+SIMPLE = ("replicated", "fsdp", "rules")
+TIE = 1.01
+SAME_MEMORY = 1.02
+ERROR = 1e-5
+
+
+def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
+    """The columns of each case and mesh; those that failed are left out."""
+    places: dict[Place, dict[str, Row]] = {}
+    for row in rows:
+        columns = places.setdefault((row["case"], tuple(row["mesh"])), {})
+        if "error" not in row:
+            columns[row["column"]] = row
+    return places
+
+
+def check_claims(rows: list[Row]) -> list[dict[str, Any]]:
+    """Claims with what was checked, the worst figure and where it is, and what fails."""
+    places = by_place(rows)
+    return [
+        claim("redcoast's column can be measured everywhere", failures(rows), most=0),
+        claim(f"transformers: at most {TIE} x Megatron's bytes", to_megatron(places), most=TIE),
+        claim(
+            "transformers on mixed meshes: at most 0.6 x Megatron's bytes",
+            (check for check in to_megatron(places) if check[0][1] in MIXED),
+            most=0.6,
+        ),
+        claim(
+            f"others: at most {TIE} x the best simple layout with no more parameter memory",
+            to_simple(places),
+            most=TIE,
+        ),
+        claim("at least 0.9 of the parameters split over `model`", whole(places), most=0.1),
+        claim(f"loss and gradients within {ERROR} of one device", errors(places), most=ERROR),
+        claim("no more collectives where propagation is as good", added(places), most=0),
+    ]
+
+
+def claim(words: str, checks: Iterable[Check], *, most: float) -> dict[str, Any]:
+    checked = sorted(checks, key=lambda check: check[1], reverse=True)
+    failed = [check for check in checked if not check[1] <= most]
+    return {
+        "claim": words,
+        "holds": not failed if checked else None,
+        "checked": len(checked),
+        "worst": describe(checked[0]) if checked else "nothing to check",
+        "failed": [describe(check) for check in failed],
+    }
+
+
+def describe(check: Check) -> str:
+    (case, mesh), _, words = check
+    return f"{case} on {','.join(map(str, mesh))}: {words}" if mesh else f"{case}: {words}"
+
+
+def failures(rows: list[Row]) -> Iterator[Check]:
+    for row in rows:
+        if row["column"] == "redcoast":
+            words = row.get("error", "measured")
+            yield (row["case"], tuple(row["mesh"])), float("error" in row), words
+
+
+def ratio(ours: Row, theirs: Row) -> tuple[float, str]:
+    a, b = ours["sent_bytes"], theirs["sent_bytes"]
+    value = a / b if b else float(a > 0)
+    return value, f"{a / 1e6:.2f} MB against {b / 1e6:.2f} MB ({theirs['column']}), {value:.3f}"
+
+
+def to_megatron(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    for place, columns in places.items():
+        if {"redcoast", "megatron"} <= columns.keys():
+            yield place, *ratio(columns["redcoast"], columns["megatron"])
+
+
+def to_simple(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    for place, columns in places.items():
+        ours = columns.get("redcoast")
+        if ours is None or ours["family"] == "transformer":
+            continue
+        room = SAME_MEMORY * ours["param_bytes"]
+        simple = [columns[name] for name in SIMPLE if name in columns]
+        fitting = [row for row in simple if row["param_bytes"] <= room]
+        if fitting:
+            yield place, *ratio(ours, min(fitting, key=lambda row: row["sent_bytes"]))
+
+
+def whole(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    """The share that is not split, where there is a `model` axis."""
+    for place, columns in places.items():
+        if place[1][2] > 1 and "redcoast" in columns:
+            share = columns["redcoast"]["model_share"]
+            yield place, 1 - share, f"{share:.3f}"
+
+
+def errors(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    """In float32, or where that differs by more in float64."""
+    for place, columns in places.items():
+        row = columns.get("redcoast", {})
+        if "grad_error" in row:
+            found = row.get("float64", row)
+            words = f"loss {found['loss_error']:.1e}, gradient {found['grad_error']:.1e}"
+            words += f" at {found['grad_error_at']}"
+            if "float64" in row:
+                words += f" in float64, {row['grad_error']:.1e} in float32"
+            yield place, max(found["loss_error"], found["grad_error"]), words
+
+
+def added(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    """Collectives that constraints add, where the compiler alone sends no more."""
+    for place, columns in places.items():
+        if not {"redcoast", "unconstrained"} <= columns.keys():
+            continue
+        ours, free = columns["redcoast"], columns["unconstrained"]
+        if free["sent_bytes"] <= ours["sent_bytes"]:
+            more = ours["collectives"] - free["collectives"]
+            words = f"{ours['collectives']} against {free['collectives']}"
+            yield place, float(more), f"{words}; {ratio(ours, free)[1]}"
+
+
+def check_planning(planning: dict[str, Any]) -> list[dict[str, Any]]:
+    """Planning a large model is quick, and linear in its equations."""
+    large: Callable[[str], list[Check]] = lambda name: [
+        ((name, ()), entry["plan_seconds"], f"{entry['plan_seconds']:.2f} s")
+        for entry in planning["large"]
+        if entry["case"] == name and "plan_seconds" in entry
+    ]
+    return [
+        claim("OPT-66B, 64 layers unrolled, planned in 5 s", large("OPT-66B"), most=5),
+        claim("OPT-66B, scanned, planned in 1 s", large("OPT-66B, scanned"), most=1),
+        claim("time for each equation does not grow", growth(planning["layers"]), most=1.5),
+    ]
+
+
+def growth(entries: list[dict[str, Any]]) -> Iterator[Check]:
+    """The most layers against a quarter of them, so that fixed costs do not count."""
+    timed = [entry for entry in entries if "plan_seconds" in entry]
+    if len(timed) < 4:
+        return
+    small, large = timed[-3], timed[-1]
+    each = [entry["plan_seconds"] / entry["equations"] for entry in (small, large)]
+    words = f"{1e6 * each[1]:.0f} us an equation against {1e6 * each[0]:.0f}"
+    yield (f"{large['layers']} layers against {small['layers']}", ()), each[1] / each[0], words

@@ -1,0 +1,135 @@
+"""The ways to lay out a training step that are compared, one function for each."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from architectures import Case
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+
+LARGE = 4096  # elements; what the planner stores split over `fsdp` as well
+EVERY_AXIS = ("data", "fsdp", "model")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters and batch lie, and the loss to differentiate."""
+
+    params: Any
+    batch: Any
+    loss: Callable[..., Any]
+    plan_seconds: float | None = None
+
+
+def redcoast(case: Case, mesh: Mesh) -> Layout:
+    """The planner's shardings, and its constraints on activations."""
+    plan, seconds = plan_by_dataflow(case, mesh)
+    batch = batch_shardings(case, mesh)
+    return Layout(plan.shardings, batch, plan.constrain(case.loss), seconds)
+
+
+def unconstrained(case: Case, mesh: Mesh) -> Layout:
+    """The planner's shardings, and activations left to the compiler."""
+    plan, seconds = plan_by_dataflow(case, mesh)
+    return Layout(plan.shardings, batch_shardings(case, mesh), case.loss, seconds)
+
+
+def megatron(case: Case, mesh: Mesh) -> Layout | None:
+    """Megatron's split by hand over `model`, and large arrays also stored split over `fsdp`."""
+    if case.megatron is None:
+        return None
+    params = case.abstract_params()
+    specs = case.megatron(params)
+    if mesh.shape["model"] == 1:  # so that `fsdp` may take the dimensions that are not split
+        specs = jax.tree.map(lambda _: P(), params)
+    split = lambda path, array, spec: NamedSharding(
+        mesh, also_split(spec, array.shape, counts_layers(path), "fsdp", mesh.shape["fsdp"])
+    )
+    shardings = jax.tree.map_with_path(split, params, specs)
+    return Layout(shardings, batch_shardings(case, mesh), case.loss)
+
+
+def rules(case: Case, mesh: Mesh) -> Layout:
+    """What the structure of the parameters says, without the computation."""
+    begin = time.perf_counter()
+    shardings = rc.plan_shardings(case.abstract_params(), mesh).shardings
+    seconds = time.perf_counter() - begin
+    return Layout(shardings, batch_shardings(case, mesh), case.loss, seconds)
+
+
+def fsdp(case: Case, mesh: Mesh) -> Layout:
+    """Nothing is computed split: large arrays are stored split, the batch is over all devices."""
+    axes = ("fsdp", "model")
+    count = mesh.shape["fsdp"] * mesh.shape["model"]
+    split = lambda path, array: NamedSharding(
+        mesh, also_split(P(), array.shape, counts_layers(path), axes, count)
+    )
+    params = jax.tree.map_with_path(split, case.abstract_params())
+    return Layout(params, batch_shardings(case, mesh, EVERY_AXIS), case.loss)
+
+
+def replicated(case: Case, mesh: Mesh) -> Layout:
+    """Plain data parallelism over all devices."""
+    whole = NamedSharding(mesh, P())
+    params = jax.tree.map(lambda _: whole, case.abstract_params())
+    return Layout(params, batch_shardings(case, mesh, EVERY_AXIS), case.loss)
+
+
+COLUMNS: dict[str, Callable[[Case, Mesh], Layout | None]] = {
+    "redcoast": redcoast,
+    "unconstrained": unconstrained,
+    "megatron": megatron,
+    "rules": rules,
+    "fsdp": fsdp,
+    "replicated": replicated,
+}
+
+
+def plan_by_dataflow(case: Case, mesh: Mesh) -> tuple[Any, float]:
+    params, batch, key = case.abstract_params(), abstract(case.batch()), abstract_key()
+    begin = time.perf_counter()
+    plan = rc.plan_shardings(params, mesh, fn=case.loss, args=(batch, key))
+    return plan, time.perf_counter() - begin
+
+
+def batch_shardings(case: Case, mesh: Mesh, axes: tuple[str, ...] = ("data", "fsdp")) -> Any:
+    """The first dimension over the given axes, or over the usual ones, or whole."""
+
+    def place(array: Any) -> NamedSharding:
+        for names in (axes, ("data", "fsdp")):
+            if array.shape[0] % prod(mesh.shape[name] for name in names) == 0:
+                return NamedSharding(mesh, P(names))
+        return NamedSharding(mesh, P())
+
+    return jax.tree.map(place, case.batch())
+
+
+def also_split(spec: P, shape: tuple[int, ...], stack: int, axes: Any, count: int) -> P:
+    """Splits a large array further, along its largest dimension that is free and divides."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [d for d in range(stack, len(shape)) if entries[d] is None and shape[d] % count == 0]
+    if prod(shape[stack:]) < LARGE or not free:
+        return spec
+    entries[max(free, key=lambda d: (shape[d], -d))] = axes
+    return P(*entries)
+
+
+def counts_layers(path: tuple[Any, ...]) -> int:
+    """How many leading dimensions count layers: a dict of layers, and not a list, is stacked."""
+    keys = [str(getattr(entry, "key", "")) for entry in path]
+    return int(len(keys) > 1 and keys[0] == "layers" and keys[1] != "")
+
+
+def abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), tree)
+
+
+def abstract_key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(1))

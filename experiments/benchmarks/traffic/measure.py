@@ -1,0 +1,170 @@
+"""Compiles a training step, and reads from the program what it sends and keeps."""
+
+import functools as ft
+import time
+from collections import Counter
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from architectures import Case
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from redcoast._hlo import collectives
+
+from .columns import COLUMNS, Layout, abstract, abstract_key
+
+# Less work on machine code; the passes over the program, and so its collectives, are the same.
+OPTIONS = {"xla_backend_optimization_level": 0}
+ERROR = 1e-5
+ROUNDING = 1e-6  # of the largest gradient; a smaller gradient is zero in exact arithmetic
+
+
+def measure(case: Case, mesh: Mesh, column: str) -> dict[str, Any] | None:
+    """A row of the results as plain data; None where the column does not apply to the case.
+
+    Whatever a layout or the compiler raises is recorded in the row.
+    """
+    row = {
+        "case": case.name,
+        "family": case.family,
+        "mesh": list(mesh.shape.values()),
+        "column": column,
+    }
+    try:
+        layout = COLUMNS[column](case, mesh)
+        return None if layout is None else row | measure_layout(case, mesh, layout, column)
+    except Exception as error:
+        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def measure_layout(case: Case, mesh: Mesh, layout: Layout, column: str) -> dict[str, Any]:
+    begin = time.perf_counter()
+    lowered = lower_step(case, mesh, layout)
+    lowering = time.perf_counter() - begin
+    begin = time.perf_counter()
+    compiled = lowered.compile(compiler_options=OPTIONS)
+    compiling = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    row = {
+        **count_collectives(compiled.as_text(), mesh),
+        **stored(case.abstract_params(), layout.params),
+        "temporary_bytes": memory.temp_size_in_bytes if memory else None,
+        "plan_seconds": layout.plan_seconds,
+        "lower_seconds": lowering,
+        "compile_seconds": compiling,
+    }
+    if column == "redcoast" and not case.abstract:
+        row |= compare(case, run_step(case, layout, compiled))
+        if not max(row["loss_error"], row["grad_error"]) <= ERROR:
+            row["float64"] = compare_exactly(case, mesh, layout)
+    return row
+
+
+def compare_exactly(case: Case, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    """The same in float64: in float32, rounding moves a few arguments of a ReLU across zero."""
+    with jax.enable_x64(True):
+        compiled = lower_step(case, mesh, layout).compile(compiler_options=OPTIONS)
+        return compare(case, run_step(case, layout, compiled))
+
+
+def lower_step(case: Case, mesh: Mesh, layout: Layout) -> Any:
+    """The loss with all of its gradients, whose shardings are those of the parameters."""
+    whole = NamedSharding(mesh, P())
+    # Auxiliary figures are scalars, and a model that moved on lies as it did before.
+    moved = layout.params if returns_model(case) else whole
+    step = jax.jit(
+        jax.value_and_grad(uniform(layout.loss), has_aux=True),
+        in_shardings=(layout.params, layout.batch, whole),
+        out_shardings=((whole, (whole, moved)), layout.params),
+    )
+    return step.lower(case.abstract_params(), abstract(batch_of(case)), abstract_key())
+
+
+def uniform(loss: Any) -> Any:
+    """The loss as `(scalar, (aux, model))`, whichever of its three forms it has."""
+
+    def wrapped(params: Any, batch: Any, key: Any) -> Any:
+        out = loss(params, batch, key)
+        value, *rest = out if isinstance(out, tuple) else (out,)
+        return value, (rest[0] if rest else {}, rest[1] if len(rest) > 1 else None)
+
+    return wrapped
+
+
+def returns_model(case: Case) -> bool:
+    out = jax.eval_shape(
+        case.loss, case.abstract_params(), abstract(batch_of(case)), abstract_key()
+    )
+    return isinstance(out, tuple) and len(out) == 3
+
+
+def count_collectives(text: str, mesh: Mesh) -> dict[str, Any]:
+    found = collectives(text, mesh)
+    by_axes: Counter[str] = Counter()
+    by_kind: Counter[str] = Counter()
+    for one in found:
+        by_axes["+".join(one.axes)] += one.count * one.sent_bytes
+        by_kind[one.kind] += one.count * one.sent_bytes
+    return {
+        "sent_bytes": sum(one.count * one.sent_bytes for one in found),
+        "collectives": sum(one.count for one in found),
+        "sent_by_axes": dict(by_axes),
+        "sent_by_kind": dict(by_kind),
+    }
+
+
+def stored(params: Any, shardings: Any) -> dict[str, Any]:
+    """Bytes of parameters on a device, and the share of their elements split over `model`."""
+    pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True))
+    held = sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+    split = sum(prod(x.shape) for x, s in pairs if "model" in jax.tree.leaves(tuple(s.spec)))
+    total = sum(prod(x.shape) for x, _ in pairs)
+    return {"param_bytes": held, "model_share": split / total}
+
+
+def run_step(case: Case, layout: Layout, compiled: Any) -> Any:
+    params, batch, key = inputs(case)
+    placed = jax.device_put((params, batch), (layout.params, layout.batch))
+    (value, _), grads = compiled(*placed, key)
+    return jax.tree.map(np.asarray, (value, grads))
+
+
+def inputs(case: Case) -> Any:
+    return jax.jit(case.init)(jax.random.key(0)), batch_of(case), jax.random.key(1)
+
+
+def batch_of(case: Case) -> Any:
+    """The batch, in the precision that is set."""
+    real = jnp.zeros(()).dtype
+    is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(real) if is_real(x) else x, case.batch())
+
+
+@ft.lru_cache(maxsize=2)
+def on_one_device(case: Case, precision: Any) -> Any:
+    step = jax.jit(jax.value_and_grad(uniform(case.loss), has_aux=True))
+    (value, _), grads = step(*inputs(case))
+    return jax.tree.map(np.asarray, (value, grads))
+
+
+def compare(case: Case, found: Any) -> dict[str, Any]:
+    """The largest relative differences from one device, each leaf by its largest element."""
+    value, grads = on_one_device(case, jnp.zeros(()).dtype)
+    named, _ = jax.tree.flatten_with_path(grads)
+    largest = max(np.max(np.abs(grad)) for _, grad in named)
+    errors = {}
+    for (path, right), ours in zip(named, jax.tree.leaves(found[1]), strict=True):
+        size = np.max(np.abs(right))
+        size = size if size > ROUNDING * largest else largest
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        errors[name] = float(np.max(np.abs(ours - right)) / size)
+    worst = max(errors, key=lambda name: (not np.isfinite(errors[name]), errors[name]))
+    return {
+        "loss_error": float(abs(found[0] - value) / abs(value)),
+        "grad_error": errors[worst],
+        "grad_error_at": worst,
+    }

@@ -1,0 +1,80 @@
+"""The results as Markdown tables."""
+
+from typing import Any
+
+from .claims import Place, Row, by_place
+
+
+def sent_table(rows: list[Row], mesh: tuple[int, ...], columns: list[str]) -> str:
+    """Megabytes that a device sends in a step, for each case and column."""
+    places = {place: found for place, found in by_place(rows).items() if place[1] == mesh}
+    head = ["MB sent", *columns]
+    body = [
+        [case, *(megabytes(found.get(column), "sent_bytes") for column in columns)]
+        for (case, _), found in places.items()
+    ]
+    return markdown(head, body)
+
+
+def detail_table(rows: list[Row], mesh: tuple[int, ...]) -> str:
+    """What else was measured of redcoast's column."""
+    head = ["redcoast", "collectives", "temporaries, MB", "parameters, MB", "over `model`"]
+    head += ["plan, s", "compile, s", "loss error", "gradient error"]
+    places: list[tuple[Place, Row]] = [
+        (place, found["redcoast"])
+        for place, found in by_place(rows).items()
+        if place[1] == mesh and "redcoast" in found
+    ]
+    body = [
+        [
+            place[0],
+            str(row["collectives"]),
+            megabytes(row, "temporary_bytes"),
+            megabytes(row, "param_bytes"),
+            f"{row['model_share']:.1%}",
+            number(row["plan_seconds"], ".2f"),
+            number(row["compile_seconds"], ".1f"),
+            number(row.get("loss_error"), ".0e"),
+            gradient_error(row),
+        ]
+        for place, row in places
+    ]
+    return markdown(head, body) if body else ""
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table whose first column is text, and whose others are numbers."""
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        first = row[0].ljust(widths[0])
+        rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(f"| {' | '.join([first, *rest])} |")
+    return "\n".join(lines)
+
+
+def megabytes(row: Row | None, name: str) -> str:
+    return number(row[name] / 1e6 if row and row[name] is not None else None, ".2f")
+
+
+def gradient_error(row: Row) -> str:
+    """In float32, and where that differs by much in float64."""
+    if "float64" in row:
+        return f"{number(row['float64']['grad_error'], '.0e')} in float64"
+    return number(row.get("grad_error"), ".0e")
+
+
+def number(value: Any, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def claim_lines(claims: list[dict[str, Any]]) -> str:
+    """Each claim with its worst figure, and below it the places where it fails."""
+    lines = []
+    for found in claims:
+        mark = {True: "holds", False: "FAILS", None: "unchecked"}[found["holds"]]
+        count = f"{found['checked'] - len(found['failed'])} of {found['checked']}"
+        lines.append(f"{mark}: {found['claim']} ({count}; worst {found['worst']})")
+        lines += [f"    {line}" for line in found["failed"]]
+    return "\n".join(lines)

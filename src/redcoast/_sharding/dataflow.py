@@ -39,9 +39,6 @@ USUAL = Way(("data", "fsdp"), ("model",))
 WAYS = (USUAL, Way(("data", "fsdp", "model"), ("model",)), Way(("data",), ("fsdp", "model")))
 
 
-_MUCH = 0.75
-
-
 @dataclass(frozen=True)
 class Decision:
     """What is computed split.
@@ -55,7 +52,8 @@ class Decision:
     program: Program
     classes: Classes
     chosen: frozenset[int]
-    seconds: int | float
+    seconds: int | float  # for a step
+    sending: int | float  # of these
 
 
 def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
@@ -93,9 +91,9 @@ def decide(
         if not _applies(way, program, sizes):
             continue
         found = _decide(program, way, sizes, parameters, hardware, ())
-        # Whoever asks for `fsdp` expects the batch to go over it, unless that costs a lot.
-        worth = _MUCH if "fsdp" in way.model else 1 - 1e-6
-        if found.seconds < best.seconds * worth:
+        # Whoever asks for `fsdp` expects the batch to go over it: unless that sends clearly more.
+        margin = 0.1 if "fsdp" in way.model else 1e-6
+        if found.seconds < best.seconds - margin * best.sending:
             best = found
     return best
 
@@ -144,7 +142,10 @@ def _decide(
     quick = replace(hardware, memory_bandwidth=inf)
     _, problem = _problem(graph, classes, candidates, batch, parameters, axes, quick)
     computed = tuple(_dimension(value, classes, chosen) for value in program.parameters)
-    return Decision(computed, way, program, classes, chosen, problem.price(picked))
+    seconds = problem.price(picked)
+    quick = replace(quick, flops=inf)
+    _, problem = _problem(graph, classes, candidates, batch, parameters, axes, quick)
+    return Decision(computed, way, program, classes, chosen, seconds, problem.price(picked))
 
 
 def batch_dims(program: Program, count: int) -> BatchDims:

@@ -1,7 +1,7 @@
 """Runs a program again, equation by equation, with the shardings of its values constrained."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from .grouped import is_grouped, run_grouped
 from .walk import PINNED, Scope
 
 
+@runtime_checkable
 class Pins(Protocol):
     """How the values of a program are split."""
 

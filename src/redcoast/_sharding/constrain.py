@@ -1,8 +1,8 @@
 """A function with the shardings of its activations constrained as a plan says."""
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,14 +10,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from .._parts import join
+from .._parts import ARRAYS, join
 from .classes import Classes
 from .compute import Compute
+from .custom import is_float0
 from .dataflow import Program, batch_dims, follow_program, parts
 from .evaluate import NotRebuilt, evaluate
 from .graph import Value
 from .price import BatchDims
 from .trace import trace
+from .walk import outputs_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,36 @@ class Splits:
         if not value.shape or not isinstance(x, jax.Array):
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(value)))
+
+    def local(
+        self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any
+    ) -> tuple[list[Any], list[P], Any]:
+        """The leaves of `fn(*inputs)`, constrained as its inputs are split; their specs, and how
+        they make up the result."""
+        at = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
+
+        def of_arrays(arrays: list[Any]) -> Any:
+            given = dict(zip(at, arrays, strict=True))
+            return fn(*(given.get(i, x) for i, x in enumerate(inputs)))
+
+        traced, arrays = trace(of_arrays, [inputs[i] for i in at], ())
+        program = follow_program(traced, [False] * traced.arrays)
+        pairs = [(value, specs[i]) for value, i in zip(program.parameters, at, strict=True)]
+        batch = [(value, _place(spec, self.batch_axes)) for value, spec in pairs]
+        nodes = tuple(value.dims[d] for value, d in batch if d is not None)
+        dims = tuple(_place(spec, self.model_axes) for _, spec in pairs)
+        compute = Compute(dims, self.batch_axes, self.model_axes)
+        splits = find_splits(replace(program, batch=nodes), self.mesh, compute)
+        results = evaluate(program.scope, splits, traced.jaxpr.consts, arrays)
+        found = [splits.spec(value) for value in outputs_of(program.graph, program.scope)]
+        leaves, structure = jax.tree.flatten(join(results, traced.output))
+        named = jax.tree.leaves(join(found, traced.output))
+        return leaves, [x if isinstance(x, P) else P() for x in named], structure
+
+
+def _place(spec: P, axes: tuple[str, ...]) -> int | None:
+    places = [d for d, entry in enumerate(spec) if axes and entry == axes]
+    return places[0] if places else None
 
 
 @dataclass(frozen=True)

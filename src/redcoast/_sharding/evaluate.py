@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from .._jaxpr import bind_again
+from .custom import CUSTOM, is_worth_it, run_custom
 from .graph import Value
 from .grouped import is_grouped, run_grouped
 from .walk import PINNED, Scope
@@ -26,6 +27,10 @@ class Pins(Protocol):
 
     def __call__(self, x: Any, value: Value) -> Any:
         """The array, constrained as the value that it stands for."""
+        ...
+
+    def local(self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any) -> Any:
+        """A function that is not in the program, constrained as its inputs are split."""
         ...
 
 
@@ -51,7 +56,7 @@ def evaluate(
     last = _last_uses(jaxpr)
     for place, equation in enumerate(jaxpr.eqns):
         inner = scope.inner.get(place, [])
-        if not inner or equation.primitive.name in _AS_THEY_ARE:
+        if not inner:
             for var in resting.intersection(_variables(equation.invars)):
                 env[var] = pin(env[var], scope.values[var])
                 resting.discard(var)
@@ -112,19 +117,20 @@ def _run(
     equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     name = equation.primitive.name
-    if not inner or name in _AS_THEY_ARE:
+    if not inner or (name in CUSTOM and not is_worth_it(inner[0].jaxpr, PINNED)):
         return bind_again(equation, given)
     if name in _LOOPS:
         return _LOOPS[name](equation, inner, pin, given, rests)
     run = _body(inner[0], pin, _constants(equation), rests)
+    if name in CUSTOM:
+        specs = [pin.spec(inner[0].values[var]) for var in inner[0].jaxpr.invars]
+        return run_custom(equation, run, given, specs, pin.local)
     if name in _REMATS:
         params = equation.params
         run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return list(run(*given))
 
 
-# Their derivatives are given by hand and belong to the function as it is.
-_AS_THEY_ARE = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 _REMATS = frozenset(["checkpoint", "remat", "remat2"])
 
 

@@ -98,10 +98,6 @@ class Graph:
         if len(dims) > 1:
             # The most bytes of the values over these nodes: their conflicts are the same.
             self.together[dims] = max(self.together.get(dims, 0), found.bytes)
-        if dims:
-            # Written once and read once, forward and backward.
-            moved = 2 * found.bytes * self.times * (self.forwards + found.grad)
-            self.traffic[dims] = self.traffic.get(dims, 0.0) + moved
         return found
 
     def link(self, a: int, b: int) -> None:
@@ -136,6 +132,11 @@ class Graph:
         if value.grad and self.forwards == 1:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
+
+    def move(self, value: Value) -> None:
+        """The value is written to memory or read from it, and its cotangent on the way back."""
+        moved = value.bytes * self.times * (self.forwards + value.grad)
+        self.traffic[value.dims] = self.traffic.get(value.dims, 0.0) + moved
 
     def work(self, dims: tuple[int, ...], flops: int | float) -> None:
         self.works.append(Work(dims, flops * self.times))

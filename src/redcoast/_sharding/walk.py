@@ -20,6 +20,12 @@ PINNED = frozenset(
     scatter-add scatter_add
     """.split()  # noqa: SIM905
 )
+REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor
+    """.split()  # noqa: SIM905
+)
 # How often a loop without a known end is taken to run.
 ASSUMED_TRIPS = 10
 
@@ -32,13 +38,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), shaping.cumulative
     ),
-    **dict.fromkeys(
-        (
-            "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-            "reduce_xor", "reduce", "argmax", "argmin",
-        ),
-        shaping.reduction,
-    ),
+    **dict.fromkeys(REDUCTIONS, shaping.reduction),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
         shaping.window,
@@ -123,6 +123,10 @@ def _follow(
         results = _RULES[name](graph, equation, inputs)
         if name in PINNED:
             graph.save(results[0])
+        if name in PINNED or name in REDUCTIONS:
+            # Everything else is fused with one of these, and stays out of memory.
+            for value in (*inputs, *results):
+                graph.move(value)
         return results, []
     if name in _LOOPS:
         return _LOOPS[name](graph, equation, inputs)

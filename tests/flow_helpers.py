@@ -1,6 +1,5 @@
 """Programs as the planner follows them, in the notation of `einsum`."""
 
-from collections import Counter
 from itertools import count
 
 import jax
@@ -62,21 +61,23 @@ def costs(fn, *given, n=2):
     split forward, and "regather" for its cotangent.
     """
     found = Followed(fn, *given, n=n)
-    total = Counter()
+    sent: dict[str, float] = {}
+
+    def add(kind, node, size):
+        if (letter := found.letter(node)).isalpha() and size:
+            sent[f"{kind} {letter}"] = sent.get(f"{kind} {letter}", 0) + size / 4
+
     for one in found.graph.sums.values():
-        total[f"{'back' if one.backward else 'sum'} {found.letter(one.node)}"] += (
-            one.bytes * one.times // 4
-        )
+        add("back" if one.backward else "sum", one.node, one.bytes * one.times)
     for cut in found.graph.cuts:
-        if None not in (cut.source, cut.target) and (
-            found.classes[cut.source] == found.classes[cut.target]
-        ):
+        ends = [node for node in (cut.source, cut.target) if node is not None]
+        if len(ends) == 2 and len(found.classes.of(ends)) == 1:
             continue
         if cut.source is not None:
-            total[f"gather {found.letter(cut.source)}"] += cut.source_bytes * cut.times // 4
+            add("gather", cut.source, cut.source_bytes * cut.times)
         if cut.target is not None and cut.grad:
-            total[f"regather {found.letter(cut.target)}"] += cut.target_bytes * cut.times // 4
-    return {key: int(size) for key, size in total.items() if key[-1].isalpha() and size}
+            add("regather", cut.target, cut.target_bytes * cut.times)
+    return sent
 
 
 def unknown(fn, *given):

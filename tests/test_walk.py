@@ -12,25 +12,10 @@ from sharding_helpers import real_mesh
 ZERO = jnp.int32(0)
 
 
-@jax.custom_jvp
-def sine(x):
-    return jnp.sin(x)
-
-
+sine = jax.custom_jvp(jnp.sin)
 sine.defjvp(lambda x, t: (sine(x[0]), jnp.cos(x[0]) * t[0]))
-
-
-@jax.custom_vjp
-def product(x, w):
-    return x @ w
-
-
+product = jax.custom_vjp(jnp.dot)
 product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
-
-
-@jax.custom_batching.custom_vmap
-def batched(x):
-    return x * 2
 
 
 def doubled_in_place(x):
@@ -189,9 +174,9 @@ def test_what_is_opaque_is_said_and_gathered(name):
 
 def test_loops_count_every_iteration():
     step = lambda x, w: (jnp.tanh(x @ w), None)
-    scanned = lambda length: lambda x, w: lax.scan(
-        lambda x, _: step(x, w), x, None, length=length
-    )[0]
+    scanned = lambda length: (
+        lambda x, w: lax.scan(lambda x, _: step(x, w), x, None, length=length)[0]
+    )
     nested = lambda x, w: lax.scan(lambda x, _: (scanned(2)(x, w), None), x, None, length=3)[0]
     once = costs(scanned(1), (4, 6), (6, 6))
     assert once == {"sum b": 24, "back a": 36, "back b": 24}

@@ -8,9 +8,11 @@ class Compute:
     """How a program computes with a tree's arrays.
 
     `dims` has for each array the dimension that is computed split over `model_axes`, or None;
-    `batch_axes` are the axes that the batch is split over.
+    `batch_axes` are the axes that the batch is split over. With `sequence`, what is not computed
+    split is split along the sequence.
     """
 
     dims: tuple[int | None, ...]
     batch_axes: tuple[str, ...] = ("data", "fsdp")
     model_axes: tuple[str, ...] = ("model",)
+    sequence: bool = False

@@ -18,6 +18,7 @@ from .dataflow import Program, batch_dims, follow_program, parts
 from .evaluate import NotRebuilt, evaluate
 from .graph import Value
 from .price import BatchDims
+from .sequence import sequence_classes
 from .trace import trace
 from .walk import outputs_of
 
@@ -32,26 +33,40 @@ class Splits:
     batch: BatchDims
     batch_axes: tuple[str, ...]
     model_axes: tuple[str, ...]
+    sequence: frozenset[int] = frozenset()
 
     def spec(self, value: Value) -> P:
         """The batch over its axes and a chosen class over those of the model, each only once."""
+        return self._spec(value, self.chosen)
+
+    def _spec(self, value: Value, chosen: frozenset[int]) -> P:
         entries: list[Any] = [None] * len(value.dims)
         free = {*self.batch_axes, *self.model_axes}
         for d, node in enumerate(value.dims):
             if self.batch.has(node) and free.issuperset(self.batch_axes):
                 entries[d] = self.batch_axes
-            elif self._chosen(node) and free.issuperset(self.model_axes):
+            elif self._is_in(node, chosen) and free.issuperset(self.model_axes):
                 entries[d] = self.model_axes
             free.difference_update(entries[d] or ())
         return P(*entries)
 
-    def _chosen(self, node: int) -> bool:
-        return self.classes.divides(node) and self.classes[node] in self.chosen
+    def _is_in(self, node: int, some: frozenset[int]) -> bool:
+        return self.classes.divides(node) and self.classes[node] in some
 
     def __call__(self, x: Any, value: Value) -> Any:
+        # Between the parts that are computed split, the sequence is split instead.
+        split = any(self._is_in(node, self.chosen) for node in value.dims)
+        return self._pinned(x, value, self.chosen if split else self.sequence)
+
+    def operand(self, x: Any, value: Value) -> Any:
+        """What a contraction takes: with its sequence whole again."""
+        return self._pinned(x, value, self.chosen) if self.sequence else x
+
+    def _pinned(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(value)))
+        sharding = NamedSharding(self.mesh, self._spec(value, chosen))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def local(
         self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any
@@ -148,4 +163,7 @@ def find_splits(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -
     while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
         axes = axes[:-1]
     batch = batch_dims(program, parts(axes, mesh.shape))
-    return Splits(mesh, classes, chosen, batch, axes, compute.model_axes)
+    found = Splits(mesh, classes, chosen, batch, axes, compute.model_axes)
+    if not compute.sequence:
+        return found
+    return replace(found, sequence=sequence_classes(program, classes, chosen, batch))

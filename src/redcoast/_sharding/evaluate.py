@@ -29,6 +29,10 @@ class Pins(Protocol):
         """The array, constrained as the value that it stands for."""
         ...
 
+    def operand(self, x: Any, value: Value) -> Any:
+        """An operand of a contraction, constrained where it has to be."""
+        ...
+
     def local(self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any) -> Any:
         """A function that is not in the program, constrained as its inputs are split."""
         ...
@@ -61,6 +65,11 @@ def evaluate(
                 env[var] = pin(env[var], scope.values[var])
                 resting.discard(var)
         given = [_read(env, atom) for atom in equation.invars]
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            known = [None if isinstance(a, Literal) else scope.values[a] for a in equation.invars]
+            given = [
+                x if v is None else pin.operand(x, v) for x, v in zip(given, known, strict=True)
+            ]
         rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
         try:
             if is_grouped(equation):

@@ -37,6 +37,7 @@ def plan_flow(
     hardware: Hardware,
     budget: int | None,
     state_bytes: int | float,
+    sequence: bool,
 ) -> FlowPlan:
     """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""
     leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
@@ -54,7 +55,7 @@ def plan_flow(
         rows, decision = make(large)
     else:
         rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
-    compute = Compute(decision.computed, decision.way.batch, decision.way.model)
+    compute = Compute(decision.computed, decision.way.batch, decision.way.model, sequence)
     report = {
         "batch_axes": [axis for axis in decision.way.batch if axes[axis] > 1],
         "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],

@@ -20,8 +20,8 @@ class Hardware:
     - `memory`: Bytes of memory.
     - `adds_first`: Whether the compiler adds partial sums before it reduces them over devices, so
         that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
-    - `scatters`: Whether it reduces a gradient that is stored split only to the part that each
-        device keeps (a reduce-scatter). XLA does for GPU and TPU.
+    - `scatters`: Whether it reduces a gradient that is stored split over all of them only to the
+        part that each device keeps (a reduce-scatter). XLA does for GPU and TPU.
     """
 
     flops: int | float = 1e14
@@ -54,6 +54,6 @@ def all_gather(count: int, size: int | float) -> int | float:
 
 def reduce_gradient(count: int, stored: int, size: int | float, hardware: Hardware) -> int | float:
     """Bytes for the sum of a gradient over `count` devices, `stored` of which keep a part each."""
-    if not hardware.scatters:
-        return all_reduce(count, size)
-    return all_gather(stored, size) + all_reduce(count // stored, size / stored)
+    # Where only some of the devices keep different parts, XLA reduces all of it to all of them.
+    scatters = hardware.scatters and stored == count
+    return all_gather(count, size) if scatters else all_reduce(count, size)

@@ -50,9 +50,12 @@ def _spec(
 ) -> tuple[P, str]:
     value, way = decision.program.parameters[place], decision.way
     entries: list[Any] = [None] * len(value.dims)
+    # Where the batch goes over all axes, an array that is split over the last two along one
+    # dimension has a gradient that can be reduced to each device's part.
+    together = ("fsdp", "model") if "model" in way.batch else way.model
     model, fsdp = (
         tuple(axis for axis in group if axes[axis] > 1)
-        for group in (way.model, () if "fsdp" in way.model else ("fsdp",))
+        for group in (together, () if "fsdp" in together else ("fsdp",))
     )
     computed = decision.computed[place]
     reason = "" if covered or not fsdp else _small(value)

@@ -185,6 +185,7 @@ def plan_shardings(
     budget: int | None = None,
     trainable: PyTree = eqx.is_inexact_array,
     hardware: Hardware | None = None,
+    sequence: bool = False,
 ) -> Plan:
     """Plans how to split the arrays of a tree over a mesh, with the reason for each.
 
@@ -210,6 +211,8 @@ def plan_shardings(
     - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to be sent.
     - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
         communication; by default those of an A100, and for CPU devices what their compiler does.
+    - `sequence`: Whether activations between the parts that are computed split are split along the
+        sequence (arXiv:2205.05198): less memory for as much communication on GPU and TPU.
 
     **Returns:**
 
@@ -252,6 +255,7 @@ def plan_shardings(
         hardware=hardware or hardware_of(mesh),
         budget=budget,
         state_bytes=_state_bytes(tree),
+        sequence=sequence,
     )
     rows = plan_rows(tree, lambda model: found.rows)
     return _plan(tree, mesh, rows, found.compute, found.report)

@@ -120,9 +120,7 @@ def over_batch(found: Sum, batch: BatchDims, stored: int, hardware: Hardware) ->
     """What each device sends to sum over the batch: gradients, where there is no batch left."""
     size = sum_bytes(found, hardware)
     if found.backward and batch.parts(found.dims) == 1:
-        return reduce_gradient(
-            batch.count, stored if batch.count % stored == 0 else 1, size, hardware
-        )
+        return reduce_gradient(batch.count, stored, size, hardware)
     return all_reduce(batch.count, size)
 
 

@@ -1,0 +1,215 @@
+"""The search for classes to split against all of the sets that there are."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grammar import LAYERS, Sizes, program
+from sharding_helpers import array, mesh_of
+
+import redcoast as rc
+from redcoast._sharding import search as search_module
+from redcoast._sharding.classes import Classes, conflicts
+from redcoast._sharding.dataflow import (
+    _candidates,
+    _problem,
+    batch_dims,
+    follow_program,
+)
+from redcoast._sharding.price import Axes, Parameter, Problem, pose
+from redcoast._sharding.search import search
+from redcoast._sharding.trace import trace
+
+MODEL, BATCH = 4, 2
+
+
+def random_problem(seed):
+    """The problem of a random program by class, and the classes that the search chooses."""
+    rng = np.random.default_rng(seed)
+    pick = lambda *options: options[rng.integers(len(options))]
+    sizes = Sizes(
+        batch=pick(2, 16, 128),
+        time=pick(16, 128, 1024),
+        width=pick(192, 768, 1536),
+        hidden=pick(256, 1024, 8192),
+        heads=pick(4, 6, 8, 16),
+        experts=pick(4, 6, 64),
+        vocabulary=pick(250, 32_000),
+    )
+    layers = rng.choice(sorted(LAYERS), rng.integers(3, 9)).tolist()
+    hardware = rc.Hardware(
+        flops=pick(1e12, 1e14), memory_bandwidth=pick(1e11, 1.5e12), scatters=pick(True, False)
+    )
+    return choose(followed(*program(layers, sizes)), hardware, rng)
+
+
+def followed(fn, model, batch):
+    traced, _ = trace(fn, model, (batch, None))
+    return follow_program(traced, [True] * traced.arrays)
+
+
+def choose(program, hardware, rng):
+    covered = [bool(rng.random() < 0.7) for _ in program.parameters]
+    graph, classes = program.graph, Classes(program.graph, MODEL)
+    over, axes = batch_dims(program, BATCH), Axes(BATCH, 1, MODEL, 1)
+    candidates = _candidates(program, classes, over)
+    parameters = list(map(Parameter, program.parameters, covered))
+    groups, grouped = _problem(graph, classes, candidates, over, parameters, axes, hardware)
+    picked = search(grouped)
+    against = conflicts(graph, classes, candidates)
+    alone = {one: one for one in candidates}
+    problem = pose(graph, classes, over, parameters, alone, against, axes, hardware)
+    return problem, frozenset(one for one, group in groups.items() if group in picked)
+
+
+def prices_of(problem, chosen):
+    """The price of each set of groups, a row of `chosen` with a column for each group."""
+    place = {one: i for i, one in enumerate(problem.groups)}
+    single = np.array([problem.single.get(one, 0.0) for one in problem.groups])
+    prices = problem.constant + chosen @ single
+    for groups, (hit, miss) in problem.covers.items():
+        any_of = np.any(chosen[:, [place[one] for one in groups]], axis=1)
+        prices = prices + np.where(any_of, hit, miss)
+    return prices
+
+
+def cheapest(problem):
+    """The price of the best of all allowed sets of groups, each of them tried."""
+    sets = np.zeros((1, 0), bool)
+    for i, one in enumerate(problem.groups):
+        against = np.array([other in problem.against[one] for other in problem.groups[:i]], bool)
+        free = sets[~np.any(sets & against, axis=1)]
+        without = np.pad(sets, ((0, 0), (0, 1)))
+        sets = np.concatenate([without, np.pad(free, ((0, 0), (0, 1)), constant_values=True)])
+    return np.min(prices_of(problem, sets))
+
+
+def test_as_cheap_as_the_best_of_all_sets_of_classes():
+    excess, counts = [], []
+    for seed in range(200):
+        problem, picked = random_problem(seed)
+        assert problem.allowed(picked)
+        excess.append(problem.price(picked) / cheapest(problem) - 1)
+        counts.append((len(problem.groups), len(picked)))
+    assert np.mean(np.array(excess) < 1e-6) >= 0.95
+    assert max(excess) < 0.05
+    # The programs are such that there is something to choose.
+    assert np.mean([of > 4 for of, _ in counts]) > 0.5
+    assert np.mean([0 < some < of for of, some in counts]) > 0.3
+
+
+def random_prices(rng, count, widest):
+    against = {i: set() for i in range(count)}
+    for a, b in rng.integers(count, size=(count, 2)).tolist():
+        if a != b:
+            against[a].add(b)
+            against[b].add(a)
+    problem = Problem(list(range(count)), against, constant=1.0)
+    problem.single.update(enumerate(rng.exponential(size=count).tolist()))
+    for _ in range(3 * count):
+        groups = rng.choice(count, rng.integers(1, widest + 1), replace=False).tolist()
+        hit, miss = sorted(rng.exponential(size=2).tolist())
+        problem.covers[frozenset(groups)] = hit, miss
+    return problem
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_finds_the_best_of_any_prices(seed):
+    problem = random_prices(np.random.default_rng(seed), 12, widest=4)
+    picked = search(problem)
+    assert problem.allowed(picked)
+    assert problem.price(picked) == pytest.approx(cheapest(problem), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_too_many_neighbours_cost_some_and_not_much(seed, monkeypatch):
+    monkeypatch.setattr(search_module, "WIDEST", 3)
+    problem = random_prices(np.random.default_rng(seed), 12, widest=2)
+    picked = search(problem)
+    assert problem.allowed(picked)
+    assert problem.price(picked) <= problem.price([])
+    assert problem.price(picked) >= cheapest(problem) * (1 - 1e-9)
+
+
+def test_where_it_makes_no_difference_nothing_is_split():
+    problem = Problem([0, 1], {0: set(), 1: set()}, covers={frozenset([0]): (0.1 + 0.2, 0.3)})
+    assert search(problem) == frozenset()
+
+
+def specs(plan):
+    return {row["path"]: str(row["spec"]) for row in plan.report["rows"]}
+
+
+def chain(layers):
+    sizes = Sizes(batch=16, time=512, width=512, hidden=2048, heads=8, vocabulary=8192)
+    return program(layers, sizes)
+
+
+def test_the_same_every_time_and_whatever_the_order_of_leaves():
+    fn, model, batch = chain(["attention", "gated", "experts", "layers", "depthwise"])
+    plan = lambda fn, model: rc.plan_shardings(model, mesh_of(2, 2, 4), fn=fn, args=(batch, None))
+    expected = specs(plan(fn, model))
+    assert any("model" in spec for spec in expected.values())
+    assert specs(plan(fn, model)) == expected
+    # A list keeps the order that it is given; leaves of dicts are sorted by name.
+    names = [(a, b) for a, layer in model.items() if a != "embed" for b in layer]
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(len(names))
+        leaves = [model["embed"], *(model[names[i][0]][names[i][1]] for i in order)]
+
+        def shuffled(leaves, batch, key, order=order):
+            rebuilt = {"embed": leaves[0]}
+            for i, leaf in zip(order, leaves[1:], strict=True):
+                rebuilt.setdefault(names[i][0], {})[names[i][1]] = leaf
+            return fn(rebuilt, batch, key)
+
+        found = specs(plan(shuffled, leaves))
+        for place, i in enumerate(order):
+            assert found[str(place + 1)] == expected["/".join(names[i])]
+
+
+def test_layers_of_the_same_shape_decide_alike():
+    names = ["norm", "attention", "norm", "gated"] * 8
+    fn, model, batch = chain(names)
+    plan = rc.plan_shardings(model, mesh_of(2, 1, 4), fn=fn, args=(batch, None))
+    by_role = {}
+    for path, spec in specs(plan).items():
+        if "/" in path:
+            layer, name = path.split("/")
+            by_role.setdefault((layer.split()[1], name), set()).add(spec)
+    assert all(len(found) == 1 for found in by_role.values())
+    assert by_role["gated", "up"] == {"[None, 'model']"}
+
+
+def unequal(count):
+    """A chain of layers of different widths, so that every class is decided by itself."""
+    widths = [64 * (2 + i % 53) + 64 * 53 * (i // 53) for i in range(count + 1)]
+    model = [array(*pair) for pair in itertools.pairwise(widths)]
+
+    def fn(model, x, key):
+        for w in model:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x**2)
+
+    return fn, model, array(256, widths[0])
+
+
+def seconds(fn, model, batch):
+    start = time.process_time()
+    plan = rc.plan_shardings(model, mesh_of(2, 2, 2), fn=fn, args=(batch, None))
+    assert any("model" in spec for spec in specs(plan).values())
+    return time.process_time() - start
+
+
+def test_hundreds_of_classes_take_a_second():
+    assert seconds(*unequal(300)) < 5
+
+
+@pytest.mark.parametrize("make", [unequal, lambda count: chain(["norm", "attention"] * count)])
+def test_time_is_linear_in_the_number_of_equations(make):
+    seconds(*make(5))  # what JAX does only once
+    few, many = (min(seconds(*make(count)) for _ in range(2)) for count in (20, 160))
+    assert many < 8 * 3 * few

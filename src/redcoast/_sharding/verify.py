@@ -77,7 +77,7 @@ def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def _difference(found: np.ndarray, expected: np.ndarray, floor: int | float) -> int | float:
     scale = max(_largest(expected), floor)
-    error = _largest(_wide(found) - _wide(expected))
+    error = _largest(np.asarray(_wide(found) - _wide(expected)))
     return error / scale if scale else error
 
 

@@ -208,8 +208,8 @@ def test_hundreds_of_classes_take_a_second():
     assert seconds(*unequal(300)) < 5
 
 
-@pytest.mark.parametrize("make", [unequal, lambda count: chain(["norm", "attention"] * count)])
+@pytest.mark.parametrize("make", [unequal, lambda count: chain(["norm", "gated"] * count)])
 def test_time_is_linear_in_the_number_of_equations(make):
     seconds(*make(5))  # what JAX does only once
-    few, many = (min(seconds(*make(count)) for _ in range(2)) for count in (20, 160))
-    assert many < 8 * 3 * few
+    few = min(seconds(*make(10)) for _ in range(3))
+    assert seconds(*make(80)) < 3 * 8 * few

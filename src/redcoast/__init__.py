@@ -15,7 +15,9 @@ from ._schedule import learning_rate_schedule as learning_rate_schedule
 from ._sharding import Hardware as Hardware
 from ._sharding import Plan as Plan
 from ._sharding import infer_shardings as infer_shardings
+from ._sharding import load_plan as load_plan
 from ._sharding import plan_shardings as plan_shardings
+from ._sharding import save_plan as save_plan
 from ._tracking import console_logger as console_logger
 from ._train import TrainState as TrainState
 from ._train import init_state as init_state

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -65,8 +66,31 @@ class Splits:
     def _pinned(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
-        sharding = NamedSharding(self.mesh, self._spec(value, chosen))
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return self._constrained(x, self._spec(value, chosen))
+
+    def _constrained(self, x: Any, spec: P) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    @property
+    def count(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.batch.count
+
+    def batch_dim(self, value: Value) -> int | None:
+        """Which dimension is split as the batch is."""
+        return _place(self.spec(value), self.batch_axes)
+
+    def in_parts(self, x: Any, value: Value, at: int) -> Any:
+        """The array with its batch as two dimensions, parts and what is in each."""
+        shape, entries = x.shape, list(self.spec(value))
+        finer = (*shape[:at], self.count, shape[at] // self.count, *shape[at + 1 :])
+        spec = P(*entries[: at + 1], None, *entries[at + 1 :])
+        return self._constrained(jax.lax.reshape(x, finer), spec)
+
+    def copies(self, x: Any, value: Value) -> Any:
+        """The array as many times as there are parts of the batch, each where its part is."""
+        repeated = jnp.broadcast_to(x[None], (self.count, *x.shape))
+        return self._constrained(repeated, P(self.batch_axes, *self.spec(value)))
 
     def local(
         self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any

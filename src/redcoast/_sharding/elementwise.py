@@ -19,6 +19,12 @@ ELEMENTWISE = frozenset(
     zeta
     """.split()  # noqa: SIM905
 )
+# Their derivatives need what they computed; the compiler computes what is between them again.
+_KEPT = frozenset(
+    """
+    cos div erf exp exp2 expm1 integer_pow log log1p logistic max pow rsqrt sin sqrt square tanh
+    """.split()  # noqa: SIM905
+)
 # Each result is the operand at its place: operands have nothing to do with each other.
 PAIRWISE = frozenset(
     """
@@ -32,7 +38,10 @@ def elementwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     grad = any(value.grad for value in inputs)
     if equation.primitive.name == "stop_gradient":
         grad = False
-    return [_like(graph, var.aval, inputs, grad) for var in equation.outvars]
+    results = [_like(graph, var.aval, inputs, grad) for var in equation.outvars]
+    if equation.primitive.name in _KEPT:
+        graph.save(results[0])
+    return results
 
 
 def pairwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

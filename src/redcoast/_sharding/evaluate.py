@@ -1,6 +1,6 @@
 """Runs a program again, equation by equation, with the shardings of its values constrained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,11 +13,12 @@ from .._jaxpr import bind_again
 from .custom import CUSTOM, is_worth_it, run_custom
 from .graph import Value
 from .grouped import is_grouped, run_grouped
+from .lifted import ON_THE_WAY, USES, Parts, can_be_lifted, on_the_way, use
 from .walk import PINNED, Scope
 
 
 @runtime_checkable
-class Pins(Protocol):
+class Pins(Parts, Protocol):
     """How the values of a program are split."""
 
     @property
@@ -48,15 +49,18 @@ def evaluate(
     constants: Sequence[Any],
     inputs: Sequence[Any],
     stored: Sequence[bool] = (),
+    lifted: Mapping[Any, Any] | None = None,
 ) -> list[Any]:
     """The program's results; `pin` constrains arrays as the values they stand for.
 
-    Inputs that are `stored` are pinned where they are used: inside of loops and calls.
+    Inputs that are `stored` are pinned where they are used: inside of loops and calls. Of those
+    that are `lifted` there is a copy for each part of the batch.
     """
     jaxpr = scope.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     resting = {var for var, rests in zip(jaxpr.invars, stored, strict=False) if rests}
+    lifted = dict(lifted or {})
     last = _last_uses(jaxpr)
     for place, equation in enumerate(jaxpr.eqns):
         inner = scope.inner.get(place, [])
@@ -72,7 +76,10 @@ def evaluate(
             ]
         rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
         try:
-            if is_grouped(equation):
+            by_copies = _by_copies(equation, scope, pin, given, lifted)
+            if by_copies is not None:
+                results = [by_copies]
+            elif is_grouped(equation):
                 specs = (pin.spec(scope.values[atom]) for atom in equation.invars)
                 results = run_grouped(equation, given, pin.mesh, *specs)
             else:
@@ -88,6 +95,24 @@ def evaluate(
         for var in last.get(place, ()):
             del env[var]
     return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
+
+
+def _by_copies(
+    equation: JaxprEqn, scope: Scope, pin: Pins, given: list[Any], lifted: dict[Any, Any]
+) -> Any:
+    """The result by a lifted operand, if that is how it is to be computed."""
+    variables = _variables(equation.invars, all_of=True)
+    places = [place for place, var in enumerate(variables) if var in lifted]
+    if not places:
+        return None
+    copies, out = lifted[variables[places[0]]], equation.outvars[0]
+    if equation.primitive.name in ON_THE_WAY:
+        lifted[out] = on_the_way(equation, copies)
+        return None
+    if equation.primitive.name not in USES:
+        return None
+    values = [scope.values.get(var) for var in variables]
+    return use(equation, given, places[0], copies, values, scope.values[out], pin)
 
 
 def _variables(atoms: Sequence[Any], *, all_of: bool = False) -> list[Any]:
@@ -165,11 +190,12 @@ def _scan(
     avals = scope.jaxpr.invars[consts:split]
     values = [scope.values[var] for var in avals]
     constants = params["jaxpr"].consts
+    lifted = _lifted(scope, pin, given[:consts])
     still = [*rests[:consts], *(False for _ in values), *rests[split:]]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         inputs = [*given[:consts], *_pinned(pin, carry, values), *xs]
-        results = evaluate(scope, pin, constants, inputs, still)
+        results = evaluate(scope, pin, constants, inputs, still, lifted)
         return _pinned(pin, results[:carries], values), results[carries:]
 
     init = _typed(given[consts:split], avals)
@@ -182,6 +208,23 @@ def _scan(
         unroll=params["unroll"],
     )
     return [*carry, *ys]
+
+
+def _lifted(scope: Scope, pin: Pins, constants: Sequence[Any]) -> dict[Any, Any]:
+    """Copies of what a loop closes over, where that spares it sums over the batch."""
+    found = {}
+    for x, var in zip(constants, scope.jaxpr.invars, strict=False):
+        value = scope.values[var]
+        if (
+            pin.count > 1
+            and isinstance(x, jax.Array)
+            and value.shape
+            and jnp.issubdtype(x.dtype, jnp.inexact)
+            and pin.batch_dim(value) is None
+            and can_be_lifted(scope.jaxpr, var)
+        ):
+            found[var] = pin.copies(pin(x, value), value)
+    return found
 
 
 def _pinned(pin: Pins, arrays: Sequence[Any], values: Sequence[Value]) -> list[Any]:

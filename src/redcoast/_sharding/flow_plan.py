@@ -7,11 +7,12 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
+from .batch import batch_sentence
 from .compute import Compute
 from .dataflow import Decision, decide, follow_program
 from .hardware import Hardware
 from .layout import is_large, layout
-from .memory import fit_budget
+from .memory import estimate, fit_budget
 from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
 from .rows import Row
@@ -59,8 +60,11 @@ def plan_flow(
     report = {
         "batch_axes": [axis for axis in decision.way.batch if axes[axis] > 1],
         "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
+        "batch": batch_sentence(decision, axes),
         "traffic": traffic(rows, decision, axes, hardware),
         "unknown": dict(sorted(program.graph.unknown.items())),
+        "memory": estimate(rows, decision, axes, state_bytes),
+        "device_memory": hardware.memory,
     }
     return FlowPlan(rows, compute, report)
 

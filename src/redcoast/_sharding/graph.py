@@ -13,13 +13,15 @@ from jax.extend.core import JaxprEqn
 class Value:
     """An array of the program: for each dimension a node; nodes that are linked are split alike.
 
-    `grad` is whether a gradient flows into it, so that its cotangent costs something.
+    `grad` is whether a gradient flows into it, so that its cotangent costs something. `reduced` is
+    how often the cotangent is summed over devices in a step, where that is not at every use.
     """
 
     dims: tuple[int, ...]
     shape: tuple[int, ...]
     itemsize: int
     grad: bool
+    reduced: int | float | None = None
 
     @property
     def bytes(self) -> int:
@@ -90,11 +92,18 @@ class Graph:
             self.blocked.add(len(self.sizes) - 1)
         return len(self.sizes) - 1
 
-    def value(self, aval: Any, dims: tuple[int, ...] | None = None, *, grad: bool = False) -> Value:
+    def value(
+        self,
+        aval: Any,
+        dims: tuple[int, ...] | None = None,
+        *,
+        grad: bool = False,
+        reduced: int | float | None = None,
+    ) -> Value:
         """A value of an abstract shape; without `dims`, each of its dimensions is a new node."""
         shape = tuple(getattr(aval, "shape", ()))
         dims = tuple(self.node(size) for size in shape) if dims is None else dims
-        found = Value(dims, shape, itemsize(aval), grad and is_differentiable(aval))
+        found = Value(dims, shape, itemsize(aval), grad and is_differentiable(aval), reduced)
         if len(dims) > 1:
             # The most bytes of the values over these nodes: their conflicts are the same.
             self.together[dims] = max(self.together.get(dims, 0), found.bytes)
@@ -111,6 +120,8 @@ class Graph:
         times = self.times if backward else self.times * self.forwards
         key = (value, node) if backward else len(self.sums)
         uses = self.sums[key].uses + 1 if key in self.sums else 1
+        if backward and value.reduced is not None:
+            times, uses = value.reduced, 1
         self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses)
 
     def cut(

@@ -12,21 +12,27 @@ Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 
 def estimate(
     rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int | float
-) -> int | float:
+) -> dict[str, int]:
     """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
 
     `state_bytes` is how many bytes of optimizer state there are for each byte of parameters.
     """
-    total = 0.0
+    arrays = gradients = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
         share = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
-        copies = 1 + (1 + state_bytes) * value.grad
-        total += copies * value.bytes / share
-    return total + saved_bytes(decision, axes)
+        arrays += value.bytes / share
+        gradients += value.grad * value.bytes / share
+    found = {
+        "arrays": round(arrays),
+        "gradients": round(gradients),
+        "optimizer_state": round(state_bytes * gradients),
+        "activations": round(saved_bytes(decision, axes)),
+    }
+    return found | {"total": sum(found.values())}
 
 
 def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
-    """Bytes of activations kept for the backward pass: results of contractions and carries."""
+    """Bytes kept for the backward pass: contractions, non-linear functions and carries."""
     batch = batch_dims(decision.program, parts(decision.way.batch, axes))
     n = parts(decision.way.model, axes)
     classes, total = decision.classes, 0.0
@@ -51,7 +57,7 @@ def fit_budget(
     least = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         rows, decision = make([size >= bound for size in sizes])
-        least = estimate(rows, decision, axes, state_bytes)
+        least = estimate(rows, decision, axes, state_bytes)["total"]
         if least <= budget:
             return rows, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -39,9 +39,12 @@ class Plan:
         state" or "other"), `parts` (how many devices share it), `bytes` and `bytes_per_device`.
         `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole
         on every device, with their reasons; `mesh` the size of each axis. A plan that was read off
-        a function has `batch_axes`, which the batch is split over; `traffic`, the bytes that each
-        device sends in a step, by `axis` and `cause`, as they were priced; and `unknown`, how
-        often each primitive occurs that is not understood.
+        a function has `batch_axes`, which the batch is split over, and `batch`, which says why;
+        `model_axes`, which arrays are computed split over; `traffic`, the bytes that each device
+        sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how often each
+        primitive occurs that is not understood; and `memory`, an estimate of the bytes of "arrays",
+        "gradients", "optimizer_state" and "activations" on each device, and their "total", to be
+        compared with `device_memory`.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
         is computed split over `model`, or `None`; and `batch_axes`.
     """
@@ -236,15 +239,15 @@ def plan_shardings(
         print(plan)
         ```
     """
-    mesh = _check_mesh(mesh)
+    mesh = check_mesh(mesh)
     axes = dict(mesh.shape)
     if fn is None:
         if args or budget is not None:
             given = "args" if args else "budget"
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
-        rows = plan_rows(tree, lambda model: structural_rows(model, axes, overrides))
-        dims = tuple(_model_dim(row) for row in _of_model(tree, rows))
-        return _plan(tree, mesh, rows, Compute(dims), {})
+        inside = structural_rows(model_of(tree), axes, overrides)
+        rows = plan_rows(tree, lambda model: inside)
+        return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), {})
     found = plan_flow(
         model_of(tree),
         axes,
@@ -258,10 +261,10 @@ def plan_shardings(
         sequence=sequence,
     )
     rows = plan_rows(tree, lambda model: found.rows)
-    return _plan(tree, mesh, rows, found.compute, found.report)
+    return make_plan(tree, mesh, rows, found.compute, found.report)
 
 
-def _plan(
+def make_plan(
     tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, more: dict[str, Any]
 ) -> Plan:
     leaves, treedef = jax.tree.flatten(tree)
@@ -270,11 +273,6 @@ def _plan(
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
     report = make_report(rows, dict(mesh.shape)) | more
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
-
-
-def _of_model(tree: PyTree, rows: Sequence[Row]) -> list[Row]:
-    inside = model_of(tree) is not tree
-    return [row for row in rows if not inside or row.leaf.path[0] == "model"]
 
 
 def _model_dim(row: Row) -> int | None:
@@ -292,7 +290,7 @@ def _state_bytes(tree: PyTree) -> float:
     return size("opt_state") / max(1, size("model"))
 
 
-def _check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh is None or mesh.empty:
         raise ValueError(

@@ -9,8 +9,10 @@ from .graph import Graph, Value, output
 
 
 def transpose(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    dims = tuple(inputs[0].dims[d] for d in equation.params["permutation"])
-    return [graph.value(output(equation), dims, grad=inputs[0].grad)]
+    (operand,) = inputs
+    dims = tuple(operand.dims[d] for d in equation.params["permutation"])
+    aval = output(equation)
+    return [graph.value(aval, dims, grad=operand.grad, reduced=operand.reduced)]
 
 
 def squeeze(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

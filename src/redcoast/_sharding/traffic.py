@@ -1,16 +1,19 @@
 """What a plan sends, by axis of the mesh and by cause, as it was priced."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from .braces import shortened
 from .dataflow import Decision, batch_dims, parts, stored
 from .hardware import Hardware, all_gather, all_reduce
-from .nodes import Leaf
 from .overrides import spec_axes
 from .price import gathers, over_batch, sum_bytes
 from .rows import Row
+from .together import Set, find_sets
+
+Add = Callable[[str, str, int | float], None]
+_GRADIENTS = "gradients, summed over the batch"
 
 
 def traffic(
@@ -26,26 +29,22 @@ def traffic(
         if size > 0:
             sent[axis, cause] = sent.get((axis, cause), 0.0) + size
 
-    names = _class_names(rows, decision)
+    sets = find_sets([row.leaf for row in rows], decision, axes)
     spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
     for found in decision.program.graph.sums.values():
         root = decision.classes[found.node]
+        way = "backward" if found.backward else "forward"
         if decision.classes.divides(found.node) and root in decision.chosen:
-            way = "backward" if found.backward else "forward"
-            cause = f"partial sums {way}, split along {names[root]}"
             size = sum_bytes(found, hardware) / batch.parts(found.dims)
+            cause = f"all-reduces of activations, {way}: {sets[root].names}"
             add(over, cause, all_reduce(n, size))
         if batch.has(found.node):
             split = n if _is_split(decision, found.dims) else 1
-            cause = "gradients and sums over the batch"
             size = over_batch(found, batch, stored(decision.way, axes), hardware)
-            add(spread, cause, size / split)
-    _cuts(decision, batch, (over, n), names, add)
-    for row, value, computed in zip(
-        rows, decision.program.parameters, decision.computed, strict=True
-    ):
-        times = gathers(decision.program.graph, value)
-        _gathers(row, value.bytes * times, computed, axes, add)
+            gradient = found.backward and batch.parts(found.dims) == 1
+            add(spread, _GRADIENTS if gradient else f"sums over the batch, {way}", size / split)
+    _cuts(decision, batch, (over, n), sets, add)
+    _gathers(rows, decision, axes, add)
     ordered = sorted(sent.items(), key=lambda item: (-item[1], item[0]))
     return [{"axis": a, "cause": c, "bytes": round(size)} for (a, c), size in ordered]
 
@@ -56,7 +55,7 @@ def _is_split(decision: Decision, dims: Sequence[int]) -> bool:
 
 
 def _cuts(
-    decision: Decision, batch: Any, axis: tuple[str, int], names: Mapping[int, str], add: Any
+    decision: Decision, batch: Any, axis: tuple[str, int], sets: Mapping[int, Set], add: Add
 ) -> None:
     classes, (over, n) = decision.classes, axis
     for cut in decision.program.graph.cuts:
@@ -67,36 +66,24 @@ def _cuts(
         if source == target:
             continue
         share = batch.parts(cut.dims)
-        for root, size in ((source, cut.source_bytes), (target, cut.grad * cut.target_bytes)):
+        forward, backward = cut.source_bytes, cut.grad * cut.target_bytes
+        for root, way, size in ((source, "forward", forward), (target, "backward", backward)):
             if root in decision.chosen:
                 sent = all_gather(n, size * cut.times / share)
-                add(over, f"split otherwise behind {names[root]}", sent)
+                add(over, f"gathers where a split ends, {way}: {sets[root].names}", sent)
 
 
-def _gathers(
-    row: Row, size: int | float, computed: int | None, axes: Mapping[str, int], add: Any
-) -> None:
+def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], add: Add) -> None:
     """What is stored split is gathered, over the axes not computed over."""
-    used = {axis for entry in row.spec for axis in spec_axes(entry)}
-    kept = set() if computed is None else set(spec_axes([*row.spec, *[None] * 9][computed]))
-    over = [axis for axis in axes if axis in used - kept]
-    size = size / prod(axes[axis] for axis in kept)
-    cause = "parameters gathered" if over == ["fsdp"] else f"{_numberless(row.leaf)} gathered"
-    add(" x ".join(over), cause, all_gather(parts(over, axes), size))
-
-
-def _class_names(rows: Sequence[Row], decision: Decision) -> dict[int, str]:
-    members: dict[int, list[str]] = {}
+    found: dict[str, list[tuple[Row, float]]] = {}
     for row, value, d in zip(rows, decision.program.parameters, decision.computed, strict=True):
-        if d is not None:
-            members.setdefault(decision.classes[value.dims[d]], []).append(_numberless(row.leaf))
-    return {root: _shown(list(dict.fromkeys(names))) for root, names in members.items()}
-
-
-def _shown(names: list[str]) -> str:
-    more = len(names) - 4
-    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")
-
-
-def _numberless(leaf: Leaf) -> str:
-    return re.sub(r"\d+", "*", leaf.name)
+        entries = [*row.spec, *[None] * (len(value.dims) - len(row.spec))]
+        kept = set() if d is None else set(spec_axes(entries[d]))
+        used = {axis for entry in entries for axis in spec_axes(entry)}
+        over = [axis for axis in axes if axis in used - kept]
+        size = value.bytes * gathers(decision.program.graph, value)
+        size = all_gather(parts(over, axes), size / prod(axes[axis] for axis in kept))
+        found.setdefault(" x ".join(over), []).append((row, size))
+    for over, gathered in found.items():
+        names = shortened([row.leaf.name for row, _ in gathered])
+        add(over, f"gathers of parameters: {names}", sum(size for _, size in gathered))

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from . import contractions, indexing, shaping, special
 from .elementwise import ELEMENTWISE, PAIRWISE, elementwise, pairwise
 from .graph import Graph, Value
+from .lifted import can_be_lifted
 
 Rule = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -187,9 +188,12 @@ def _scan(
     consts, carries = params["num_consts"], params["num_carry"]
     grad = any(value.grad for value in inputs)
     body = params["jaxpr"].jaxpr
-    inside = [_copy(graph, value, value.grad) for value in inputs[:consts]]
+    inside = [
+        _copy(value, value.grad, graph.times if can_be_lifted(body, var) else None)
+        for value, var in zip(inputs[:consts], body.invars[:consts], strict=True)
+    ]
     # A carry that starts without a gradient may have one after the first iteration.
-    inside += [_copy(graph, value, grad) for value in inputs[consts : consts + carries]]
+    inside += [_copy(value, grad) for value in inputs[consts : consts + carries]]
     for value, var in zip(inputs[consts + carries :], body.invars[consts + carries :], strict=True):
         graph.blocked.add(value.dims[0])
         graph.stacks.add(value.dims[0])
@@ -208,9 +212,10 @@ def _scan(
     return results, [scope]
 
 
-def _copy(graph: Graph, value: Value, grad: bool) -> Value:
-    # A value of its own: inside a loop its cotangent is reduced at every iteration.
-    return Value(value.dims, value.shape, value.itemsize, grad)
+def _copy(value: Value, grad: bool, reduced: int | float | None = None) -> Value:
+    # A value of its own: inside a loop its cotangent is reduced at every iteration, or once behind
+    # the loop if it is lifted.
+    return Value(value.dims, value.shape, value.itemsize, grad, reduced)
 
 
 def _link(graph: Graph, these: Sequence[Value], those: Sequence[Value]) -> None:
@@ -226,8 +231,8 @@ def _while(
     first, second = params["cond_nconsts"], params["body_nconsts"]
     carry = inputs[first + second :]
     grad = any(value.grad for value in inputs[first:])
-    state = [_copy(graph, value, grad) for value in carry]
-    constants = [_copy(graph, value, value.grad) for value in inputs[: first + second]]
+    state = [_copy(value, grad) for value in carry]
+    constants = [_copy(value, value.grad) for value in inputs[: first + second]]
     with _more(graph, times=ASSUMED_TRIPS):
         test = _enter(graph, params["cond_jaxpr"], [*constants[:first], *state])
         body = _enter(graph, params["body_jaxpr"], [*constants[first:], *state])

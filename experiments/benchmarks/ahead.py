@@ -1,0 +1,99 @@
+"""What training steps send on A100s and TPUs, read out of programs that their compilers make.
+
+The compilers come with JAX and need no device: the programs are compiled, and not run. Models and
+columns are those of `collectives.py`.
+
+    pip install -e ".[experiments]" "jax[cuda12]" && python experiments/benchmarks/ahead.py a100
+    pip install -e ".[experiments]" "jax[tpu]" && python experiments/benchmarks/ahead.py v4
+
+A small model takes seconds, and LLaMA-7B up to a minute.
+"""
+
+import os
+
+# No accelerator is looked for, several programs may use the compiler for TPUs at once, and no
+# warnings of what is counted here anyway. JAX reads this when it is first imported.
+os.environ |= {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+import sys
+from typing import Any
+
+import tyro
+from architectures import CASES, Case
+from collectives import choose, parse_mesh
+from jax.sharding import Mesh
+from traffic.columns import COLUMNS, Layout, abstract, abstract_key, batch_shardings
+from traffic.measure import OPTIONS, count_collectives, lower_step
+from traffic.tables import markdown, megabytes, number
+from traffic.targets import Platform, target_devices
+
+import redcoast as rc
+
+SMALL = ("GPT-2", "LLaMA, GQA, scanned", "BERT, dropout", "ViT")
+MESHES = ("1,2,4", "2,2,2", "2,1,4")
+USUAL = ("redcoast", "unconstrained", "megatron")
+
+
+def main(
+    platform: Platform,
+    /,
+    cases: tuple[str, ...] = (*SMALL, "LLaMA-7B, scanned"),
+    meshes: tuple[str, ...] = MESHES,
+    columns: tuple[str, ...] = USUAL,
+    sequence: bool = False,
+) -> None:
+    """Prints a table with a line for each model and mesh.
+
+    Args:
+        platform: Which compiler is asked.
+        cases: Names of models, as the tables of `collectives.py` have them.
+        meshes: Sizes of data, fsdp and model, such as 1,2,4.
+        columns: Layouts to compare.
+        sequence: Whether to add a column for plans with `sequence=True`.
+    """
+    layouts = choose(columns, COLUMNS) | ({"sequence": split_sequence} if sequence else {})
+    devices = target_devices(platform)
+    lines = []
+    for case in choose(cases, {case.name: case for case in CASES}).values():
+        for data, fsdp, model in map(parse_mesh, meshes):
+            mesh = rc.make_mesh(data=data, fsdp=fsdp, model=model, devices=devices)
+            rows = [measure(case, mesh, make) for make in layouts.values()]
+            lines.append([f"{case.name}, {data},{fsdp},{model}", *cells(rows)])
+            print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
+    heads = [f"MB sent, {name}" for name in layouts]
+    print(markdown([f"on {platform}", *heads, "collectives", "MB of temporaries"], lines))
+
+
+def split_sequence(case: Case, mesh: Mesh) -> Layout:
+    args = (abstract(case.batch()), abstract_key())
+    plan = rc.plan_shardings(case.abstract_params(), mesh, fn=case.loss, args=args, sequence=True)
+    return Layout(plan.shardings, batch_shardings(case, mesh), plan.constrain(case.loss))
+
+
+def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
+    """What a program sends, and the memory for what is in between; None if there is no such."""
+    layout = make(case, mesh)
+    if layout is None:
+        return None
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    compiled = lower_step(case, mesh, layout).compile(compiler_options=OPTIONS if on_cpu else None)
+    sent = count_collectives(compiled.as_text(), mesh)
+    return sent | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def cells(rows: list[dict[str, Any] | None]) -> list[str]:
+    """For each layout what is sent, and in one cell each how often, and the temporaries."""
+    sent = [megabytes(row, "sent_bytes") for row in rows]
+    times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
+    kept = " / ".join(number(row and row["temporary_bytes"] / 1e6, ",.0f") for row in rows)
+    return [*sent, times, kept]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,110 @@
+"""Puts the results of `collectives.py` into the documentation: its tables, and its pictures.
+
+    python experiments/benchmarks/collectives_docs.py --out runs/collectives
+
+What stands between the marks in the page is replaced, so that it can be done again.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import collectives_plots
+import tyro
+from traffic.claims import MIXED
+from traffic.columns import COLUMNS
+from traffic.tables import claim_lines, detail_table, sent_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- collectives:begin -->", "<!-- collectives:end -->"
+FAMILIES = {
+    "transformer": "Transformers, relative to what Megatron's split sends",
+    "other": "Other models, relative to what fsdp over all devices sends",
+}
+
+
+def main(
+    out: Path = Path("runs/collectives"),
+    page: Path = DOCS / "sharding.md",
+    images: Path = DOCS / "images",
+) -> None:
+    """Writes tables into the page, and pictures beside it.
+
+    Args:
+        out: Directory with the `collectives.json` that `collectives.py` wrote.
+        page: The page with the marks.
+        images: Where the pictures go: a directory beside the page.
+    """
+    file = out / "collectives.json"
+    if not file.exists():
+        raise SystemExit(f"There is no {file}. Run collectives.py --out {out} first.")
+    results = json.loads(file.read_text())
+    text = between_marks(page.read_text(), measured(results, images.name))
+    collectives_plots.draw(images, results)
+    page.write_text(text)
+
+
+def between_marks(text: str, new: str) -> str:
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"The page must have one line {BEGIN} and behind it one line {END}.")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{new}\n\n{END}{rest.split(END)[1]}"
+
+
+def measured(results: dict[str, Any], images: str) -> str:
+    """The mixed meshes first, which are what a plan is for; the others folded."""
+    rows = results["rows"]
+    meshes = sorted(dict.fromkeys(tuple(row["mesh"]) for row in rows), key=order)
+    parts = [of_mesh(rows, mesh, images) for mesh in meshes]
+    if "planning" in results:
+        parts.append(of_planning(results["planning"], images))
+    if results.get("claims"):
+        parts.append("What this shows:\n\n" + fenced(claim_lines(results["claims"])))
+    return "\n\n".join(parts)
+
+
+def order(mesh: tuple[int, ...]) -> tuple[bool, list[int]]:
+    return mesh not in MIXED, [-size for size in mesh]
+
+
+def of_mesh(rows: list[dict[str, Any]], mesh: tuple[int, ...], images: str) -> str:
+    here = [row for row in rows if tuple(row["mesh"]) == mesh]
+    columns = [name for name in COLUMNS if any(row["column"] == name for row in here)]
+    name = "_".join(map(str, mesh))
+    title = f"data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}"
+    pictures = [
+        f"![{words}, {title}]({images}/{family}s_{name}.png)"
+        for family, words in FAMILIES.items()
+        if any(row["family"] == family for row in here)
+    ]
+    tables = folded(f"The figures for {title}", sent_table(rows, mesh, columns))
+    details = detail_table(rows, mesh)
+    own = folded(f"More of redcoast's programs for {title}", details) if details else ""
+    if mesh not in MIXED:
+        return folded(title, "\n\n".join([*pictures, sent_table(rows, mesh, columns), details]))
+    return "\n\n".join([f"### {title}", *pictures, tables, own])
+
+
+def of_planning(planning: dict[str, Any], images: str) -> str:
+    """How long it takes to plan, with the models that are too large to run."""
+    large = [
+        f"{entry['case']}, {entry['equations']:,} equations: {entry['plan_seconds']:.2f} s"
+        for entry in planning["large"]
+        if "plan_seconds" in entry
+    ]
+    picture = f"![Seconds to plan against the number of equations]({images}/planning.png)"
+    times = "The median time of a plan, tracing included. " + "; ".join(large) + "."
+    return f"### Time to plan\n\n{picture}\n\n{times}"
+
+
+def folded(title: str, text: str) -> str:
+    indented = "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
+    return f'??? note "{title}"\n\n{indented}'
+
+
+def fenced(text: str) -> str:
+    return f"```text\n{text}\n```"
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

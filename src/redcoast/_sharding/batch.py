@@ -1,0 +1,37 @@
+"""Over which axes a plan splits the batch, in words."""
+
+from collections.abc import Mapping, Sequence
+
+from .dataflow import Decision, batch_dims, parts
+
+
+def batch_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
+    """What happens to the batch, and why where that is not the usual; empty without a batch."""
+    program, way = decision.program, decision.way
+    if not program.batch:
+        return ""
+    wanted = [axis for axis in way.batch if axes[axis] > 1]
+    used = wanted
+    while used and not batch_dims(program, parts(used, axes)).roots:
+        used = used[:-1]
+    split = f"split over {_listed(used)}" if used else "whole on every device"
+    if "model" in way.batch:
+        return f"The batch is {split}: nothing is worth computing split over model."
+    if "fsdp" in way.model:
+        alone = "split over data alone" if used else "whole on every device"
+        return (
+            "There are few examples for so many parameters: arrays are computed split over fsdp "
+            f"too, and the batch is {alone}."
+        )
+    if not wanted:
+        return f"The batch is {split}: data and fsdp have one device each."
+    if used == wanted:
+        return f"The batch is {split}."
+    sizes = _listed(sorted({f"{program.graph.sizes[node]}" for node in program.batch}))
+    n = parts(wanted, axes)
+    return f"A batch of {sizes} does not divide over {' x '.join(wanted)} = {n}: it is {split}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

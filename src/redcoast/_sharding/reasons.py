@@ -1,0 +1,83 @@
+"""Why arrays are computed split, or are not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .dataflow import Decision, parts
+from .nodes import Leaf
+from .together import Set, find_sets
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """The reasons behind a decision; `place` is that of an array among the tree's."""
+
+    decision: Decision
+    axes: Mapping[str, int]
+    sets: Mapping[int, Set]
+    snags: Mapping[int, int]
+
+    def computed(self, place: int, d: int) -> str:
+        """What is split together with an array, and along what."""
+        value = self.decision.program.parameters[place]
+        return self.sets[self.decision.classes[value.dims[d]]].reason
+
+    def not_computed(self, place: int) -> str:
+        """Why an array is not computed split; empty where nothing is."""
+        n = parts(self.decision.way.model, self.axes)
+        if n == 1 or "model" in self.decision.way.batch:
+            return self.indivisible(place, n)
+        return self.indivisible(place, 2) or "computing it split would cost more"
+
+    def indivisible(self, place: int, least: int) -> str:
+        """The size that stands in the way, if it is at least so large."""
+        program, n = self.decision.program, parts(self.decision.way.model, self.axes)
+        value = program.parameters[place]
+        for node, size in zip(value.dims, value.shape, strict=True):
+            if node in program.graph.blocked:
+                continue
+            bad = size if size % n else self.snags.get(self.decision.classes[node], 1)
+            if bad >= least and bad % n:
+                return f"{_factors(size, bad)}{self._trouble(bad, self.decision.way.model)}"
+        return ""
+
+    def not_stored(self, place: int) -> str:
+        """Why an array is not even stored split."""
+        value, blocked = (
+            self.decision.program.parameters[place],
+            self.decision.program.graph.blocked,
+        )
+        sizes = [s for node, s in zip(value.dims, value.shape, strict=True) if node not in blocked]
+        axis = min((a for a in ("fsdp", "model") if self.axes[a] > 1), key=lambda a: self.axes[a])
+        if not any(sizes):
+            return "it has no dimension that may be split"
+        return f"{max(sizes)}{self._trouble(max(sizes), (axis,))}"
+
+    def _trouble(self, size: int, over: Sequence[str]) -> str:
+        n, names = parts(over, self.axes), [axis for axis in over if self.axes[axis] > 1]
+        shown = f"{names[0]}={n}" if len(names) == 1 else f"{' x '.join(names)} = {n}"
+        below = size // n * n
+        near = f"{below} or {below + n}" if below else f"{n}"
+        return f" does not divide over {shown} ({near} would)"
+
+
+def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
+    return Reasons(decision, axes, find_sets(leaves, decision, axes), _snags(decision))
+
+
+def _factors(size: int, bad: int) -> str:
+    """A size, as it is taken apart: 768 as 12 heads of 64, of which 12 matters."""
+    if size == bad:
+        return f"{size}"
+    return f"{size} is {bad} x {size // bad}, and {bad}" if size % bad == 0 else f"{bad}"
+
+
+def _snags(decision: Decision) -> dict[int, int]:
+    """For classes that divide, the first size that they are linked to and that does not."""
+    classes, graph = decision.classes, decision.program.graph
+    found: dict[int, int] = {}
+    for a, b in graph.links:
+        for one, other in ((a, b), (b, a)):
+            if classes.divides(one) and not classes.divides(other) and graph.sizes[other] > 1:
+                found.setdefault(classes[one], graph.sizes[other])
+    return found

@@ -1,0 +1,392 @@
+import itertools
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharding_helpers import Transformer, array, mesh_of, real_mesh, stock, train_state
+
+from redcoast import Hardware
+from redcoast._sharding import plan_shardings
+from redcoast._sharding.braces import braced, shortened
+
+
+def mlp(layers=1, width=64, hidden=256):
+    return [{"up": array(width, hidden), "down": array(hidden, width)} for _ in range(layers)]
+
+
+def mlp_loss(model, batch, key):
+    x = batch
+    for layer in model:
+        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x**2)
+
+
+def stacked_loss(model, batch, key):
+    layer = lambda x, p: (x + jax.nn.relu(x @ p["up"]) @ p["down"], None)
+    return jnp.mean(jax.lax.scan(layer, batch, model)[0] ** 2)
+
+
+def decoder(layers=1, heads=8, head_dim=64, vocab=512):
+    width = heads * head_dim
+    block = {name: array(width, width) for name in ("wq", "wk", "wv", "wo")}
+    block |= {"bq": array(width), "w_in": array(width, 4 * width), "w_out": array(4 * width, width)}
+    return {"embed": array(vocab, width), "layers": [dict(block) for _ in range(layers)]}
+
+
+def decoder_loss(heads):
+    def attention(p, x):
+        apart = lambda y: y.reshape(*y.shape[:2], heads, -1)
+        q, k, v = apart(x @ p["wq"] + p["bq"]), apart(x @ p["wk"]), apart(x @ p["wv"])
+        weights = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
+        return jnp.einsum("bhst,bthd->bshd", weights, v).reshape(x.shape) @ p["wo"]
+
+    def loss(model, tokens, key):
+        x = model["embed"][tokens]
+        for p in model["layers"]:
+            x = x + attention(p, x)
+            x = x + jax.nn.relu(x @ p["w_in"]) @ p["w_out"]
+        logits = x @ model["embed"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    return loss
+
+
+def tokens(batch=8, seq=128):
+    return jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+
+
+def plan_decoder(mesh, *, layers=1, heads=8, head_dim=64, vocab=512, batch=8, **options):
+    model = decoder(layers, heads, head_dim, vocab)
+    args = (tokens(batch), None)
+    with jax.numpy_rank_promotion("allow"):
+        return plan_shardings(model, mesh, fn=decoder_loss(heads), args=args, **options)
+
+
+def plan_mlp(mesh, batch=512, layers=1, model=None, fn=mlp_loss, **options):
+    model = mlp(layers) if model is None else model
+    return plan_shardings(model, mesh, fn=fn, args=(array(batch, 64), None), **options)
+
+
+def words(text):
+    return " ".join(str(text).split())
+
+
+def reason(plan, path):
+    return next(row["reason"] for row in plan.report["rows"] if row["path"] == path)
+
+
+def expanded(pattern):
+    """The paths that a pattern stands for, as bash would say."""
+    parts = re.split(r"\{(.*?)\}", pattern)
+    choices = [[part] if i % 2 == 0 else list(alternatives(part)) for i, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def alternatives(inside):
+    for one in inside.split(","):
+        numbers = [int(number) for number in one.split("..")] if ".." in one else []
+        if numbers:
+            yield from map(str, range(numbers[0], numbers[1] + 1, *numbers[2:]))
+        else:
+            yield one
+
+
+def paths_of(text):
+    """All paths in the rows of a table, each wrapped or not."""
+    table = text.split("\n\n")[1].splitlines()[1:]
+    patterns = []
+    for line in table:
+        if re.match(r"  \S", line):
+            patterns.append(line.split()[0])
+        elif line.startswith("    ") and patterns and "/" in patterns[-1]:
+            patterns[-1] += line.split()[0]
+    return [path for pattern in patterns for path in expanded(pattern)]
+
+
+names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(paths=st.lists(names.map("/".join), max_size=30))
+def test_patterns_stand_for_exactly_their_paths(paths):
+    found = braced(paths)
+    places = [place for _, some in found for place in some]
+    assert sorted(places) == list(range(len(paths)))
+    for pattern, some in found:
+        assert sorted(expanded(pattern)) == sorted({paths[place] for place in some})
+
+
+@pytest.mark.parametrize(
+    ("paths", "patterns"),
+    [
+        ([f"layers/{i}/{w}" for i in range(12) for w in "kq"], ["layers/{0..11}/{k,q}"]),
+        (["a/0", "a/2", "a/4", "b"], ["a/{0..4..2}", "b"]),
+        (["a/0", "a/1", "a/5"], ["a/{0..1,5}"]),
+        (["down/0/norm2", "down/1/norm1"], ["down/0/norm2", "down/1/norm1"]),
+        (["w", "w1", "w01"], ["w", "w1", "w01"]),
+        ([""], [""]),
+    ],
+)
+def test_patterns(paths, patterns):
+    assert [pattern for pattern, _ in braced(paths)] == patterns
+
+
+def test_many_paths_are_shortened_and_the_others_counted():
+    paths = ["a/0", "b/x/0", "b/x/1", "c/y/z"]
+    assert shortened(paths, limit=2) == "a/0, b/x/{0..1} and 1 more"
+    assert shortened(paths, limit=3, width=5) == "a/0 and 3 more"
+    assert shortened(paths) == "a/0, b/x/{0..1}, c/y/z"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1)])
+@pytest.mark.parametrize("kind", ["list", "dict", "stacked"])
+def test_a_hundred_layers_take_less_than_a_page(kind, sizes):
+    fn, model = mlp_loss, mlp(100)
+    if kind == "dict":
+        fn = lambda m, *args: mlp_loss(list(m.values()), *args)
+        model = {f"block_{i}": layer for i, layer in enumerate(model)}
+    if kind == "stacked":
+        fn, model = stacked_loss, {"up": array(100, 64, 256), "down": array(100, 256, 64)}
+    plan = plan_mlp(mesh_of(*sizes), model=model, fn=fn)
+    lines = str(plan).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    rows = [row for row in plan.report["rows"] if row["role"] == "parameter"]
+    if max(sizes[1:]) > 1:
+        assert sorted(paths_of(str(plan))) == sorted(row["path"] for row in rows)
+
+
+def test_a_hundred_layers_of_a_transformer_take_less_than_sixty_lines():
+    text = str(plan_decoder(mesh_of(2, 1, 4), layers=100, batch=4))
+    assert len(text.splitlines()) <= 60
+    assert "layers/{0..99}/{wk,wq,wv}" in text
+    assert "layers/{0..99}/bq" in text
+
+
+long_names = st.text("ab_", min_size=1, max_size=50)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=long_names,
+    layers=st.integers(1, 4),
+    hidden=st.sampled_from([6, 64, 96, 100_000]),
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 3),
+    batch=st.sampled_from([6, 64, 100_000]),
+)
+def test_no_line_is_longer_than_eighty_columns(name, layers, hidden, sizes, batch):
+    model = {f"{name}/{i}": layer for i, layer in enumerate(mlp(layers, hidden=hidden))}
+    fn = lambda m, *args: mlp_loss(list(m.values()), *args)
+    plan = plan_mlp(mesh_of(*sizes), batch=batch, model=model, fn=fn)
+    text = str(plan)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(row["reason"] for row in plan.report["rows"])
+    assert plan.report == plan_mlp(mesh_of(*sizes), batch=batch, model=model, fn=fn).report
+
+
+def test_arrays_stand_under_what_they_are_split_together_with():
+    plan = plan_decoder(mesh_of(2, 1, 4), layers=3)
+    text = str(plan)
+    head = "Computed split over model, together along 512 (3 sets of 5)\n"
+    section = text[text.index(head) + len(head) :].splitlines()
+    assert [line.split()[0] for line in section[:3]] == [
+        "layers/{0..2}/bq",
+        "layers/{0..2}/{wk,wq,wv}",
+        "layers/{0..2}/wo",
+    ]
+    assert section[1].split()[1:] == ["(512,", "512)", "(-,", "model)", "2.36"]
+    assert reason(plan, "layers/1/wq") == reason(plan, "layers/0/wo")
+    assert reason(plan, "layers/0/wq").endswith(": layers/{0..2}/{bq,wk,wo,wq,wv}")
+    assert reason(plan, "layers/0/w_in").endswith(": layers/{0..2}/{w_in,w_out}")
+
+
+def test_sets_that_sound_alike_are_apart():
+    model = {"a": mlp()[0], "b": mlp()[0]}
+    fn = lambda m, *args: mlp_loss([m["a"], m["b"]], *args)
+    text = str(plan_mlp(mesh_of(model=4), batch=16, model=model, fn=fn))
+    assert text.count("Computed split over model, together along 256\n") == 2
+
+
+def test_the_size_that_does_not_divide_is_named():
+    plan = plan_decoder(mesh_of(model=8), heads=12, vocab=50257)
+    heads = "768 is 12 x 64, and 12 does not divide over model=8 (8 or 16 would)"
+    assert heads in reason(plan, "layers/0/wq")
+    assert heads in reason(plan, "layers/0/bq")
+    assert heads in words(plan)
+    assert "50257 does not divide over model=8 (50256 or 50264 would)" in reason(plan, "embed")
+    assert "does not divide" not in reason(plan, "layers/0/w_in")
+    assert "does not divide" not in words(plan_decoder(mesh_of(model=4), heads=12, vocab=512))
+
+
+def test_a_size_below_the_axis_names_the_axis():
+    text = words(plan_decoder(mesh_of(model=8), heads=4, head_dim=128))
+    assert "512 is 4 x 128, and 4 does not divide over model=8 (8 would)" in text
+
+
+def test_what_is_not_split_says_why():
+    model = [{"up": array(63, 257), "down": array(257, 63)}, {"up": array(63, 8)}]
+
+    def loss(m, x, key):
+        return jnp.mean(x @ m[0]["up"] @ m[0]["down"] @ m[1]["up"])
+
+    plan = plan_shardings(model, mesh_of(fsdp=4), fn=loss, args=(array(16, 63), None))
+    assert reason(plan, "1/up") == "whole: small, fewer than 4,096 elements"
+    assert reason(plan, "0/up") == "whole: 257 does not divide over fsdp=4 (256 or 260 would)"
+    plan = plan_mlp(mesh_of(fsdp=4), overrides=[("up", None)])
+    assert reason(plan, "0/up") == "override"
+    assert "Whole on every device: override" in str(plan)
+    enough = plan_mlp(mesh_of(fsdp=4), budget=10**9)
+    assert reason(enough, "0/up") == "whole: the budget leaves room for it"
+
+
+def test_one_device_on_fsdp_and_model_is_said_once():
+    text = str(plan_mlp(mesh_of(data=8)))
+    assert text.count("fsdp and model have one device each") == 1
+    assert "The batch is split over data." in text
+
+
+def test_the_batch_and_why():
+    usual = plan_mlp(mesh_of(2, 2, 2), batch=64)
+    assert usual.report["batch_axes"] in (["data", "fsdp"], ["data"])
+    many = plan_mlp(mesh_of(1, 2, 4), batch=100_000)
+    assert many.report["batch_axes"] == ["fsdp", "model"]
+    said = "The batch is split over fsdp and model: nothing is worth computing split over model."
+    assert said in words(many)
+    few = plan_mlp(mesh_of(2, 4, 1), batch=8, model=mlp(1, hidden=65_536))
+    assert few.report["model_axes"] == ["fsdp"]
+    said = (
+        "There are few examples for so many parameters: arrays are computed split over fsdp too, "
+        "and the batch is split over data alone."
+    )
+    assert said in words(few)
+    odd = plan_mlp(mesh_of(2, 4, 1), batch=6)
+    assert "A batch of 6 does not divide over data x fsdp = 8: it is split over data." in words(odd)
+    alone = plan_mlp(mesh_of(model=4), batch=6)
+    assert "whole on every device: data and fsdp have one device each." in words(alone)
+    without = plan_shardings(
+        mlp(), mesh_of(2, 2, 2), fn=lambda m: mlp_loss(m, jnp.ones((8, 64)), None)
+    )
+    assert "The batch" not in str(without)
+
+
+def test_traffic_is_what_the_formulas_of_a_ring_say():
+    overrides = [("up", P(None, "model")), ("down", P("model"))]
+    plan = plan_mlp(mesh_of(2, 1, 4), batch=512, overrides=overrides)
+    found = {(entry["axis"], entry["cause"]): entry["bytes"] for entry in plan.report["traffic"]}
+    result, parameters = 512 // 2 * 64 * 4, 2 * 64 * 256 * 4
+    names = "0/{down,up}"
+    assert found["model", f"all-reduces of activations, forward: {names}"] == 2 * 3 / 4 * result
+    gradients = found["data", "gradients, summed over the batch"]
+    assert gradients == 2 * 1 / 2 * parameters / 4
+
+
+def test_gathers_of_parameters_name_them():
+    plan = plan_mlp(mesh_of(fsdp=4), batch=100_000, layers=3)
+    (entry,) = [e for e in plan.report["traffic"] if e["cause"].startswith("gathers")]
+    assert entry["cause"] == "gathers of parameters: {0..2}/{down,up}"
+    assert entry["bytes"] == 3 / 4 * 3 * 2 * 64 * 256 * 4
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 2), (1, 1, 8), (1, 8, 1)])
+def test_what_is_sent_adds_up(sizes):
+    plan = plan_decoder(mesh_of(*sizes), layers=3)
+    text = str(plan)
+    sent = text[text.index("Sent by each device") :].splitlines()
+    total = plan.report["traffic"]
+    assert sum(entry["bytes"] for entry in total) > 0
+    near = lambda shown, entries: math.isclose(
+        float(shown.replace(",", "")), sum(e["bytes"] for e in entries) / 1e6, abs_tol=0.0051
+    )
+    assert near(re.findall(r"([\d.,]+) MB", sent[0])[0], total)
+    axes = [re.fullmatch(r"\s*([\d.,]+) MB  over (.+)", line) for line in sent[1:]]
+    shown = {found[2]: found[1] for found in axes if found}
+    assert set(shown) == {entry["axis"] for entry in total}
+    for axis, figure in shown.items():
+        assert near(figure, [entry for entry in total if entry["axis"] == axis])
+    figures = [float(found[1].replace(",", "")) for found in axes if found]
+    assert figures == sorted(figures, reverse=True)
+
+
+def test_nothing_is_sent_where_nothing_is_split():
+    predict = lambda m, x: x @ m["w"]
+    plan = plan_shardings({"w": array(8, 8)}, mesh_of(data=2), fn=predict, args=(array(4, 8),))
+    assert "Nothing is sent between devices." in str(plan)
+
+
+def test_what_is_not_understood_is_counted():
+    def loss(model, x, key):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for _ in range(2):
+            x = jax.pure_callback(lambda y: y, shape, x)
+        return jnp.mean((x @ model["w"]) ** 2)
+
+    plan = plan_shardings({"w": array(64, 64)}, mesh_of(2), fn=loss, args=(array(8, 64), None))
+    assert plan.report["unknown"] == {"pure_callback": 2}
+    assert "Not understood: 2 x pure_callback. What goes into them is taken" in words(plan)
+    assert "Not understood" not in str(plan_mlp(mesh_of(2)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (8, 1, 1), (1, 4, 2)])
+def test_memory_is_about_what_the_compiler_says(sizes):
+    mesh = real_mesh(*sizes)
+    model = stock(Transformer, layers=2, width=128, vocab=1024, seq=64)
+    params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+    def loss(params, tokens, key):
+        logits = jax.vmap(eqx.combine(params, static))(tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    batch = tokens(16, 64)
+    plan = plan_shardings(params, mesh, fn=loss, args=(batch, None))
+    step = jax.value_and_grad(plan.constrain(loss))
+    placed = NamedSharding(mesh, P(tuple(plan.report["batch_axes"])))
+    compiled = jax.jit(
+        step, in_shardings=(plan.shardings, placed), out_shardings=(None, plan.shardings)
+    )
+    given = jax.eval_shape(lambda: None)
+    del given
+    memory = compiled.lower(params, batch).compile().memory_analysis()
+    assert memory is not None
+    real = sum(
+        getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp")
+    )
+    assert 0.5 < plan.report["memory"]["total"] / real < 2
+
+
+def test_memory_counts_optimizer_state_and_adds_up():
+    state = train_state(mlp(2), optax.adam(1e-3))
+    memory = plan_mlp(mesh_of(2, 2, 2), model=state, batch=64).report["memory"]
+    assert memory["arrays"] == memory["gradients"] == 2 * 2 * 64 * 256 * 4 // 4
+    assert memory["optimizer_state"] == pytest.approx(2 * memory["arrays"], rel=1e-3)
+    assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+    frozen = plan_mlp(mesh_of(2), trainable=lambda x: False).report["memory"]
+    assert frozen["gradients"] == frozen["activations"] == 0
+
+
+def test_memory_that_the_device_does_not_have_is_said():
+    plan = plan_mlp(mesh_of(2), hardware=Hardware(memory=100_000))
+    assert "That is more than the 0.1000 MB that it has" in words(plan)
+    assert "That is more" not in str(plan_mlp(mesh_of(2), hardware=Hardware()))
+
+
+def test_reasons_of_plans_without_a_function_are_headings():
+    state = train_state(stock(Transformer, layers=12, seq=128), optax.adamw(1e-3))
+    text = str(plan_shardings(state, mesh_of(2, 2, 4)))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    place = lines.index("Column-split: pairs with down")
+    row = lines[place + 1].split()
+    assert row[:5] == ["blocks/{0..11}/up/weight", "(256,", "64)", "(model,", "fsdp)"]
+    place = lines.index("Whole on every device: norm scale")
+    assert lines[place + 1].split()[0] == "blocks/{0..11}/norm{1..2}/{weight,bias}"
+    assert "Sent by each device" not in text
+    assert np.all([line == line.rstrip() for line in lines])

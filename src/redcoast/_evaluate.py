@@ -3,7 +3,7 @@
 import functools as ft
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,9 +17,8 @@ from ._loss import LossFn, evaluate_loss
 from ._mesh import ambient_or_default
 from ._precision import check_compute_dtype
 from ._predict import PredictFn, predict
-from ._sharding import plan_shardings
+from ._sharding import Plan, plan_shardings
 
-T = TypeVar("T")
 OutputFn = Callable[[PyTree], list[Any]]
 
 
@@ -71,11 +70,8 @@ def evaluate(
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
-    first, batches = peek(batches)
-    program = lambda model, *args: _evaluation(
-        model, *args, loss_fn=loss_fn, compute_dtype=compute_dtype
-    )[0]["loss"]
-    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
+    evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
     evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
@@ -123,11 +119,9 @@ def predict_examples(
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
-    first, batches = peek(batches)
-    program = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
-    planned = plan.constrain(predict_fn)
-    prediction = compile_prediction(planned, plan.shardings, mesh, compute_dtype)
+    predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    plan, batches = _plan(model, predicted, batches, mesh, key)
+    prediction = compile_prediction(plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype)
     outputs = run_prediction(prediction, place_tree(model, plan.shardings), batches, output_fn, key)
     return list(outputs)
 
@@ -136,10 +130,19 @@ def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
     return jax.random.key(0) if key is None else key
 
 
-def peek(items: Iterator[T]) -> tuple[T, Iterator[T]]:
-    """The first of some items, and all of them."""
-    first = next(items)
-    return first, itertools.chain([first], items)
+def _plan(
+    model: PyTree,
+    program: Callable[..., Any],
+    batches: Iterator[Batch],
+    mesh: Mesh,
+    key: PRNGKeyArray | None,
+) -> tuple[Plan, Iterator[Batch]]:
+    """The plan by what is computed with the first batch, and all batches."""
+    if mesh.size == 1:
+        return plan_shardings(model, mesh), batches
+    first = next(batches)
+    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
+    return plan, itertools.chain([first], batches)
 
 
 def compile_evaluation(

@@ -124,16 +124,9 @@ def fit(
     quiet = progress is False or jax.process_index() != 0
     abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
     draw = ft.partial(first_batch, examples, collate_fn, batch_size)
-    plan = plan_run(
-        abstract,
-        draw,
-        mesh,
-        accumulate=accumulate,
-        loss_fn=loss_fn,
-        compute_dtype=compute_dtype,
-        trainable=trainable,
-        overrides=overrides,
-    )
+    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    options = {"loss_fn": loss_fn, "accumulate": accumulate, "overrides": overrides, **given}
+    plan = plan_run(abstract, draw, mesh, **options)
     restored = restore_newest(checkpoints, abstract, plan.shardings) if checkpoints else None
     state, saved = restored or (make(plan.shardings), {})
     course = plan_course(examples, state, saved, batch_size, epochs, steps)
@@ -155,13 +148,8 @@ def fit(
     _rehearse(validation, state, checkpoints)
     if verify:
         verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
-    step = ft.partial(
-        train_step,
-        loss_fn=plan.constrain(loss_fn),
-        optimizer=optimizer,
-        compute_dtype=compute_dtype,
-        trainable=trainable,
-    )
+    planned = plan.constrain(loss_fn)
+    step = ft.partial(train_step, loss_fn=planned, optimizer=optimizer, **given)
     with contextlib.ExitStack() as stack:
         run = _run_info(checkpoints, restored is not None, plan, batch_size)
         bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)

@@ -1,7 +1,7 @@
 """Runs a program again, equation by equation, with the shardings of its values constrained."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from .lifted import ON_THE_WAY, USES, Parts, can_be_lifted, on_the_way, use
 from .walk import PINNED, Scope
 
 
+@runtime_checkable
 @runtime_checkable
 class Pins(Parts, Protocol):
     """How the values of a program are split."""

@@ -8,7 +8,7 @@ once, behind the loop.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ def _fits(equation: JaxprEqn, var: Any) -> bool:
     return equation.primitive.name in ON_THE_WAY | USES
 
 
+@runtime_checkable
 class Parts(Protocol):
     """The parts of the batch: how many there are, and where it is in an array."""
 

@@ -1,7 +1,7 @@
 """Runs a program again, equation by equation, with the shardings of its values constrained."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .._jaxpr import bind_again
 from .custom import CUSTOM, is_worth_it, run_custom
 from .graph import Value
 from .grouped import is_grouped, run_grouped
-from .lifted import ON_THE_WAY, USES, Parts, can_be_lifted, on_the_way, use
+from .lifted import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
 from .walk import PINNED, Scope
 
 
@@ -107,10 +107,10 @@ def _by_copies(
     if not places:
         return None
     copies, out = lifted[variables[places[0]]], equation.outvars[0]
-    if equation.primitive.name in ON_THE_WAY:
+    if is_on_the_way(equation):
         lifted[out] = on_the_way(equation, copies)
         return None
-    if equation.primitive.name not in USES:
+    if not is_use(equation, variables[places[0]]):
         return None
     values = [scope.values.get(var) for var in variables]
     return use(equation, given, places[0], copies, values, scope.values[out], pin)

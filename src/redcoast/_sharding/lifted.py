@@ -8,28 +8,45 @@ once, behind the loop.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .graph import Value
+from .._jaxpr import bind_again
+from .elementwise import ELEMENTWISE
+from .graph import Value, output
 
 # What may happen to a weight before it is used, and how it may be used.
-ON_THE_WAY = frozenset(["transpose", "convert_element_type"])
-USES = frozenset(["dot_general", "broadcast_in_dim"])
+_ON_THE_WAY = frozenset(["transpose", "convert_element_type"])
+_USES = frozenset(["dot_general", "broadcast_in_dim"])
 
 
 def can_be_lifted(jaxpr: Jaxpr, var: Any) -> bool:
     """Whether all that a jaxpr does with one of its inputs is to multiply and to add it."""
     users = [equation for equation in jaxpr.eqns if var in _variables(equation.invars)]
-    onwards = [e.outvars[0] for e in users if e.primitive.name in ON_THE_WAY]
     return (
         var not in _variables(jaxpr.outvars)
         and all(_fits(equation, var) for equation in users)
-        and all(can_be_lifted(jaxpr, onward) for onward in onwards)
+        and all(can_be_lifted(jaxpr, e.outvars[0]) for e in users if is_on_the_way(e))
     )
+
+
+def is_on_the_way(equation: JaxprEqn) -> bool:
+    """Whether this turns a weight into the same weight, in another form."""
+    if equation.primitive.name != "broadcast_in_dim":
+        return equation.primitive.name in _ON_THE_WAY
+    operand: Any = equation.invars[0].aval
+    return prod(operand.shape) == prod(output(equation).shape)
+
+
+def is_use(equation: JaxprEqn, var: Any) -> bool:
+    """Whether this multiplies by a weight, or repeats it along a dimension."""
+    if equation.primitive.name in ELEMENTWISE:
+        return var.aval.shape != output(equation).shape and len(var.aval.shape) > 0
+    return equation.primitive.name in _USES and not is_on_the_way(equation)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -40,7 +57,7 @@ def _fits(equation: JaxprEqn, var: Any) -> bool:
     if equation.primitive.name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
         return not batch and _variables(equation.invars).count(var) == 1
-    return equation.primitive.name in ON_THE_WAY | USES
+    return is_on_the_way(equation) or is_use(equation, var)
 
 
 @runtime_checkable
@@ -62,9 +79,11 @@ class Parts(Protocol):
 
 
 def on_the_way(equation: JaxprEqn, copies: Any) -> Any:
-    """The copies of a weight that is transposed or cast."""
+    """The copies of a weight that is transposed, cast, or given dimensions of one."""
     if equation.primitive.name == "convert_element_type":
         return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
+    if equation.primitive.name == "broadcast_in_dim":
+        return jax.lax.reshape(copies, (copies.shape[0], *equation.params["shape"]))
     order = equation.params["permutation"]
     return jax.lax.transpose(copies, (0, *(d + 1 for d in order)))
 
@@ -80,7 +99,14 @@ def use(
 ) -> Any:
     """The result by the copies of operand `place`; None where there is no batch to go by."""
     if equation.primitive.name == "broadcast_in_dim":
-        return _broadcast(equation, copies, parts.batch_dim(result), result)
+        dims = equation.params["broadcast_dimensions"]
+        return _broadcast(copies, dims, parts.batch_dim(result), result)
+    if equation.primitive.name in ELEMENTWISE:
+        # Dimensions of one are repeated without a word.
+        dims = tuple(range(len(result.shape)))
+        repeated = _broadcast(copies, dims, parts.batch_dim(result), result)
+        operands = [repeated if i == place else x for i, x in enumerate(given)]
+        return None if repeated is None else bind_again(equation, operands)[0]
     value = values[1 - place]
     at = None if value is None else parts.batch_dim(value)
     sums, _ = equation.params["dimension_numbers"]
@@ -89,14 +115,19 @@ def use(
     return _dot(equation, parts.in_parts(given[1 - place], value, at), place, at, copies)
 
 
-def _broadcast(equation: JaxprEqn, copies: Any, at: int | None, result: Value) -> Any:
-    dims = equation.params["broadcast_dimensions"]
+def _broadcast(copies: Any, dims: tuple[int, ...], at: int | None, result: Value) -> Any:
+    if at is not None and at in dims and copies.shape[1 + dims.index(at)] == 1:
+        copies = jnp.squeeze(copies, axis=1 + dims.index(at))
+        dims = tuple(d for d in dims if d != at)
     if at is None or at in dims:
         return None
     parts, shape = copies.shape[0], result.shape
     finer = (*shape[:at], parts, shape[at] // parts, *shape[at + 1 :])
     into = (at, *(d + (d > at) for d in dims))
-    return jax.lax.reshape(jax.lax.broadcast_in_dim(copies, finer, into), shape)
+    # In rising order: the derivative of `broadcast_in_dim` knows no other.
+    order = sorted(range(len(into)), key=into.__getitem__)
+    copies = jax.lax.broadcast_in_dim(jnp.transpose(copies, order), finer, sorted(into))
+    return jax.lax.reshape(copies, shape)
 
 
 def _dot(equation: JaxprEqn, other: Any, place: int, at: int, copies: Any) -> Any:

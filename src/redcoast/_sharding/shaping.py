@@ -39,7 +39,7 @@ def broadcast_in_dim(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) 
             dims.append(graph.node(size))
             # What is repeated forward is summed backward.
             graph.sum(dims[-1], operand, backward=True)
-    return [graph.value(aval, tuple(dims), grad=operand.grad)]
+    return [graph.value(aval, tuple(dims), grad=operand.grad, reduced=operand.reduced)]
 
 
 def reshape(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

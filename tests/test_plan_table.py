@@ -1,22 +1,19 @@
-import itertools
 import math
 import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import Transformer, array, mesh_of, real_mesh, stock, train_state
+from sharding_helpers import Transformer, array, expanded, mesh_of, real_mesh, stock, train_state
 
 from redcoast import Hardware
 from redcoast._sharding import plan_shardings
-from redcoast._sharding.braces import braced, shortened
 
 
 def mlp(layers=1, width=64, hidden=256):
@@ -84,22 +81,6 @@ def reason(plan, path):
     return next(row["reason"] for row in plan.report["rows"] if row["path"] == path)
 
 
-def expanded(pattern):
-    """The paths that a pattern stands for, as bash would say."""
-    parts = re.split(r"\{(.*?)\}", pattern)
-    choices = [[part] if i % 2 == 0 else list(alternatives(part)) for i, part in enumerate(parts)]
-    return ["".join(choice) for choice in itertools.product(*choices)]
-
-
-def alternatives(inside):
-    for one in inside.split(","):
-        numbers = [int(number) for number in one.split("..")] if ".." in one else []
-        if numbers:
-            yield from map(str, range(numbers[0], numbers[1] + 1, *numbers[2:]))
-        else:
-            yield one
-
-
 def paths_of(text):
     """All paths in the rows of a table, each wrapped or not."""
     table = text.split("\n\n")[1].splitlines()[1:]
@@ -112,42 +93,7 @@ def paths_of(text):
     return [path for pattern in patterns for path in expanded(pattern)]
 
 
-names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_size=1, max_size=4)
-
-
-@settings(max_examples=200, deadline=None)
-@given(paths=st.lists(names.map("/".join), max_size=30))
-def test_patterns_stand_for_exactly_their_paths(paths):
-    found = braced(paths)
-    places = [place for _, some in found for place in some]
-    assert sorted(places) == list(range(len(paths)))
-    for pattern, some in found:
-        assert sorted(expanded(pattern)) == sorted({paths[place] for place in some})
-
-
-@pytest.mark.parametrize(
-    ("paths", "patterns"),
-    [
-        ([f"layers/{i}/{w}" for i in range(12) for w in "kq"], ["layers/{0..11}/{k,q}"]),
-        (["a/0", "a/2", "a/4", "b"], ["a/{0..4..2}", "b"]),
-        (["a/0", "a/1", "a/5"], ["a/{0..1,5}"]),
-        (["down/0/norm2", "down/1/norm1"], ["down/0/norm2", "down/1/norm1"]),
-        (["w", "w1", "w01"], ["w", "w1", "w01"]),
-        ([""], [""]),
-    ],
-)
-def test_patterns(paths, patterns):
-    assert [pattern for pattern, _ in braced(paths)] == patterns
-
-
-def test_many_paths_are_shortened_and_the_others_counted():
-    paths = ["a/0", "b/x/0", "b/x/1", "c/y/z"]
-    assert shortened(paths, limit=2) == "a/0, b/x/{0..1} and 1 more"
-    assert shortened(paths, limit=3, width=5) == "a/0 and 3 more"
-    assert shortened(paths) == "a/0, b/x/{0..1}, c/y/z"
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])
 @pytest.mark.parametrize("kind", ["list", "dict", "stacked"])
 def test_a_hundred_layers_take_less_than_a_page(kind, sizes):
     fn, model = mlp_loss, mlp(100)
@@ -175,7 +121,7 @@ def test_a_hundred_layers_of_a_transformer_take_less_than_sixty_lines():
 long_names = st.text("ab_", min_size=1, max_size=50)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=long_names,
     layers=st.integers(1, 4),
@@ -219,12 +165,20 @@ def test_sets_that_sound_alike_are_apart():
 def test_the_size_that_does_not_divide_is_named():
     plan = plan_decoder(mesh_of(model=8), heads=12, vocab=50257)
     heads = "768 is 12 x 64, and 12 does not divide over model=8 (8 or 16 would)"
-    assert heads in reason(plan, "layers/0/wq")
-    assert heads in reason(plan, "layers/0/bq")
-    assert heads in words(plan)
-    assert "50257 does not divide over model=8 (50256 or 50264 would)" in reason(plan, "embed")
+    assert reason(plan, "layers/0/bq") == f"whole: {heads}"
+    assert f"Could not be split otherwise: embed: {VOCABULARY} layers/0/" in words(plan)
+    assert f"layers/0/{{wk,wo,wq,wv}}: {heads}" in words(plan)
     assert "does not divide" not in reason(plan, "layers/0/w_in")
     assert "does not divide" not in words(plan_decoder(mesh_of(model=4), heads=12, vocab=512))
+
+
+VOCABULARY = "50257 does not divide over model=8 (50256 or 50264 would)"
+
+
+def test_a_size_that_does_not_divide_is_the_reason_for_storing_only():
+    plan = plan_decoder(mesh_of(model=8), vocab=50257, batch=64)
+    assert reason(plan, "embed") == f"stored split, gathered where used: {VOCABULARY}"
+    assert "Could not be split otherwise" not in str(plan)
 
 
 def test_a_size_below_the_axis_names_the_axis():
@@ -233,12 +187,12 @@ def test_a_size_below_the_axis_names_the_axis():
 
 
 def test_what_is_not_split_says_why():
-    model = [{"up": array(63, 257), "down": array(257, 63)}, {"up": array(63, 8)}]
+    model = [{"up": array(61, 257), "down": array(257, 64)}, {"up": array(64, 4)}]
 
     def loss(m, x, key):
         return jnp.mean(x @ m[0]["up"] @ m[0]["down"] @ m[1]["up"])
 
-    plan = plan_shardings(model, mesh_of(fsdp=4), fn=loss, args=(array(16, 63), None))
+    plan = plan_shardings(model, mesh_of(fsdp=4), fn=loss, args=(array(2048, 61), None))
     assert reason(plan, "1/up") == "whole: small, fewer than 4,096 elements"
     assert reason(plan, "0/up") == "whole: 257 does not divide over fsdp=4 (256 or 260 would)"
     plan = plan_mlp(mesh_of(fsdp=4), overrides=[("up", None)])
@@ -268,8 +222,10 @@ def test_the_batch_and_why():
         "and the batch is split over data alone."
     )
     assert said in words(few)
-    odd = plan_mlp(mesh_of(2, 4, 1), batch=6)
-    assert "A batch of 6 does not divide over data x fsdp = 8: it is split over data." in words(odd)
+    odd = plan_mlp(mesh_of(data=4), batch=6)
+    assert odd.report["batch_axes"] == []
+    said = "A batch of 6 does not divide over data = 4: it is whole on every device."
+    assert said in words(odd)
     alone = plan_mlp(mesh_of(model=4), batch=6)
     assert "whole on every device: data and fsdp have one device each." in words(alone)
     without = plan_shardings(
@@ -335,13 +291,13 @@ def test_what_is_not_understood_is_counted():
     assert "Not understood" not in str(plan_mlp(mesh_of(2)))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (8, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (1, 8, 1)])
 def test_memory_is_about_what_the_compiler_says(sizes):
     mesh = real_mesh(*sizes)
     model = stock(Transformer, layers=2, width=128, vocab=1024, seq=64)
     params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
-    def loss(params, tokens, key):
+    def loss(params, tokens, key=None):
         logits = jax.vmap(eqx.combine(params, static))(tokens)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
@@ -352,13 +308,9 @@ def test_memory_is_about_what_the_compiler_says(sizes):
     compiled = jax.jit(
         step, in_shardings=(plan.shardings, placed), out_shardings=(None, plan.shardings)
     )
-    given = jax.eval_shape(lambda: None)
-    del given
     memory = compiled.lower(params, batch).compile().memory_analysis()
     assert memory is not None
-    real = sum(
-        getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp")
-    )
+    real = sum(getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
     assert 0.5 < plan.report["memory"]["total"] / real < 2
 
 
@@ -378,15 +330,9 @@ def test_memory_that_the_device_does_not_have_is_said():
     assert "That is more" not in str(plan_mlp(mesh_of(2), hardware=Hardware()))
 
 
-def test_reasons_of_plans_without_a_function_are_headings():
-    state = train_state(stock(Transformer, layers=12, seq=128), optax.adamw(1e-3))
+def test_a_plan_without_a_function_says_nothing_of_what_is_sent():
+    state = train_state(stock(Transformer, layers=2), optax.adamw(1e-3))
     text = str(plan_shardings(state, mesh_of(2, 2, 4)))
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    place = lines.index("Column-split: pairs with down")
-    row = lines[place + 1].split()
-    assert row[:5] == ["blocks/{0..11}/up/weight", "(256,", "64)", "(model,", "fsdp)"]
-    place = lines.index("Whole on every device: norm scale")
-    assert lines[place + 1].split()[0] == "blocks/{0..11}/norm{1..2}/{weight,bias}"
-    assert "Sent by each device" not in text
-    assert np.all([line == line.rstrip() for line in lines])
+    for said in ("Sent by each device", "Memory of each device", "The batch", "Not understood"):
+        assert said not in text
+    assert all(line == line.rstrip() for line in text.splitlines())

@@ -5,15 +5,21 @@ from collections.abc import Mapping, Sequence
 from .dataflow import Decision, batch_dims, parts
 
 
+def batch_axes(decision: Decision, axes: Mapping[str, int]) -> list[str]:
+    """The axes that the batch is split over: fewer than the plan wants if it does not divide."""
+    used = [axis for axis in decision.way.batch if axes[axis] > 1]
+    while used and not batch_dims(decision.program, parts(used, axes)).roots:
+        used = used[:-1]
+    return used
+
+
 def batch_sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     """What happens to the batch, and why where that is not the usual; empty without a batch."""
     program, way = decision.program, decision.way
     if not program.batch:
         return ""
     wanted = [axis for axis in way.batch if axes[axis] > 1]
-    used = wanted
-    while used and not batch_dims(program, parts(used, axes)).roots:
-        used = used[:-1]
+    used = batch_axes(decision, axes)
     split = f"split over {_listed(used)}" if used else "whole on every device"
     if "model" in way.batch:
         return f"The batch is {split}: nothing is worth computing split over model."

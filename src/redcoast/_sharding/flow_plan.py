@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
-from .batch import batch_sentence
+from .batch import batch_axes, batch_sentence
 from .compute import Compute
 from .dataflow import Decision, decide, follow_program
 from .hardware import Hardware
@@ -15,6 +15,7 @@ from .layout import is_large, layout
 from .memory import estimate, fit_budget
 from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
+from .reasons import find_reasons, hindrances
 from .rows import Row
 from .trace import trace
 from .traffic import traffic
@@ -58,9 +59,10 @@ def plan_flow(
         rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
     compute = Compute(decision.computed, decision.way.batch, decision.way.model, sequence)
     report = {
-        "batch_axes": [axis for axis in decision.way.batch if axes[axis] > 1],
+        "batch_axes": batch_axes(decision, axes),
         "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
         "batch": batch_sentence(decision, axes),
+        "hindrances": hindrances(find_reasons(leaves, decision, axes), leaves),
         "traffic": traffic(rows, decision, axes, hardware),
         "unknown": dict(sorted(program.graph.unknown.items())),
         "memory": estimate(rows, decision, axes, state_bytes),

@@ -22,6 +22,21 @@ class Hardware:
         that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
     - `scatters`: Whether it reduces a gradient that is stored split over all of them only to the
         part that each device keeps (a reduce-scatter). XLA does for GPU and TPU.
+
+    !!! example
+
+        ```python
+        import redcoast as rc
+
+        # About a TPU v5e, with `data` over a slower network.
+        hardware = rc.Hardware(
+            flops=1e14,
+            model_bandwidth=1e11,
+            batch_bandwidth=1e10,
+            memory_bandwidth=8e11,
+            memory=16e9,
+        )
+        ```
     """
 
     flops: int | float = 1e14

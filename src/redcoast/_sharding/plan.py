@@ -40,7 +40,8 @@ class Plan:
         `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole
         on every device, with their reasons; `mesh` the size of each axis. A plan that was read off
         a function has `batch_axes`, which the batch is split over, and `batch`, which says why;
-        `model_axes`, which arrays are computed split over; `traffic`, the bytes that each device
+        `model_axes`, which arrays are computed split over; `hindrances`, arrays that could not be
+        split along another dimension, for its size; `traffic`, the bytes that each device
         sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how often each
         primitive occurs that is not understood; and `memory`, an estimate of the bytes of "arrays",
         "gradients", "optimizer_state" and "activations" on each device, and their "total", to be

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .braces import shortened
 from .dataflow import Decision, parts
 from .nodes import Leaf
 from .together import Set, find_sets
@@ -30,15 +31,21 @@ class Reasons:
         return self.indivisible(place, 2) or "computing it split would cost more"
 
     def indivisible(self, place: int, least: int) -> str:
-        """The size that stands in the way, if it is at least so large."""
-        program, n = self.decision.program, parts(self.decision.way.model, self.axes)
-        value = program.parameters[place]
-        for node, size in zip(value.dims, value.shape, strict=True):
-            if node in program.graph.blocked:
+        """A size that stands in the way of computing it split.
+
+        That is one that the program takes a dimension apart into, or that of a dimension, if it
+        is at least so large.
+        """
+        program, over = self.decision.program, self.decision.way.model
+        n, value = parts(over, self.axes), program.parameters[place]
+        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+            if node in program.graph.blocked or d == self.decision.computed[place]:
                 continue
-            bad = size if size % n else self.snags.get(self.decision.classes[node], 1)
-            if bad >= least and bad % n:
-                return f"{_factors(size, bad)}{self._trouble(bad, self.decision.way.model)}"
+            if size % n == 0 and (inner := self.snags.get(self.decision.classes[node])):
+                of = f"{size} is {inner} x {size // inner}, and " if size % inner == 0 else ""
+                return of + self._trouble(inner, over)
+            if size % n and size >= least:
+                return self._trouble(size, over)
         return ""
 
     def not_stored(self, place: int) -> str:
@@ -51,25 +58,28 @@ class Reasons:
         axis = min((a for a in ("fsdp", "model") if self.axes[a] > 1), key=lambda a: self.axes[a])
         if not any(sizes):
             return "it has no dimension that may be split"
-        return f"{max(sizes)}{self._trouble(max(sizes), (axis,))}"
+        return self._trouble(max(sizes), (axis,))
 
     def _trouble(self, size: int, over: Sequence[str]) -> str:
         n, names = parts(over, self.axes), [axis for axis in over if self.axes[axis] > 1]
         shown = f"{names[0]}={n}" if len(names) == 1 else f"{' x '.join(names)} = {n}"
         below = size // n * n
         near = f"{below} or {below + n}" if below else f"{n}"
-        return f" does not divide over {shown} ({near} would)"
+        return f"{size} does not divide over {shown} ({near} would)"
 
 
 def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
     return Reasons(decision, axes, find_sets(leaves, decision, axes), _snags(decision))
 
 
-def _factors(size: int, bad: int) -> str:
-    """A size, as it is taken apart: 768 as 12 heads of 64, of which 12 matters."""
-    if size == bad:
-        return f"{size}"
-    return f"{size} is {bad} x {size // bad}, and {bad}" if size % bad == 0 else f"{bad}"
+def hindrances(reasons: Reasons, leaves: Sequence[Leaf]) -> list[dict[str, str]]:
+    """Of arrays that are computed split: why not along another dimension, if that is its size."""
+    n = parts(reasons.decision.way.model, reasons.axes)
+    found: dict[str, list[str]] = {}
+    for place, leaf in enumerate(leaves):
+        if reasons.decision.computed[place] is not None and (why := reasons.indivisible(place, n)):
+            found.setdefault(why, []).append(leaf.name)
+    return [{"arrays": shortened(names), "why": why} for why, names in found.items()]
 
 
 def _snags(decision: Decision) -> dict[int, int]:

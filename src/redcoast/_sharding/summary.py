@@ -14,6 +14,10 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines += _memory(report)
     if report.get("batch"):
         lines += ["", *paragraph(report["batch"])]
+    if report.get("hindrances"):
+        lines += ["", "Could not be split otherwise:"]
+    for entry in report.get("hindrances", []):
+        lines += paragraph(f"{entry['arrays']}: {entry['why']}", "  ", "    ")
     if "traffic" in report:
         lines += ["", *_traffic(report["traffic"])]
     if report.get("unknown"):
@@ -73,7 +77,7 @@ def _traffic(traffic: list[dict[str, Any]]) -> list[str]:
         rest = entries[len(shown) :]
         for entry in shown:
             lines += _cause(entry["bytes"], entry["cause"], 4)
-        if size(rest) > _LITTLE**2 * size(entries):
+        if megabytes(size(rest)).strip("0."):
             lines += _cause(size(rest), f"{len(rest)} smaller", 4)
     return lines
 

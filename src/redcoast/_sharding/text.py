@@ -28,7 +28,7 @@ def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
     return [first + lines[0], *(rest + line for line in lines[1:])]
 
 
-def megabytes(count: int) -> str:
+def megabytes(count: int | float) -> str:
     """Two digits behind the point, more where it is little."""
     return f"{count / _MEGA:,.{2 if count >= _MEGA or not count else 4}f}"
 

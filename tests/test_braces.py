@@ -1,0 +1,40 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharding_helpers import expanded
+
+from redcoast._sharding.braces import braced, shortened
+
+names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(paths=st.lists(names.map("/".join), max_size=30))
+def test_patterns_stand_for_exactly_their_paths(paths):
+    found = braced(paths)
+    places = [place for _, some in found for place in some]
+    assert sorted(places) == list(range(len(paths)))
+    for pattern, some in found:
+        assert sorted(expanded(pattern)) == sorted({paths[place] for place in some})
+
+
+@pytest.mark.parametrize(
+    ("paths", "patterns"),
+    [
+        ([f"layers/{i}/{w}" for i in range(12) for w in "kq"], ["layers/{0..11}/{k,q}"]),
+        (["a/0", "a/2", "a/4", "b"], ["a/{0..4..2}", "b"]),
+        (["a/0", "a/1", "a/5"], ["a/{0..1,5}"]),
+        (["down/0/norm2", "down/1/norm1"], ["down/0/norm2", "down/1/norm1"]),
+        (["w", "w1", "w01"], ["w", "w1", "w01"]),
+        ([""], [""]),
+    ],
+)
+def test_patterns(paths, patterns):
+    assert [pattern for pattern, _ in braced(paths)] == patterns
+
+
+def test_many_paths_are_shortened_and_the_others_counted():
+    paths = ["a/0", "b/x/0", "b/x/1", "c/y/z"]
+    assert shortened(paths, limit=2) == "a/0, b/x/{0..1} and 1 more"
+    assert shortened(paths, limit=3, width=5) == "a/0 and 3 more"
+    assert shortened(paths) == "a/0, b/x/{0..1}, c/y/z"

@@ -6,6 +6,7 @@ result is bounded, so that gradients of a chain of them neither vanish nor explo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -56,9 +57,13 @@ def joined(p, x):
     return jnp.concatenate([x, jnp.tanh(x @ p["up"])], -1) @ p["down"]
 
 
+def attend(q, k, v):
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k)), v)
+
+
 def attention(p, x):
     q, k, v = (jnp.einsum("btd,dhk->bthk", x, p[name]) for name in "qkv")
-    return x + jnp.einsum("bthk,hkd->btd", jax.nn.dot_product_attention(q, k, v), p["o"])
+    return x + jnp.einsum("bthk,hkd->btd", attend(q, k, v), p["o"])
 
 
 def merged_heads(p, x):
@@ -81,8 +86,21 @@ def layers(p, x):
 
 def recurrence(p, x):
     step = lambda h, x: ((y := jnp.tanh(h @ p["w"] + x)), y)
-    start = jnp.zeros((x.shape[0], x.shape[2]))
+    start = jnp.zeros((x.shape[0], x.shape[2]), x.dtype)
     return jnp.swapaxes(lax.scan(step, start, jnp.swapaxes(x, 0, 1))[1], 0, 1)
+
+
+def gates(p, x):
+    """A long short-term memory, with one of its matrices transposed."""
+
+    def step(state, x):
+        h, c = state
+        i, f, g, o = jnp.split(x @ p["into"] + h @ p["back"].T + p["b"][None], 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (h := jax.nn.sigmoid(o) * jnp.tanh(c), c), h
+
+    start = jnp.zeros((x.shape[0], x.shape[2]), x.dtype)
+    return jnp.swapaxes(lax.scan(step, (start, start), jnp.swapaxes(x, 0, 1))[1], 0, 1)
 
 
 def looped(p, x):
@@ -156,6 +174,7 @@ LAYERS = {
     ),
     "layers": (layers, {"stack": (2, D, D)}),
     "recurrence": (recurrence, {"w": (D, D)}),
+    "gates": (gates, {"into": (D, "gates"), "back": ("gates", D), "b": ("gates",)}),
     "looped": (looped, {"w": (D, D)}),
     "solver": (solver, {"w": (D, D)}),
     "either": (either, {"a": (D, D), "b": (D, D)}),
@@ -187,10 +206,11 @@ def program(names: Sequence[str], sizes: Sizes = Sizes()):
         **vars(sizes),
         "head": sizes.width // sizes.heads,
         "halves": 2 * sizes.hidden,
+        "gates": 4 * sizes.width,
         "sum": sizes.width + sizes.hidden,
     }
     size = lambda dim: known[dim] if isinstance(dim, str) else dim
-    model = {"embed": array(sizes.vocabulary, sizes.width)}
+    model: dict[str, Any] = {"embed": array(sizes.vocabulary, sizes.width)}
     for i, name in enumerate(names):
         shapes = LAYERS[name][1].items()
         model[f"{i} {name}"] = {key: array(*map(size, shape)) for key, shape in shapes}

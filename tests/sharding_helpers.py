@@ -1,5 +1,8 @@
 """Trees and meshes that several tests of shardings plan."""
 
+import itertools
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -114,3 +117,19 @@ def train_state(model, optimizer):
     params = eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     opt_state = eqx.filter_eval_shape(optimizer.init, params)
     return {"key": jax.random.key(0), "model": model, "opt_state": opt_state, "step": array()}
+
+
+def expanded(pattern):
+    """The paths that a pattern stands for, as bash would say."""
+    parts = re.split(r"\{(.*?)\}", pattern)
+    choices = [[part] if i % 2 == 0 else list(alternatives(part)) for i, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def alternatives(inside):
+    for one in inside.split(","):
+        numbers = [int(number) for number in one.split("..")] if ".." in one else []
+        if numbers:
+            yield from map(str, range(numbers[0], numbers[1] + 1, *numbers[2:]))
+        else:
+            yield one

@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from grammar import LAYERS, Sizes, program
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import real_mesh
+from sharding_helpers import array, real_mesh
 
 import redcoast as rc
 from redcoast._sharding import layout
@@ -64,7 +65,7 @@ def constraints(jaxpr):
 def check_specs(fn, plan, *args):
     """Every constraint divides and uses each axis once; returns how many split something."""
     split = 0
-    for sharding, shape in constraints(jax.make_jaxpr(plan.constrain(fn))(*args).jaxpr):
+    for sharding, shape in constraints(eqx.filter_make_jaxpr(plan.constrain(fn))(*args)[0].jaxpr):
         used = [a for entry in sharding.spec for a in np.atleast_1d(entry) if a is not None]
         assert len(used) == len(set(used))
         split += sharding.shard_shape(shape) != shape
@@ -76,8 +77,9 @@ def check(fn, model, batch, plan):
     assert check_specs(fn, plan, arrays, data, None)
     expected = jax.jit(jax.value_and_grad(fn))(arrays, data, None)
     placed = jax.device_put(arrays, plan.shardings)
-    for each in (fn, plan.constrain(fn)):
-        assert difference(jax.jit(jax.value_and_grad(each))(placed, data, None), expected) < 1e-5
+    spread = jax.device_put(data, NamedSharding(plan.mesh, P(("data", "fsdp"))))
+    for each, batch in ((fn, data), (plan.constrain(fn), spread)):
+        assert difference(jax.jit(jax.value_and_grad(each))(placed, batch, None), expected) < 1e-5
 
 
 def slow():
@@ -86,33 +88,38 @@ def slow():
 
 
 def plan_of(fn, model, batch, shape=(2, 2, 2), **options):
-    options = {"hardware": slow()} | options
-    return rc.plan_shardings(model, real_mesh(*shape), fn=fn, args=(batch, None), **options)
+    args = (batch, None)
+    return rc.plan_shardings(model, real_mesh(*shape), fn=fn, args=args, hardware=slow(), **options)
 
 
 layers = st.lists(st.sampled_from(sorted(LAYERS)), min_size=2, max_size=4)
 meshes = st.sampled_from([(2, 2, 2), (1, 2, 4)])
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+# Programs take seconds to compile, and are short enough to be understood as they are.
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 @given(names=layers, shape=meshes, leaf=st.integers(0, 99), override=st.booleans())
 def test_random_programs_compute_the_same(names, shape, leaf, override):
     fn, model, batch = program(names, SIZES)
     paths = jax.tree_util.tree_leaves_with_path(model)
-    path, array = paths[leaf % len(paths)]
-    fits = [d for d, size in enumerate(array.shape) if size % shape[2] == 0]
+    path, x = paths[leaf % len(paths)]
+    fits = [d for d, size in enumerate(x.shape) if size % shape[2] == 0]
     overrides = []
-    if override and fits and "depthwise" not in names:
+    if override and fits:
         # A dimension that is split whatever it costs leads to programs that no search would choose.
-        spec = [None] * len(array.shape)
-        spec[fits[leaf % len(fits)]] = "model"
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        overrides = [(f"^{name}$", P(*spec))]
+        overrides = [(f"^{name}$", P(*[None] * fits[leaf % len(fits)], "model"))]
     check(fn, model, batch, plan_of(fn, model, batch, shape, overrides=overrides))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 2, 4), (1, 1, 8), (1, 8, 1)])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", sorted(LAYERS))
 def test_every_constraint_divides_and_uses_an_axis_once(name, shape):
     fn, model, batch = program([name, name], SIZES)
     plan = plan_of(fn, model, batch, shape)
@@ -123,11 +130,12 @@ def test_every_constraint_divides_and_uses_an_axis_once(name, shape):
         sharding.shard_shape(x.shape)  # raises where a size does not divide
 
 
-@pytest.mark.xfail(strict=True, reason="a spec's entry is taken for several axes: 'm', 'o', 'd'")
 def test_grouped_convolutions_with_their_channels_split():
-    fn, model, batch = program(["depthwise", "dense"], SIZES)
+    fn, model, batch = program(["depthwise"], SIZES)
     overrides = [("depthwise/kernel", P(None, None, "model"))]
-    check(fn, model, batch, plan_of(fn, model, batch, (2, 1, 4), overrides=overrides))
+    plan = plan_of(fn, model, batch, (2, 1, 4), overrides=overrides)
+    assert plan.compute.dims == (2, 1)
+    check(fn, model, batch, plan)
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +287,17 @@ def test_a_tree_that_was_not_planned_is_refused(case):
     plan = case[3]
     with pytest.raises(ValueError, match=r"was called with one of 1"):
         plan.constrain(lambda model, batch, key: model["w"])({"w": jnp.ones(8)}, np.ones(8), None)
+
+
+def test_called_without_a_compiler():
+    def loss(model, x, key):
+        return jnp.mean(jnp.tanh(x @ model["w"]) ** 2)
+
+    model, x = {"w": array(8, 16)}, array(16, 8)
+    plan = plan_of(loss, model, x)
+    arrays, data = values(model), values(x)
+    placed = jax.device_put(arrays, plan.shardings)
+    assert difference(plan.constrain(loss)(placed, data, None), loss(arrays, data, None)) < 1e-5
 
 
 def test_one_device_runs_the_function_itself(case):

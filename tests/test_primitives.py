@@ -266,7 +266,7 @@ COSTS = {
     "loop": (
         lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0],
         [(4, 6), (6, 6)],
-        {"sum b": 3 * 24, "back a": 3 * 36, "back b": 3 * 24},
+        {"sum b": 3 * 24, "back a": 36, "back b": 3 * 24},
     ),
     "callback": (
         lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((4, 6), jnp.float32), x),

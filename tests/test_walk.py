@@ -172,16 +172,20 @@ def test_what_is_opaque_is_said_and_gathered(name):
     assert {"gather a", "gather b"} <= costs(fn, (4, 6)).keys()
 
 
-def test_loops_count_every_iteration():
-    step = lambda x, w: (jnp.tanh(x @ w), None)
-    scanned = lambda length: (
-        lambda x, w: lax.scan(lambda x, _: step(x, w), x, None, length=length)[0]
-    )
-    nested = lambda x, w: lax.scan(lambda x, _: (scanned(2)(x, w), None), x, None, length=3)[0]
-    once = costs(scanned(1), (4, 6), (6, 6))
-    assert once == {"sum b": 24, "back a": 36, "back b": 24}
-    for fn, times in ((scanned(5), 5), (nested, 6)):
-        assert costs(fn, (4, 6), (6, 6)) == {key: times * size for key, size in once.items()}
+def repeated(step, length):
+    return lambda x, w: lax.scan(lambda c, _: (step(c, w), None), x, None, length=length)[0]
+
+
+def test_loops_count_every_iteration_and_sum_what_they_multiply_by_once():
+    step = lambda x, w: jnp.tanh(x @ w)
+    once = costs(step, (4, 6), (6, 6))
+    assert once == {"sum b": 24, "back a": 36, "back c": 24}
+    looped = lambda step, length: costs(repeated(step, length), (4, 6), (6, 6))
+    assert looped(step, 5) == {"sum b": 5 * 24, "back a": 36, "back b": 5 * 24}
+    # What is computed from the weight first is another weight at each iteration.
+    assert looped(lambda x, w: x @ jnp.tanh(w), 5)["back a"] == 5 * 36
+    nested = looped(repeated(step, 2), 3)
+    assert nested["sum b"] == nested["back b"] == 6 * 24
 
 
 def test_rematerialised_sums_run_twice_forward_and_once_backward():

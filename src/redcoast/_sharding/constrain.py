@@ -18,6 +18,7 @@ from .custom import is_float0
 from .dataflow import Program, batch_dims, follow_program, parts
 from .evaluate import NotRebuilt, evaluate
 from .graph import Value
+from .grouped import has_grouped
 from .price import BatchDims
 from .sequence import sequence_classes
 from .trace import trace
@@ -152,6 +153,12 @@ class Constrained:
         try:
             results = evaluate(program.scope, splits, traced.jaxpr.consts, arrays, stored)
         except NotRebuilt as error:
+            if has_grouped(traced.jaxpr.jaxpr):
+                raise RuntimeError(
+                    f"The program cannot be constrained, for its `{error}` cannot be rebuilt. As "
+                    "it is, the gradients of its grouped convolutions might come out wrong, by a "
+                    "defect of the XLA compiler. Use a mesh with model=1."
+                ) from error
             _warn(self.fn, f"its `{error}` cannot be rebuilt")
             return self.fn(tree, *args)
         return join(results, traced.output)

@@ -41,7 +41,7 @@ class Pins(Parts, Protocol):
 
 
 class NotRebuilt(Exception):
-    """An equation that holds in the traced program and cannot be bound again."""
+    """An equation that stands in the traced program and cannot be bound again, by its name."""
 
 
 def evaluate(
@@ -249,16 +249,25 @@ def _while(
     variables = body.jaxpr.invars[second:]
     values = [body.values[var] for var in variables]
 
-    def proceed(carry: list[Any]) -> Any:
+    def going(carry: list[Any]) -> Any:
         inputs = [*given[:first], *carry]
         return evaluate(test, pin, params["cond_jaxpr"].consts, inputs, rests[:first])[0]
 
     def step(carry: list[Any]) -> list[Any]:
         inputs = [*given[first:split], *_pinned(pin, carry, values)]
         results = evaluate(body, pin, params["body_jaxpr"].consts, inputs, rests[first:split])
+        if (go := going(carry)).ndim:
+            # Under `vmap`, each row ends at its own time, and stays as it was there.
+            results = [_where(go, x, before) for x, before in zip(results, carry, strict=True)]
         return _pinned(pin, results, values)
 
-    return jax.lax.while_loop(proceed, step, _typed(given[split:], variables))
+    init = _typed(given[split:], variables)
+    return jax.lax.while_loop(lambda carry: jnp.any(going(carry)), step, init)
+
+
+def _where(rows: Any, x: Any, y: Any) -> Any:
+    mask = jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
+    return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
 
 
 def _cond(

@@ -41,6 +41,7 @@ class Sum:
     times: int | float
     backward: bool
     uses: int = 1
+    of: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Graph:
         uses = self.sums[key].uses + 1 if key in self.sums else 1
         if backward and value.reduced is not None:
             times, uses = value.reduced, 1
-        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses)
+        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value)
 
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None

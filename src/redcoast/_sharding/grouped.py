@@ -13,9 +13,11 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+
+from .overrides import spec_axes
 
 _PARAMS = (
     "window_strides",
@@ -37,6 +39,14 @@ def is_grouped(equation: JaxprEqn) -> bool:
     )
 
 
+def has_grouped(jaxpr: Jaxpr) -> bool:
+    """Whether there is one anywhere inside."""
+    return any(
+        is_grouped(equation) or any(map(has_grouped, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
 def run_grouped(
     equation: JaxprEqn,
     given: Sequence[Any],
@@ -50,7 +60,7 @@ def run_grouped(
     """
     numbers, groups = (equation.params[key] for key in ("dimension_numbers", "feature_group_count"))
     batch, channel = (image_spec[d] for d in numbers.lhs_spec[:2])
-    n = prod(mesh.shape[axis] for axis in channel or ())
+    n = prod(mesh.shape[axis] for axis in spec_axes(channel))
     if equation.params["batch_group_count"] > 1:
         batch = channel = None
     if groups % n or kernel_spec[numbers.rhs_spec[0]] != channel:

@@ -112,10 +112,10 @@ def _store(
 
 def _storage(decision: Decision, value: Value, entries: Sequence[Any], n: int) -> int | None:
     """The largest dimension that divides, and that is neither a layer count nor a window."""
-    graph = decision.program.graph
+    blocked = decision.classes.of(decision.program.graph.blocked)
     free = [
         d
         for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True))
-        if entries[d] is None and size % n == 0 and size and node not in graph.blocked
+        if entries[d] is None and size % n == 0 and size and decision.classes[node] not in blocked
     ]
     return max(free, key=lambda d: (value.shape[d], -d)) if free else None

@@ -1,7 +1,7 @@
 """What splitting classes of dimensions costs, as a small problem for a search."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .classes import Classes
@@ -90,10 +90,11 @@ def pose(
         group_of[one] for node in dims if (one := classes[node]) in group_of
     )
     model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
-    for found in graph.sums.values():
+    for found in reduced(graph, classes, hardware):
         if (one := classes[found.node]) in group_of and classes.divides(found.node):
             local = sum_bytes(found, hardware) / batch.parts(found.dims)
             problem.single[group_of[one]] += all_reduce(axes.model, local) / model
+    for found in reduced(graph, batch.classes, hardware):
         if batch.has(found.node):
             whole = over_batch(found, batch, axes.stored, hardware) / spread
             _cover(problem, groups(found.dims), whole, axes.model)
@@ -109,6 +110,16 @@ def pose(
     for parameter in parameters:
         _store(problem, graph, parameter, groups(parameter.value.dims), axes, hardware)
     return problem
+
+
+def reduced(graph: Graph, classes: Classes, hardware: Hardware) -> Iterator[Sum]:
+    """Partial sums, once for all uses of a value along one class if their cotangents are added."""
+    seen: set[tuple[Value | None, int]] = set()
+    for found in graph.sums.values():
+        key = found.of, classes[found.node]
+        if not (found.backward and hardware.adds_first and key in seen):
+            yield found
+        seen.add(key)
 
 
 def sum_bytes(found: Sum, hardware: Hardware) -> int | float:

@@ -8,7 +8,7 @@ from .braces import shortened
 from .dataflow import Decision, batch_dims, parts, stored
 from .hardware import Hardware, all_gather, all_reduce
 from .overrides import spec_axes
-from .price import gathers, over_batch, sum_bytes
+from .price import gathers, over_batch, reduced, sum_bytes
 from .rows import Row
 from .together import Set, find_sets
 
@@ -31,13 +31,16 @@ def traffic(
 
     sets = find_sets([row.leaf for row in rows], decision, axes)
     spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
-    for found in decision.program.graph.sums.values():
+    graph = decision.program.graph
+    for found in reduced(graph, decision.classes, hardware):
         root = decision.classes[found.node]
         way = "backward" if found.backward else "forward"
         if decision.classes.divides(found.node) and root in decision.chosen:
             size = sum_bytes(found, hardware) / batch.parts(found.dims)
             cause = f"all-reduces of activations, {way}: {sets[root].names}"
             add(over, cause, all_reduce(n, size))
+    for found in reduced(graph, batch.classes, hardware):
+        way = "backward" if found.backward else "forward"
         if batch.has(found.node):
             split = n if _is_split(decision, found.dims) else 1
             size = over_batch(found, batch, stored(decision.way, axes), hardware)

@@ -1,0 +1,71 @@
+"""The benchmark's figures in the documentation."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "experiments" / "benchmarks"
+PAGE = "# Title\n\n<!-- collectives:begin -->\nold\n<!-- collectives:end -->\n\nThe end.\n"
+
+
+@pytest.fixture
+def docs(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("collectives_docs")
+
+
+def row(column, mesh, sent):
+    figures = {"collectives": 7, "temporary_bytes": 3e6, "param_bytes": 2e6, "model_share": 1.0}
+    times = {"plan_seconds": 0.25, "compile_seconds": 1.5}
+    place = {"case": "GPT-2", "family": "transformer", "mesh": mesh, "column": column}
+    return place | figures | times | {"sent_bytes": sent}
+
+
+def write_results(out):
+    rows = [
+        row(column, mesh, 1e6 * sent)
+        for mesh in ([8, 1, 1], [1, 2, 4])
+        for column, sent in (("redcoast", 12.5), ("megatron", 50))
+    ]
+    (out / "collectives.json").write_text(json.dumps({"rows": rows}))
+
+
+def run(docs, tmp_path, text):
+    page, images = tmp_path / "page.md", tmp_path / "images"
+    page.write_text(text)
+    images.mkdir(exist_ok=True)
+    docs.main(tmp_path, page, images)
+    return page.read_text()
+
+
+def test_tables_and_pictures_stand_between_the_marks(docs, tmp_path):
+    write_results(tmp_path)
+    text = run(docs, tmp_path, PAGE)
+    before, rest = text.split(docs.BEGIN)
+    inside, behind = rest.split(docs.END)
+    assert (before, behind) == ("# Title\n\n", "\n\nThe end.\n")
+    assert "old" not in inside
+    # The mixed mesh is open, the other one folded.
+    assert inside.index("### data 1, fsdp 2, model 4") < inside.index("data 8, fsdp 1, model 1")
+    assert inside.count("| GPT-2   |    12.50 |    50.00 |") == 2
+    for name in ("transformers_1_2_4.png", "transformers_8_1_1.png"):
+        assert f"(images/{name})" in inside
+        assert (tmp_path / "images" / name).stat().st_size > 1000
+
+
+def test_a_second_run_changes_nothing(docs, tmp_path):
+    write_results(tmp_path)
+    once = run(docs, tmp_path, PAGE)
+    assert run(docs, tmp_path, once) == once
+
+
+def test_what_is_missing_is_said_and_nothing_written(docs, tmp_path):
+    with pytest.raises(SystemExit, match="Run collectives.py"):
+        run(docs, tmp_path, PAGE)
+    write_results(tmp_path)
+    with pytest.raises(SystemExit, match="must have one line <!-- collectives:begin -->"):
+        run(docs, tmp_path, "# Title\n")
+    assert (tmp_path / "page.md").read_text() == "# Title\n"
+    assert not list((tmp_path / "images").iterdir())

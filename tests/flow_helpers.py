@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from sharding_helpers import array
 
-from redcoast._sharding.classes import Classes
-from redcoast._sharding.dataflow import follow_program
-from redcoast._sharding.trace import trace
-from redcoast._sharding.walk import outputs_of
+from redcoast._sharding.choice.classes import Classes
+from redcoast._sharding.choice.dataflow import follow_program
+from redcoast._sharding.program.trace import trace
+from redcoast._sharding.program.walk import outputs_of
 
 
 class Followed:

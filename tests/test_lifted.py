@@ -8,7 +8,7 @@ import pytest
 
 import redcoast as rc
 from redcoast._hlo import collectives, sent_bytes
-from redcoast._sharding.lifted import can_be_lifted
+from redcoast._sharding.program.lifted import can_be_lifted
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 WIDTH, STEPS = 32, 12

@@ -11,17 +11,17 @@ from grammar import LAYERS, Sizes, program
 from sharding_helpers import array, mesh_of
 
 import redcoast as rc
-from redcoast._sharding import search as search_module
-from redcoast._sharding.classes import Classes, conflicts
-from redcoast._sharding.dataflow import (
+from redcoast._sharding.choice import search as search_module
+from redcoast._sharding.choice.classes import Classes, conflicts
+from redcoast._sharding.choice.dataflow import (
     _candidates,
     _problem,
     batch_dims,
     follow_program,
 )
-from redcoast._sharding.price import Axes, Parameter, Problem, pose
-from redcoast._sharding.search import search
-from redcoast._sharding.trace import trace
+from redcoast._sharding.choice.price import Axes, Parameter, Problem, pose
+from redcoast._sharding.choice.search import search
+from redcoast._sharding.program.trace import trace
 
 MODEL, BATCH = 4, 2
 

@@ -1,4 +1,4 @@
-from .hardware import Hardware as Hardware
+from .choice.hardware import Hardware as Hardware
 from .plan import Plan as Plan
 from .plan import infer_shardings as infer_shardings
 from .plan import plan_shardings as plan_shardings

@@ -7,18 +7,18 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
-from .batch import batch_axes, batch_sentence
-from .compute import Compute
-from .dataflow import Decision, decide, follow_program
-from .hardware import Hardware
+from .choice.dataflow import Decision, decide, follow_program
+from .choice.hardware import Hardware
+from .choice.memory import estimate, fit_budget
+from .constrain.compute import Compute
 from .layout import is_large, layout
-from .memory import estimate, fit_budget
 from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
-from .reasons import find_reasons, hindrances
+from .program.trace import trace
+from .report.batch import batch_axes, batch_sentence
+from .report.reasons import find_reasons, hindrances
+from .report.traffic import traffic
 from .rows import Row
-from .trace import trace
-from .traffic import traffic
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .dataflow import Decision, Program, parts
-from .graph import Value
+from .choice.dataflow import Decision, Program, parts
 from .nodes import Leaf, is_inexact
 from .optimizer_state import trim
-from .reasons import Reasons, find_reasons
+from .program.graph import Value
+from .report.reasons import Reasons, find_reasons
 from .rows import FSDP_TOO, Row
 
 _STORED = "stored split, gathered where used"

@@ -9,16 +9,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
-from .compute import Compute
-from .constrain import Constrained
+from .choice.hardware import Hardware, hardware_of
+from .constrain.compute import Compute
+from .constrain.constrained import Constrained
+from .constrain.verify import verify
 from .flow_plan import plan_flow
-from .hardware import Hardware, hardware_of
 from .nodes import flat_leaves
 from .overrides import Override, spec_axes
-from .report import make_report
+from .report.figures import make_report
+from .report.table import draw_table
 from .rows import Row, model_of, plan_rows, structural_rows
-from .table import draw_table
-from .verify import verify
 
 _AXES = ("data", "fsdp", "model")
 

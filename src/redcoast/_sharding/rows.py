@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from .fsdp import fsdp_dim
 from .nodes import Leaf, children_of, flat_leaves, is_inexact, key_name
 from .optimizer_state import follow, trim
 from .overrides import Override, apply_overrides
-from .roles import Roles, find_roles
-from .splits import Split
+from .rules.fsdp import fsdp_dim
+from .rules.roles import Roles, find_roles
+from .rules.splits import Split
 
 FSDP_TOO = "; fsdp: largest remaining dimension"
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from .compute import Compute
+from .constrain.compute import Compute
 from .nodes import Leaf, flat_leaves
 from .overrides import spec_axes
 from .plan import Plan, check_mesh, make_plan

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from .overrides import spec_axes
+from ..overrides import spec_axes
 
 _PARAMS = (
     "window_strides",

@@ -8,9 +8,9 @@ and an all-reduce becomes a reduce-scatter and an all-gather, which send as much
 
 from collections import Counter
 
-from .classes import Classes
-from .dataflow import Program
-from .price import BatchDims
+from ..choice.classes import Classes
+from ..choice.dataflow import Program
+from ..choice.price import BatchDims
 
 # Learned positions are parameters along the sequence; the width of the model is most of them.
 _FEW = 0.2

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from ..choice.dataflow import Decision, batch_dims, parts, stored
+from ..choice.hardware import Hardware, all_gather, all_reduce
+from ..choice.price import gathers, over_batch, reduced, sum_bytes
+from ..overrides import spec_axes
+from ..rows import Row
 from .braces import shortened
-from .dataflow import Decision, batch_dims, parts, stored
-from .hardware import Hardware, all_gather, all_reduce
-from .overrides import spec_axes
-from .price import gathers, over_batch, reduced, sum_bytes
-from .rows import Row
 from .together import Set, find_sets
 
 Add = Callable[[str, str, int | float], None]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from .graph import Graph
+from ..program.graph import Graph
 
 
 class Classes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from .dataflow import Decision, batch_dims, parts
+from ..choice.dataflow import Decision, batch_dims, parts
 
 
 def batch_axes(decision: Decision, axes: Mapping[str, int]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import equinox as eqx
 
-from .nodes import Leaf, Node, leaves_below
+from ..nodes import Leaf, Node, leaves_below
 
 _VECTOR_NAME = re.compile(r"norm|ln|scale|gamma|beta|bias|layernorm|rms", re.IGNORECASE)
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+from ..overrides import spec_axes
+from ..rows import Row
 from .dataflow import Decision, Program, batch_dims, parts
-from .overrides import spec_axes
-from .rows import Row
 
 Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 

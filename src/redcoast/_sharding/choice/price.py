@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..program.graph import Cut, Graph, Sum, Value
 from .classes import Classes
-from .graph import Cut, Graph, Sum, Value
 from .hardware import Hardware, all_gather, all_reduce, reduce_gradient
 
 Choice = frozenset[int]

@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass
 
+from ..nodes import Leaf, grow
 from .attention import split_attention
 from .chains import is_open, split_alone, split_chains, split_pairs
 from .convention import settle
-from .nodes import Leaf, grow
 from .reading import NORMS, RECURRENT, read_group
 from .splits import Split, Splits, indivisible
 from .stacks import stack_dims

@@ -9,12 +9,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._jaxpr import bind_again
+from ..._jaxpr import bind_again
+from ..program.graph import Value
+from ..program.lifted import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
+from ..program.walk import PINNED, Scope
 from .custom import CUSTOM, is_worth_it, run_custom
-from .graph import Value
 from .grouped import is_grouped, run_grouped
-from .lifted import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
-from .walk import PINNED, Scope
 
 
 @runtime_checkable

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..choice.dataflow import Decision, parts
+from ..nodes import Leaf
 from .braces import shortened
-from .dataflow import Decision, parts
-from .nodes import Leaf
 from .together import Set, find_sets
 
 

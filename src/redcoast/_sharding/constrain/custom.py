@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from .._jaxpr import bind_again
+from ..._jaxpr import bind_again
 
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
+from ..program.graph import Graph, Value
+from ..program.trace import Traced
+from ..program.walk import Scope, walk
 from .classes import Classes, conflicts, splittable
-from .graph import Graph, Value
 from .groups import group
 from .hardware import Hardware
 from .price import Axes, BatchDims, Parameter, Problem, pose
 from .search import search
-from .trace import Traced
-from .walk import Scope, walk
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..choice.dataflow import Decision
+from ..nodes import Leaf
 from .braces import shortened
-from .dataflow import Decision
-from .nodes import Leaf
 
 Members = list[tuple[Leaf, int]]  # arrays, and the dimension of each that is split
 

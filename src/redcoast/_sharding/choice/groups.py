@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..program.graph import Graph
 from .classes import Classes
-from .graph import Graph
 from .price import Parameter
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from .nodes import Leaf, Node, leaves_below
+from ..nodes import Leaf, Node, leaves_below
 
 GENERIC = ("weight", "kernel", "embedding", "w", "W", "bias", "b", "scale")
 Scope = tuple[str, ...]

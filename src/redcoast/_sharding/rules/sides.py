@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from .nodes import Leaf
+from ..nodes import Leaf
 from .units import Unit
 
 WEIGHTS = ("weight", "kernel", "embedding", "w", "W")

@@ -11,18 +11,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from .._parts import ARRAYS, join
-from .classes import Classes
+from ..._parts import ARRAYS, join
+from ..choice.classes import Classes
+from ..choice.dataflow import Program, batch_dims, follow_program, parts
+from ..choice.price import BatchDims
+from ..program.graph import Value
+from ..program.trace import trace
+from ..program.walk import outputs_of
 from .compute import Compute
 from .custom import is_float0
-from .dataflow import Program, batch_dims, follow_program, parts
 from .evaluate import NotRebuilt, evaluate
-from .graph import Value
 from .grouped import has_grouped
-from .price import BatchDims
 from .sequence import sequence_classes
-from .trace import trace
-from .walk import outputs_of
 
 
 @dataclass(frozen=True)

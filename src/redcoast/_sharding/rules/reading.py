@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import equinox as eqx
 
-from .nodes import Leaf, Node
+from ..nodes import Leaf, Node
 from .sides import WEIGHTS, custom_unit
 from .units import Group, Unit, Votes, scope
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..rows import FSDP_TOO
 from .braces import braced
-from .rows import FSDP_TOO
 from .summary import summary
 from .text import WIDTH, columns, megabytes, paragraph
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .overrides import spec_axes
-from .rows import Row
+from ..overrides import spec_axes
+from ..rows import Row
 
 ROLES = ("parameter", "optimizer state", "other")
 

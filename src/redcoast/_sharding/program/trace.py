@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
-from .._parts import Static, join, split
+from ..._parts import Static, join, split
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._jaxpr import bind_again
+from ..._jaxpr import bind_again
 from .elementwise import ELEMENTWISE
 from .graph import Value, output
 

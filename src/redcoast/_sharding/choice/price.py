@@ -163,12 +163,11 @@ def _cut(
     )
     if source == target:
         return
-    parts = batch.parts(cut.dims)
-    gather = lambda size: all_gather(axes.model, size * cut.times / parts) / bandwidth
-    if source is not None and source in group_of:
-        problem.single[group_of[source]] += gather(cut.source_bytes)
-    if target is not None and target in group_of and cut.grad:
-        problem.single[group_of[target]] += gather(cut.target_bytes)
+    # On whichever side the split is, compilers gather the array and, backward, its cotangent.
+    gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
+    for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
+        if one is not None and one in group_of:
+            problem.single[group_of[one]] += all_gather(axes.model, size * gathers) / bandwidth
 
 
 def gathers(graph: Graph, value: Value) -> int:

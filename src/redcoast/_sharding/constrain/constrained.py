@@ -15,6 +15,7 @@ from ..._parts import ARRAYS, join
 from ..choice.classes import Classes
 from ..choice.dataflow import Program, batch_dims, follow_program, parts
 from ..choice.price import BatchDims
+from ..overrides import spec_axes
 from ..program.graph import Value
 from ..program.trace import trace
 from ..program.walk import outputs_of
@@ -120,7 +121,8 @@ class Splits:
 
 
 def _place(spec: P, axes: tuple[str, ...]) -> int | None:
-    places = [d for d, entry in enumerate(spec) if axes and entry == axes]
+    # A spec keeps an axis by itself as its name alone.
+    places = [d for d, entry in enumerate(spec) if axes and spec_axes(entry) == axes]
     return places[0] if places else None
 
 

@@ -68,12 +68,11 @@ def _cuts(
         )
         if source == target:
             continue
-        share = batch.parts(cut.dims)
-        forward, backward = cut.source_bytes, cut.grad * cut.target_bytes
-        for root, way, size in ((source, "forward", forward), (target, "backward", backward)):
+        gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
+        for root, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
             if root in decision.chosen:
-                sent = all_gather(n, size * cut.times / share)
-                add(over, f"gathers where a split ends, {way}: {sets[root].names}", sent)
+                sent = all_gather(n, size * gathers)
+                add(over, f"gathers where a split ends: {sets[root].names}", sent)
 
 
 def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], add: Add) -> None:

@@ -37,5 +37,5 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The measurements that the README and the docs quote."""
     install(session)
-    for script in ("loop.py", "resume.py"):
-        session.run("python", f"experiments/benchmarks/{script}", *session.posargs)
+    for script, *options in (("loop.py",), ("resume.py",), ("collectives.py", "--fast")):
+        session.run("python", f"experiments/benchmarks/{script}", *options, *session.posargs)

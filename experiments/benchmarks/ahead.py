@@ -30,7 +30,7 @@ from collectives import choose, parse_mesh
 from jax.sharding import Mesh
 from traffic.columns import COLUMNS, Layout, abstract, abstract_key, batch_shardings
 from traffic.measure import OPTIONS, count_collectives, lower_step
-from traffic.tables import markdown, megabytes, number
+from traffic.tables import markdown, number
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
@@ -89,7 +89,7 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:
     """For each layout what is sent, and in one cell each how often, and the temporaries."""
-    sent = [megabytes(row, "sent_bytes") for row in rows]
+    sent = [number(row and row["sent_bytes"] / 1e6, ",.1f") for row in rows]
     times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
     kept = " / ".join(number(row and row["temporary_bytes"] / 1e6, ",.0f") for row in rows)
     return [*sent, times, kept]

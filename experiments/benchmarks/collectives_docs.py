@@ -39,9 +39,9 @@ def main(
     if not file.exists():
         raise SystemExit(f"There is no {file}. Run collectives.py --out {out} first.")
     results = json.loads(file.read_text())
-    text = between_marks(page.read_text(), measured(results, images.name))
+    text = between_marks(page.read_text("utf-8"), measured(results, images.name))
     collectives_plots.draw(images, results)
-    page.write_text(text)
+    page.write_text(text, "utf-8")
 
 
 def between_marks(text: str, new: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "benchmarks"
-PAGE = "# Title\n\n<!-- collectives:begin -->\nold\n<!-- collectives:end -->\n\nThe end.\n"
+PAGE = "# Title\n\n<!-- collectives:begin -->\nstale\n<!-- collectives:end -->\n\nThe end.\n"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_tables_and_pictures_stand_between_the_marks(docs, tmp_path):
     before, rest = text.split(docs.BEGIN)
     inside, behind = rest.split(docs.END)
     assert (before, behind) == ("# Title\n\n", "\n\nThe end.\n")
-    assert "old" not in inside
+    assert "stale" not in inside
     # The mixed mesh is open, the other one folded.
     assert inside.index("### data 1, fsdp 2, model 4") < inside.index("data 8, fsdp 1, model 1")
     assert inside.count("| GPT-2   |    12.50 |    50.00 |") == 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import collectives_plots
 import tyro
-from traffic.claims import MIXED
+from traffic.claims import MIXED, check_claims, check_planning
 from traffic.columns import COLUMNS
 from traffic.tables import claim_lines, detail_table, sent_table
 
@@ -58,8 +58,14 @@ def measured(results: dict[str, Any], images: str) -> str:
     parts = [of_mesh(rows, mesh, images) for mesh in meshes]
     if "planning" in results:
         parts.append(of_planning(results["planning"], images))
-    if results.get("claims"):
-        parts.append("What this shows:\n\n" + fenced(claim_lines(results["claims"])))
+    # Made anew: the last run may have measured a part only.
+    claims = check_claims(rows) + check_planning(
+        results.get("planning", {"layers": [], "large": []})
+    )
+    claims = [claim for claim in claims if claim["checked"]]
+    parts.append(
+        "What was claimed, and the worst figure of each:\n\n" + fenced(claim_lines(claims))
+    )
     return "\n\n".join(parts)
 
 

@@ -63,8 +63,8 @@ def test_losses_are_one_devices():
         return found
 
     one = losses(rc.make_mesh(devices=jax.devices()[:1]))
-    for sizes in ({"model": 4}, {"fsdp": 2, "model": 2}, {"fsdp": 8}):
-        np.testing.assert_allclose(losses(rc.make_mesh(**sizes)), one, rtol=1e-5)
+    for mesh in (rc.make_mesh(model=4), rc.make_mesh(fsdp=2, model=2), rc.make_mesh(fsdp=8)):
+        np.testing.assert_allclose(losses(mesh), one, rtol=1e-5)
 
 
 def test_evaluate_and_predict_plan_as_well():

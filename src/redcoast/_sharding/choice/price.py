@@ -99,7 +99,9 @@ def pose(
             whole = over_batch(found, batch, axes.stored, hardware) / spread
             _cover(problem, groups(found.dims), whole, axes.model)
     for cut in graph.cuts:
-        _cut(problem, cut, classes, group_of, batch, axes, model)
+        for one, size in cut_sides(cut, classes, batch):
+            if one in group_of:
+                problem.single[group_of[one]] += all_gather(axes.model, size) / model
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         _cover(problem, groups(work.dims), seconds, axes.model)
@@ -148,15 +150,8 @@ def _add(problem: Problem, groups: Choice, hit: int | float, miss: int | float) 
     problem.covers[groups] = (before[0] + hit, before[1] + miss)
 
 
-def _cut(
-    problem: Problem,
-    cut: Cut,
-    classes: Classes,
-    group_of: Mapping[int, int],
-    batch: BatchDims,
-    axes: Axes,
-    bandwidth: int | float,
-) -> None:
+def cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[int, int | float]]:
+    """The classes that end at a cut, and the bytes that are gathered there if they are split."""
     source, target = (
         None if node is None or not classes.divides(node) else classes[node]
         for node in (cut.source, cut.target)
@@ -166,8 +161,8 @@ def _cut(
     # On whichever side the split is, compilers gather the array and, backward, its cotangent.
     gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
     for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
-        if one is not None and one in group_of:
-            problem.single[group_of[one]] += all_gather(axes.model, size * gathers) / bandwidth
+        if one is not None:
+            yield one, size * gathers
 
 
 def gathers(graph: Graph, value: Value) -> int:

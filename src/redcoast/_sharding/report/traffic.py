@@ -6,7 +6,7 @@ from typing import Any
 
 from ..choice.dataflow import Decision, batch_dims, parts, stored
 from ..choice.hardware import Hardware, all_gather, all_reduce
-from ..choice.price import gathers, over_batch, reduced, sum_bytes
+from ..choice.price import cut_sides, gathers, over_batch, reduced, sum_bytes
 from ..overrides import spec_axes
 from ..rows import Row
 from .braces import shortened
@@ -60,19 +60,11 @@ def _is_split(decision: Decision, dims: Sequence[int]) -> bool:
 def _cuts(
     decision: Decision, batch: Any, axis: tuple[str, int], sets: Mapping[int, Set], add: Add
 ) -> None:
-    classes, (over, n) = decision.classes, axis
+    over, n = axis
     for cut in decision.program.graph.cuts:
-        source, target = (
-            None if node is None or not classes.divides(node) else classes[node]
-            for node in (cut.source, cut.target)
-        )
-        if source == target:
-            continue
-        gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
-        for root, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
+        for root, size in cut_sides(cut, decision.classes, batch):
             if root in decision.chosen:
-                sent = all_gather(n, size * gathers)
-                add(over, f"gathers where a split ends: {sets[root].names}", sent)
+                add(over, f"gathers where a split ends: {sets[root].names}", all_gather(n, size))
 
 
 def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], add: Add) -> None:

@@ -20,12 +20,15 @@ os.environ |= {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments/benchmarks"))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from traffic.targets import A100
 
 from redcoast._hlo import collectives
 from redcoast._hlo.text import called, parse_module
@@ -33,21 +36,6 @@ from redcoast._hlo.text import called, parse_module
 AXES = ("data", "fsdp", "model")
 ALL = P(AXES)
 BATCH = ("data", "fsdp")
-A100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 167936
-  shared_memory_per_block_optin: 166912 core_count: 108 fpus_per_core: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 2039040000000 l2_cache_size: 41943040 clock_rate_ghz: 1.41
-  device_memory_size: 85100068864 cuda_compute_capability { major: 8 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-}
-platform_name: "CUDA"
-dnn_version_info { major: 8 minor: 9 patch: 4 }
-device_description_str: "NVIDIA A100-SXM4-80GB"
-"""
 
 
 def programs(mesh):

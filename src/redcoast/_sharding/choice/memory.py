@@ -62,7 +62,7 @@ def fit_budget(
             return rows, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     raise ValueError(
-        f"The budget of {budget / 1e6:,.1f} MB for each device is too small: with everything split "
+        f"The budget of {budget / 1e6:,.4g} MB for each device is too small: with everything split "
         f"over the mesh {shown}, parameters, gradients, optimizer state and activations take about "
-        f"{least / 1e6:,.1f} MB. Use more devices, a larger `fsdp` or `model`, or a smaller batch."
+        f"{least / 1e6:,.4g} MB. Use more devices, a larger `fsdp` or `model`, or a smaller batch."
     )

@@ -1,20 +1,27 @@
-"""The LLaMA decoder: RMSNorm, rotary embeddings, grouped-query attention and SwiGLU."""
+"""The LLaMA decoder: RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
+
+With a few switches it is Mistral (a sliding window), Qwen2 (biases of Q, K and V) and Qwen3
+(norms of each head's Q and K), too.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-_REMAT_POLICIES = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
+from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads
+from ._init import normal
+from ._layers import Remat, scan_layers
+from ._norms import rms_norm
+from ._product import product
+from ._published import llama as published
+from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 
 
 @dataclass(frozen=True)
@@ -23,17 +30,22 @@ class LlamaConfig:
 
     **Arguments:**
 
-    - `vocab`: how many different tokens there are.
-    - `width`: the size of the residual stream.
-    - `layers`: how many decoder layers there are.
-    - `heads`: how many query heads; `width` is an even multiple of it.
-    - `kv_heads`: how many key and value heads; `heads` is a multiple of it.
+    - `vocab`, `width`, `layers`: how many different tokens, the size of the residual stream, and
+      how many decoder layers there are.
+    - `heads`, `kv_heads`: how many query heads; how many key and value heads, a divisor of it.
     - `hidden`: the hidden size of the feed-forward network, usually about 8/3 of the width.
-    - `rope_base`: the base of the rotary embeddings' wavelengths.
+    - `head_size`: the size of a head, an even number; `width / heads` by default.
+    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they
+      are stretched for long texts.
     - `norm_eps`: what RMSNorm adds to the mean square.
     - `tied`: whether the head is the embedding.
+    - `window`: how many tokens back one sees, itself included; all by default.
+    - `qkv_bias`, `qk_norm`: whether Q, K and V have biases; whether Q and K are normalised.
+    - `attention_dropout`: the rate at which attention weights are dropped.
+    - `context`: the length in tokens that the weights were trained for. Nothing enforces it.
     - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
       (everything but the products with weights) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
 
     **Raises:**
 
@@ -46,32 +58,38 @@ class LlamaConfig:
     heads: int
     kv_heads: int
     hidden: int
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-5
+    head_size: int | None = None
+    rope_base: int | float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: int | float = 1e-5
     tied: bool = False
-    remat: Literal["none", "dots", "full"] = "none"
+    window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    attention_dropout: int | float = 0.0
+    context: int = 2048
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
 
     def __post_init__(self):
-        for name in ("vocab", "width", "layers", "heads", "kv_heads", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
-        # Rotary embeddings turn pairs of a head's features.
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"`width` must be a multiple of twice the number of heads, but {self.width} is no "
-                f"multiple of 2 * {self.heads}."
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"`heads` must be a multiple of `kv_heads`, but {self.heads} is no multiple of "
-                f"{self.kv_heads}."
-            )
-        if self.remat not in _REMAT_POLICIES:
-            raise ValueError(f"`remat` must be 'none', 'dots' or 'full', but is {self.remat!r}.")
+        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
+        check_heads(self, even=True)
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "LlamaConfig":
+        """The configuration that a parsed `config.json` of LLaMA, Mistral, Qwen2 or Qwen3 says;
+        a `ValueError` names every setting that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
 
 
 class LlamaLayers(eqx.Module):
@@ -82,6 +100,11 @@ class LlamaLayers(eqx.Module):
     wk: Float[Array, "layers width kv_heads head_dim"]
     wv: Float[Array, "layers width kv_heads head_dim"]
     wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers kv_heads head_dim"] | None
+    bv: Float[Array, "layers kv_heads head_dim"] | None
+    q_norm: Float[Array, "layers head_dim"] | None
+    k_norm: Float[Array, "layers head_dim"] | None
     mlp_norm: Float[Array, "layers width"]
     gate: Float[Array, "layers width hidden"]
     up: Float[Array, "layers width hidden"]
@@ -93,15 +116,19 @@ class LlamaLayers(eqx.Module):
         # Two outputs a layer are summed into the residual stream: scaled so, they add up to the
         # same variance however many layers there are.
         scale = 1 / math.sqrt(2 * c.layers)
+        q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
         self.attention_norm = jnp.ones((c.layers, c.width))
-        self.wq = _normal(wq, (c.layers, c.width, c.heads, c.head_dim), c.width)
-        self.wk = _normal(wk, (c.layers, c.width, c.kv_heads, c.head_dim), c.width)
-        self.wv = _normal(wv, (c.layers, c.width, c.kv_heads, c.head_dim), c.width)
-        self.wo = scale * _normal(wo, (c.layers, c.heads, c.head_dim, c.width), c.width)
+        self.wq = normal(wq, (c.layers, c.width, *q[1:]), fan_in=c.width)
+        self.wk = normal(wk, (c.layers, c.width, *kv[1:]), fan_in=c.width)
+        self.wv = normal(wv, (c.layers, c.width, *kv[1:]), fan_in=c.width)
+        self.wo = normal(wo, (*q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
+        self.bq, self.bk, self.bv = (jnp.zeros(s) if c.qkv_bias else None for s in (q, kv, kv))
+        self.q_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
+        self.k_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
         self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.gate = _normal(gate, (c.layers, c.width, c.hidden), c.width)
-        self.up = _normal(up, (c.layers, c.width, c.hidden), c.width)
-        self.down = scale * _normal(down, (c.layers, c.hidden, c.width), c.hidden)
+        self.gate = normal(gate, (c.layers, c.width, c.hidden), fan_in=c.width)
+        self.up = normal(up, (c.layers, c.width, c.hidden), fan_in=c.width)
+        self.down = normal(down, (c.layers, c.hidden, c.width), fan_in=c.hidden, scale=scale)
 
 
 class Llama(eqx.Module):
@@ -121,26 +148,26 @@ class Llama(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: LlamaConfig = eqx.field(static=True)
 
-    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
-        """**Arguments:**
+    tensors = staticmethod(published.tensors)
 
-        - `config`: the sizes.
-        - `key`: of the initial parameters: normal with variance 1 / fan-in, truncated at three
-          standard deviations, and those of the layers' outputs divided by sqrt(2 * layers).
-        """
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated
+        at three standard deviations; those of the layers' outputs divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         shape = (config.width, config.vocab)
-        self.embed = _normal(embed, shape[::-1], config.width)
+        self.embed = normal(embed, shape[::-1], fan_in=config.width)
         self.layers = LlamaLayers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else _normal(head, shape, config.width)
+        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def __call__(
         self,
         tokens: Integer[Array, "batch seq"],
         *,
-        mask: Bool[Array, "batch seq"] | Integer[Array, "batch seq"] | None = None,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """The logits of the token that follows each token.
@@ -150,85 +177,80 @@ class Llama(eqx.Module):
         - `tokens`: below the vocabulary's size; one that is not gets NaN.
         - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
           depend on padding; those of padding mean nothing.
-        - `key`: not used, since nothing here is random.
-
-        **Returns:**
-
-        The logits, in the parameters' dtype.
+        - `segments`: of several texts packed into one row, the number of each token's own; it
+          sees no other.
+        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
+        - `key`: of the dropout; without it there is none.
         """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        visible = causal_view(real, segments=segments, window=self.config.window)
+        return self._run(tokens, positions, visible, None, key)[0]
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens in each of `batch` rows."""
+        c = self.config
+        return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        cache = admit(cache, tokens.shape, mask)
+        view = cached_view(cache, tokens.shape[1], window=self.config.window)
+        return self._run(tokens, *view, cache, None)
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        if self.head is None:
+            return product("bsd,vd->bsv", hidden, self.embed)
+        return product("bsd,dv->bsv", hidden, self.head)
+
+    def _run(self, tokens, positions, visible, cache, key):
         # Indexing would give a token that is not in the vocabulary the embedding of one that is.
         x = jnp.take(self.embed, tokens, axis=0)
-        eps = self.config.norm_eps
-        positions, visible = _positions_and_visible(tokens, mask)
-        rotary = _rotary(positions, self.config.head_dim, self.config.rope_base, _wide(x.dtype))
+        c = self.config
+        frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        angles = rotary_angles(positions, frequencies, wide(x.dtype))
 
-        def layer_fn(x, layer):
-            x = x + _attention(layer, _rms_norm(x, layer.attention_norm, eps), rotary, visible)
-            return x + _mlp(layer, _rms_norm(x, layer.mlp_norm, eps)), None
+        def layer_fn(x, cache, layer, index, key):
+            y = rms_norm(x, layer.attention_norm, c.norm_eps)
+            y, cache = _attention(layer, y, angles, visible, cache, index, key, c)
+            x = x + y
+            return x + _mlp(layer, rms_norm(x, layer.mlp_norm, c.norm_eps)), cache
 
-        if policy := _REMAT_POLICIES[self.config.remat]:
-            # Inside a scan the compiler cannot undo remat, and need not be kept from it.
-            layer_fn = jax.checkpoint(layer_fn, policy=policy, prevent_cse=False)
-        x, _ = jax.lax.scan(layer_fn, x, self.layers)
-        x = _rms_norm(x, self.norm, eps)
-        if self.head is None:
-            return jnp.einsum("bsd,vd->bsv", x, self.embed)
-        return jnp.einsum("bsd,dv->bsv", x, self.head)
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        return rms_norm(x, self.norm, c.norm_eps), cache
 
 
-def _attention(layer, x, rotary, visible):
-    q = _rotate(jnp.einsum("bsd,dhk->bshk", x, layer.wq), rotary)
-    k = _rotate(jnp.einsum("bsd,dhk->bshk", x, layer.wk), rotary)
-    v = jnp.einsum("bsd,dhk->bshk", x, layer.wv)
-    # Each of the n key and value heads serves a group of g query heads. Scaled before the product,
-    # float16 does not overflow.
-    grouped = (q / math.sqrt(q.shape[3])).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("bsngk,btnk->bngst", grouped, k).astype(_wide(x.dtype))
-    # The least finite number and not -inf, so that padding that sees nothing gets no NaN.
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
-    out = jnp.einsum("bngst,btnk->bsngk", weights, v).reshape(q.shape)
-    return jnp.einsum("bshk,hkd->bsd", out, layer.wo)
+def _attention(layer, x, angles, visible, cache, index, key, config):
+    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
+    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    if config.qk_norm:
+        q = rms_norm(q, layer.q_norm, config.norm_eps)
+        k = rms_norm(k, layer.k_norm, config.norm_eps)
+    q, k = rotate(q, angles), rotate(k, angles)
+    cache, k, v = extend(cache, index, k, v)
+    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
+    return product("bshk,hkd->bsd", out, layer.wo), cache
 
 
 def _mlp(layer, x):
-    gate = jnp.einsum("bsd,dh->bsh", x, layer.gate)
-    up = jnp.einsum("bsd,dh->bsh", x, layer.up)
-    return jnp.einsum("bsh,hd->bsd", jax.nn.silu(gate) * up, layer.down)
-
-
-def _rms_norm(x: Float[Array, "batch seq width"], scale: Float[Array, " width"], eps: float):
-    wide = x.astype(_wide(x.dtype))
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale[None, None]
-
-
-def _positions_and_visible(tokens, mask) -> tuple[Int[Array, "#batch seq"], Bool[Array, "..."]]:
-    """Each token's position, and the matrix of which token (row) sees which (column)."""
-    seq = tokens.shape[1]
-    mask = jnp.ones((1, seq), bool) if mask is None else mask.astype(bool)
-    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    return positions, jnp.tri(seq, dtype=bool)[None] & mask[:, None]
-
-
-def _rotary(positions: Int[Array, "batch seq"], head_dim: int, base: float, dtype: np.dtype):
-    """The cosines and sines of the angles in Su et al., 2021, equation 15."""
-    frequencies = base ** (jnp.arange(0, -head_dim, -2, dtype=dtype) / head_dim)
-    angles = positions[:, :, None, None].astype(dtype) * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: Float[Array, "batch seq heads head_dim"], rotary):
-    # Feature i turns with feature i + head_dim / 2, as in the weights that are published.
-    cos, sin = rotary
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    # bfloat16 cannot tell position 257 from 256, and loses the mean of many squares.
-    return np.promote_types(dtype, np.float32)
-
-
-def _normal(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int) -> Array:
-    return jax.random.truncated_normal(key, -3, 3, shape) / math.sqrt(fan_in)
+    gate = product("bsd,dh->bsh", x, layer.gate)
+    up = product("bsd,dh->bsh", x, layer.up)
+    return product("bsh,hd->bsd", jax.nn.silu(gate) * up, layer.down)

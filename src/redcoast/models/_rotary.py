@@ -1,0 +1,93 @@
+"""Rotary position embeddings (Su et al., 2021, <https://arxiv.org/abs/2104.09864>)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How wavelengths are stretched for texts longer than those of the first training.
+
+    **Arguments:**
+
+    - `kind`: `"linear"` stretches all by `factor` (Chen et al., 2023); `"llama3"` stretches
+        those that turn less than `low` times within `original` tokens, leaves those that turn more
+        than `high` times, and blends in between (Llama team, 2024).
+    - `factor`: how much longer the texts are.
+    - `low`, `high`, `original`: of `"llama3"` alone; turns, turns, and tokens.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any] | None) -> "RopeScaling | None":
+        """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`."""
+        settings = {k: v for k, v in (settings or {}).items() if k != "rope_theta"}
+        kinds = [settings.pop(name, "default") for name in ("rope_type", "type")]
+        kind = next((kind for kind in kinds if kind != "default"), "default")
+        names = {"factor": "factor"}
+        if kind == "llama3":
+            names |= {"low_freq_factor": "low", "high_freq_factor": "high"}
+            names |= {"original_max_position_embeddings": "original"}
+        if kind not in ("default", "linear", "llama3"):
+            raise ValueError(
+                f"The setting `rope_scaling` is of the kind {kind!r}; known are 'default', "
+                "'linear' and 'llama3'."
+            )
+        if unknown := settings.keys() - names.keys():
+            raise ValueError(f"`rope_scaling` has settings that are not known: {sorted(unknown)}.")
+        if kind == "default":
+            return None
+        if missing := names.keys() - settings.keys():
+            raise ValueError(f"`rope_scaling` of the kind {kind!r} needs {sorted(missing)}.")
+        return cls(kind, **{names[name]: value for name, value in settings.items()})
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        settings = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "llama3":
+            settings |= {"low_freq_factor": self.low, "high_freq_factor": self.high}
+            settings |= {"original_max_position_embeddings": self.original}
+        return settings
+
+
+def rotary_frequencies(
+    head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> Float[np.ndarray, " half"]:
+    """The angle by which each pair of features turns from one position to the next, in radians
+    (equation 15)."""
+    frequencies = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original * frequencies / (2 * math.pi)
+    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rotary_angles(
+    positions: Int[Array, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
+) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
+    """The cosines and sines of each position's angles."""
+    angles = positions[:, :, None, None].astype(dtype)
+    angles = angles * jnp.asarray(frequencies, dtype)[None, None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "batch seq heads head_dim"],
+    angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Turns feature i with feature i + head_dim / 2, as in the weights of LLaMA's kind."""
+    cos, sin = angles
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

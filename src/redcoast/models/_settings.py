@@ -1,0 +1,97 @@
+"""Published `config.json` files, read strictly."""
+
+from collections.abc import Mapping
+from typing import Any
+
+REQUIRED: Any = object()
+
+# What changes no result of a model: names, the file's history, how it was initialised, the
+# defaults of text generation, and what only chooses between ways to compute the same.
+_HARMLESS = frozenset(
+    """
+    architectures model_type transformers_version _name_or_path name_or_path auto_map dtype
+    torch_dtype tokenizer_class task_specific_params finetuning_task prefix id2label label2id
+    num_labels problem_type initializer_range initializer_factor init_std use_cache
+    gradient_checkpointing pretraining_tp chunk_size_feed_forward return_dict
+    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript
+    use_bfloat16 tf_legacy_loss attn_implementation _attn_implementation
+    _attn_implementation_autoset transformers.js_config is_llama_config cache_implementation
+    sep_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty
+    """.split()  # noqa: SIM905
+)
+# Of every architecture, features that no model here has.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False, None),
+}
+
+
+def read_settings(
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The values of a `config.json`, refusing what would change a result without being read.
+
+    **Arguments:**
+
+    - `settings`: the parsed file.
+    - `defaults`: the settings that the family reads, and what their absence means; `REQUIRED` if
+        nothing.
+    - `only`: settings whose other values are not implemented, with the values that are.
+    - `ignored`: settings of this family that change no result.
+
+    **Returns:**
+
+    A value for each key of `defaults`.
+
+    **Raises:**
+
+    `ValueError` that names every setting that is missing, unknown or not implemented.
+    """
+    only = {**_OFF, **(only or {})}
+    known = {*defaults, *only, *ignored, *_HARMLESS}
+    problems = [
+        f"`{name}` is {settings[name]!r}, and only {' or '.join(map(repr, values))} is implemented"
+        for name, values in only.items()
+        if name in settings and settings[name] not in values
+    ]
+    problems += [
+        f"`{name}`, which is {value!r}, is not known and might change the results (remove it from "
+        "the file if it does not)"
+        for name, value in settings.items()
+        if name not in known
+    ]
+    problems += [
+        f"`{name}` is missing"
+        for name, value in defaults.items()
+        if value is REQUIRED and name not in settings
+    ]
+    if problems:
+        raise ValueError(
+            f"The settings of this {settings.get('model_type', 'model')} cannot be used as they "
+            f"are: {'; '.join(problems)}."
+        )
+    return {name: settings.get(name, value) for name, value in defaults.items()}
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The token ids of a setting that has none, one or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def published_ids(
+    *, eos: tuple[int, ...], bos: int | None = None, pad: int | None = None
+) -> dict[str, Any]:
+    """Token ids as a `config.json` has them."""
+    ends = eos[0] if len(eos) == 1 else list(eos) or None
+    return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}

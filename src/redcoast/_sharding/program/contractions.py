@@ -64,6 +64,42 @@ def ragged_dot(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> lis
     return [_contracted(graph, aval, left, right, dims, summed, (rows,), (columns,))]
 
 
+def fused_attention(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """cuDNN's attention, and its backward pass: examples and heads are free, and the rest whole.
+
+    Queries, keys and what comes of them are (batch, sequence, heads, head_dim); a key head serves
+    several query heads, which are next to each other.
+    """
+    q, k = inputs[:2]
+    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
+    results = [graph.value(var.aval, grad=q.grad) for var in equation.outvars]
+    for value in (*inputs, *results):
+        free = _batch_and_heads(value, q)
+        for d, node in enumerate(value.dims):
+            if d in free:
+                graph.link(q.dims[free[d]], node)
+            elif value in inputs:
+                graph.cut(value, node, None, None)
+            else:
+                graph.cut(value, None, value, node)
+    products = 2 if len(results) < 3 else 5  # forward; backward, with the scores once more
+    flops = 2.0 * batch * heads * queries * keys * head_dim * products
+    passes = 1 if products == 5 else graph.forwards + 2.5 * q.grad
+    graph.work((q.dims[0], q.dims[2]), flops * passes)
+    return results
+
+
+def _batch_and_heads(value: Value, q: Value) -> dict[int, int]:
+    """Which dimensions of a value are the batch and the heads of the queries."""
+    batch, _, heads, head_dim = q.shape
+    if len(value.shape) == 4 and value.shape[0] == batch and value.shape[3] == head_dim:
+        return {0: 0, 2: 2}
+    # Biases are (batch, heads, queries, keys), what the backward pass needs (batch, heads, queries).
+    return {
+        d: to for d, to, size in ((0, 0, batch), (1, 2, heads)) if value.shape[d:][:1] == (size,)
+    }
+
+
 def cut_all(graph: Graph, aval: Any, inputs: Sequence[Value]) -> Value:
     """A result that has nothing to do with its operands' dimensions, which must be whole."""
     result = graph.value(aval, grad=any(value.grad for value in inputs))

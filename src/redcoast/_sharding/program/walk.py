@@ -60,6 +60,10 @@ _RULES: dict[str, Rule] = {
     "concatenate": shaping.concatenate,
     "conv_general_dilated": contractions.convolution,
     "dot_general": contractions.dot_general,
+    **dict.fromkeys(
+        ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
+        contractions.fused_attention,
+    ),
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "expand_dims": shaping.expand_dims,
     "fft": special.fourier,

@@ -1,0 +1,74 @@
+"""cuDNN's attention is followed like the products that it stands for. (Nothing here runs it.)"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flow_helpers import costs, links, unknown
+
+import redcoast as rc
+from redcoast.models import Llama, LlamaConfig, _attention
+
+# Eight query heads, four key heads.
+Q, K = (2, 8, 8, 16), (2, 12, 4, 16)
+
+
+@pytest.fixture(autouse=True)
+def cudnn(monkeypatch):
+    """As if there were a GPU: the operations can be traced without one, but not run."""
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+
+
+def fused(q, k, v, bias=None):
+    half = lambda x: x.astype(jnp.bfloat16)
+    bias = None if bias is None else half(bias)
+    return jax.nn.dot_product_attention(
+        half(q), half(k), half(v), bias=bias, implementation="cudnn"
+    )
+
+
+def gradient(q, k, v):
+    summed = lambda *args: jnp.sum(fused(*args).astype(jnp.float32))
+    return jax.grad(summed, argnums=(0, 1, 2))(q, k, v)
+
+
+def test_examples_and_heads_stay_split_and_cost_nothing():
+    assert links(fused, Q, K, K) == "abcd,aecf,agch->aicj"
+    assert not {name for name in costs(fused, Q, K, K) if name.endswith((" a", " c"))}
+    assert not unknown(fused, Q, K, K)
+
+
+def test_biases_go_with_examples_and_heads():
+    assert links(fused, Q, K, K, (2, 8, 8, 12)) == "abcd,aecf,agch,acij->akcl"
+
+
+def test_the_backward_pass_is_followed_too():
+    assert links(gradient, Q, K, K) == "abcd,aecf,agch->aicj,akcl,amcn"
+    assert not unknown(gradient, Q, K, K)
+
+
+@pytest.mark.parametrize("model", [2, 4])
+def test_the_plan_is_that_of_the_products(monkeypatch, model):
+    config = LlamaConfig(vocab=256, width=128, layers=2, heads=8, kv_heads=4, hidden=256)
+    make = lambda: Llama(config, key=jax.random.key(0))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), eqx.filter_eval_shape(make)
+    )
+    mesh = rc.make_mesh(model=model)
+    tokens = jax.ShapeDtypeStruct((8, 32), np.int32)
+
+    def loss_fn(model, tokens):
+        return jnp.mean(jax.nn.log_softmax(model(tokens).astype(jnp.float32)))
+
+    def specs():
+        found = rc.infer_shardings(abstract, mesh, fn=loss_fn, args=(tokens,))
+        return [sharding.spec for sharding in jax.tree.leaves(found)]
+
+    expected = specs()
+    used = []
+    monkeypatch.setattr(_attention, "_has_kernel", lambda q, k: used.append(q.shape) or True)
+    assert specs() == expected
+    assert used

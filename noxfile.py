@@ -1,4 +1,4 @@
-"""The checks of this repository: `nox -s tests`, `lint`, `docs` and `bench`."""
+"""The checks of this repository: `nox -s tests`, `parity`, `lint`, `docs` and `bench`."""
 
 import nox
 
@@ -15,6 +15,15 @@ def tests(session: nox.Session) -> None:
     """The default suite, on 8 emulated CPU devices. Arguments go to pytest."""
     install(session, "tests")
     session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """The models against those of Hugging Face's transformers. Arguments go to pytest."""
+    install(session, "tests")
+    session.install("torch==2.13.0", "transformers>=5.0")
+    options = ("-o", "python_files=*_parity.py", "-n", "2", "--dist", "loadfile", "-rP")
+    session.run("pytest", "tests/parity", *options, *session.posargs)
 
 
 @nox.session

@@ -1,7 +1,5 @@
 """Trains a LLaMA-style language model on text, and lets it write some."""
 
-import sysconfig
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +11,7 @@ import numpy as np
 import optax
 import tyro
 from _common import plot_metric, run_directory
+from _corpus import read_texts, windows
 from tokenizers import ByteLevelBPETokenizer
 
 import redcoast as rc
@@ -95,24 +94,10 @@ def main(c: Config) -> None:
 
     bits = plot_metric(directory, "bits_per_byte")
     prompt = np.fromiter(encode(c.prompt), np.int32)[: c.seq // 2]
-    text = decode(sample(state.model, prompt, c.seq, key).tolist())
+    drawn = {"max_new_tokens": c.seq - len(prompt), "temperature": 0.8, "key": key}
+    new = rc.generate(state.model, prompt[None], **drawn)[0]
+    text = decode([*prompt.tolist(), *new.tolist()])
     print(f"Sample:\n{text}\nValidation bits per byte: {bits:.3f}\nRun: {directory}")
-
-
-def read_texts(path: Path | None) -> tuple[list[str], list[str]]:
-    """The texts to train on, and those held out: by the hash of their names, so that they stay."""
-    if path is not None and path.is_file():
-        text = path.read_text("utf-8")
-        return [text[: -(len(text) // 20)]], [text[-(len(text) // 20) :]]
-    root = path or Path(sysconfig.get_path("stdlib"))
-    skip = set() if path else {"site-packages", "dist-packages", "test", "tests"}
-    names = [file.relative_to(root) for file in root.rglob("*" if path else "*.py")]
-    names = [name for name in names if (root / name).is_file() and not skip & {*name.parts}]
-    if len(names) < 2:
-        raise SystemExit(f"{root} needs two files at least: one to train on and one to hold out.")
-    names.sort(key=lambda name: zlib.crc32(name.as_posix().encode()))
-    texts = [(root / name).read_text("utf-8", errors="replace") for name in names]
-    return texts[len(texts) // 32 + 1 :], texts[: len(texts) // 32 + 1]
 
 
 def make_tokenizer(c: Config, texts: list[str]):
@@ -122,25 +107,6 @@ def make_tokenizer(c: Config, texts: list[str]):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=c.vocab, show_progress=False)
     return lambda text: bpe.encode(text).ids, bpe.decode, bpe.get_vocab_size()
-
-
-def windows(texts, seq: int) -> np.ndarray:
-    """Views of one array; each begins with the last token of the one before, and -1 pads."""
-    tokens = np.concatenate([np.fromiter(text, np.int32) for text in texts])
-    tokens = np.pad(tokens, (0, -(len(tokens) - 1) % seq), constant_values=-1)
-    return np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
-
-
-@eqx.filter_jit
-def sample(model, prompt, length, key):
-    """Fills a window one token after the other; what is still empty is not seen."""
-
-    def fill(i, tokens):
-        logits = model(tokens[None])[0, i - 1].astype(jnp.float32) / 0.8
-        return tokens.at[i].set(jax.random.categorical(jax.random.fold_in(key, i), logits))
-
-    tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(prompt)
-    return jax.lax.fori_loop(len(prompt), length, fill, tokens)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
 """Decoding: greedy, sampling and beam search, with a key-value cache."""
 
-from .generate import generate as generate
+from .public import generate as generate

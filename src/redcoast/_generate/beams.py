@@ -17,6 +17,7 @@ from .choose import INVALID
 from .prefill import follow, prefill
 from .prompt import Mask
 from .request import Request
+from .rows import batch_dims, reorder_rows, repeat_rows
 from .sampling import is_any
 
 # Added to the scores of what must not be selected. Finite, so that it still ranks them.
@@ -64,7 +65,8 @@ def search(
     """The best hypothesis for each row."""
     logits, cache = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams
-    cache = cache.take(jnp.repeat(jnp.arange(batch), beams))
+    dims = batch_dims(cache, batch)
+    cache = repeat_rows(cache, dims, beams)
     found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), request)
 
     def going(carry):
@@ -72,11 +74,10 @@ def search(
 
     def step(carry):
         cache, found = carry
-        first = beams * jnp.arange(batch, dtype=jnp.int32)[:, None]
-        cache = cache.take((first + found.running.parent).reshape(-1))
         newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
-        logits, cache = follow(model, newest.reshape(-1), cache)
-        return cache, _select(logits, found, request)
+        logits, longer = follow(model, newest.reshape(-1), cache)
+        found = _select(logits, found, request)
+        return reorder_rows(longer, cache, dims, found.running.parent), found
 
     _, found = jax.lax.while_loop(going, step, (cache, found))
     return jnp.where(found.valid[:, None], found.finished.tokens[:, 0], INVALID)

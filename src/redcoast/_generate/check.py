@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def check_numbers(
@@ -66,6 +67,19 @@ def _check_beams(
         raise ValueError(
             f"Beam search draws nothing, and `beams` is {beams}: `top_k` and `top_p` would do "
             "nothing. Leave them out, or pass `beams=1` and a `temperature`."
+        )
+
+
+def check_stream(beams: int, *, traced: bool) -> None:
+    if beams > 1:
+        raise ValueError(
+            f"`stream` gets tokens as they are chosen, and beam search with `beams={beams}` knows "
+            "its tokens only at the end. Pass `beams=1`, or no `stream`."
+        )
+    if traced:
+        raise ValueError(
+            "`stream` is called step by step, and inside of `jax.jit`, `plan.constrain` or a "
+            "`predict_fn` there are no steps. Call `generate` outside, or pass no `stream`."
         )
 
 
@@ -177,6 +191,6 @@ def check_eos(eos: Sequence[int], vocab: int) -> None:
 
 def is_known(x: Any) -> bool:
     """Whether what an array holds can be read in this process now."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable

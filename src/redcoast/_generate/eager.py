@@ -4,6 +4,7 @@ import functools as ft
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,6 +23,7 @@ from .sampling import sample
 
 def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "batch room"]:
     """The new tokens, with the padding up to the room that there is for them."""
+    tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
     return (sample if request.beams == 1 else search)(model, tokens, mask, request)
 
 
@@ -44,12 +46,18 @@ def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tup
     place = ft.partial(_place, mesh=_mesh_of(arrays))
     if tokens.ndim != 2:
         return place(_on_host(tokens), tokens), None
-    length = bucket(tokens.shape[1])
     # The decoder goes on at the right; an encoder has its prompt at the left.
-    pad = ft.partial(pad_columns, length=length, left=not is_encoder_decoder(model))
+    left = not is_encoder_decoder(model)
+    pad = ft.partial(pad_columns, length=_length(model, tokens.shape[1], left), left=left)
     real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
     padded = pad(_on_host(tokens)).astype(np.int32)
     return place(padded, tokens), place(pad(real), tokens if mask is None else mask)
+
+
+def _length(model: Any, length: int, is_decoder: bool) -> int:
+    most = None if is_decoder else getattr(model.config, "positions", None)
+    # An encoder may have no positions for so much padding.
+    return bucket(length) if most is None else max(length, min(bucket(length), most))
 
 
 def _on_host(x: Any) -> Any:
@@ -73,9 +81,9 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
     """The mesh that a model's arrays are on, if it has axes for the batch."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            if set(BATCH_AXES) <= set(sharding.mesh.axis_names):
-                return sharding.mesh
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and set(BATCH_AXES) <= set(mesh.axis_names):
+            return mesh
     return None
 
 

@@ -5,7 +5,11 @@ from typing import Any
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+# From outside of a program, NumPy's.
+Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 
 
 class Request(eqx.Module):
@@ -18,11 +22,11 @@ class Request(eqx.Module):
     - `eos`: tokens that end a row; `pad` fills it from there.
     """
 
-    limit: Int[np.ndarray, ""]
+    limit: Int[np.ndarray, ""] | Int[Array, ""]
     key: PRNGKeyArray | None
-    temperature: Float[np.ndarray, ""] | None
-    tail: Float[np.ndarray, ""] | None
-    norms: Float[np.ndarray, " room"] | None
+    temperature: Scalar | None
+    tail: Scalar | None
+    norms: Float[np.ndarray, " room"] | Float[Array, " room"] | None
     room: int = eqx.field(static=True)
     top_k: int | None = eqx.field(static=True)
     beams: int = eqx.field(static=True)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 from .._parts import Static, join, split
+from .check import check_stream
 from .eager import prepare_prompt, refuse_invalid
 from .request import Request
 from .sampling import Last, advance, begin
@@ -35,12 +37,12 @@ def decode_streaming(
     return jax.device_put(new)
 
 
-def _steps(
-    model: Any, tokens: Any, mask: Any, request: Request, count: int
-) -> Iterator[Last]:
+def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
     cache, last = _begin(arrays, static, *prompt, request)
+    # A program may be traced around this, although nothing that was passed is.
+    check_stream(1, traced=isinstance(last.tokens, Tracer))
     places = _places((cache, last))
     yield last
     for _ in range(count - 1):

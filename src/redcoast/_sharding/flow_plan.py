@@ -38,7 +38,7 @@ def plan_flow(
     trainable: PyTree,
     hardware: Hardware,
     budget: int | None,
-    state_bytes: int | float,
+    state_bytes: int,
     sequence: bool,
 ) -> FlowPlan:
     """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""

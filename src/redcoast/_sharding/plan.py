@@ -281,14 +281,12 @@ def _model_dim(row: Row) -> int | None:
     return found[0] if found else None
 
 
-def _state_bytes(tree: PyTree) -> float:
-    """How many bytes of optimizer state there are for each byte of the model."""
-    model = model_of(tree)
-    if model is tree:
-        return 0.0
+def _state_bytes(tree: PyTree) -> int:
+    """How many bytes of optimizer state there are."""
+    if model_of(tree) is tree:
+        return 0
     leaves = [leaf for leaf in flat_leaves(tree) if leaf is not None]
-    size = lambda part: sum(leaf.bytes for leaf in leaves if leaf.path[0] == part)
-    return size("opt_state") / max(1, size("model"))
+    return sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
 
 
 def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:

@@ -24,7 +24,7 @@ def count_positions(
     if segments is not None:
         # What was counted before the segment began does not count in it.
         begins = jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
-        before = jnp.where(begins, counts - real, 0)
+        before = jnp.where(begins, counts - real.astype(counts.dtype), 0)
         counts = counts - jax.lax.cummax(before, axis=1)
     return jnp.maximum(counts - 1, 0)
 
@@ -92,6 +92,7 @@ def attend(
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is None and (key is None or rate == 0) and _has_kernel(q, k):
         mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
+        bias = None if bias is None else bias.astype(q.dtype)
         return jax.nn.dot_product_attention(
             q, k, v, bias=bias, mask=mask, scale=scale, implementation="cudnn"
         )
@@ -100,6 +101,7 @@ def attend(
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bsngk,btnk->bngst", grouped, k).astype(wide(q.dtype))
     if bias is not None:
+        bias = bias.astype(scores.dtype)
         scores += bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)

@@ -91,3 +91,17 @@ def rotate(
     cos, sin = angles
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_pairs(
+    x: Float[Array, "batch seq heads head_dim"],
+    angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Turns feature 2 i with feature 2 i + 1, as in the weights of GPT-J's kind; features beyond
+    the angles stay as they are."""
+    cos, sin = angles
+    turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    a, b = (turned[..., i::2].astype(cos.dtype) for i in (0, 1))
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    turned = turned.reshape(*x.shape[:-1], -1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1)

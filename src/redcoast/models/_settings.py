@@ -82,6 +82,18 @@ def read_settings(
     return {name: settings.get(name, value) for name, value in defaults.items()}
 
 
+def rename(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The settings with one name for each where a family has two: `names` gives, for a name, the
+    one that takes its place."""
+    for other, name in names.items():
+        if {other, name} <= settings.keys() and settings[other] != settings[name]:
+            raise ValueError(
+                f"`{other}` and `{name}` are two names of one setting, but one is "
+                f"{settings[other]!r} and the other {settings[name]!r}."
+            )
+    return {names.get(name, name): value for name, value in settings.items()}
+
+
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """The token ids of a setting that has none, one or several."""
     if value is None:

@@ -1,13 +1,152 @@
-from dataclasses import dataclass
+"""What published tensors have to do with the arrays of a model, said in one line each."""
+
+import itertools as it
+import re
+import string
+from dataclasses import dataclass, field
+from math import prod
+
+Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, init=False)
 class Tensor:
+    """The published tensors that one array (a leaf) of a model is made of.
+
+    ```python
+    Tensor(
+        "model.layers.{layer}.self_attn.q_proj.weight",
+        "(heads head_dim) width -> width heads head_dim",
+        heads=32,
+    )
+    ```
+
+    **Arguments:**
+
+    - `name`: of the tensors. Each of its fields, such as `{layer}`, is a leading dimension of the
+      leaf, in their order.
+    - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf. Each
+      dimension is a factor, or several in parentheses, the slowest first; a number is a factor of
+      that size. Every factor is on both sides, but for those of size 1 and those at an index.
+    - `fixed`: sizes of factors that the leaf's shape does not say; or an index and a size, for a
+      factor of which the leaf has only that part: `qkv=(0, 3)` is the first of three.
+
+    **Raises:**
+
+    `ValueError` if name and pattern do not make sense.
+    """
+
     name: str
     pattern: str
-    fixed: dict
+    fixed: tuple[tuple[str, int | tuple[int, int]], ...]
+    fields: tuple[str, ...] = field(repr=False)
+    left: Groups = field(repr=False)
+    right: Groups = field(repr=False)
 
-    def __init__(self, name: str, pattern: str, **fixed):
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "pattern", pattern)
-        object.__setattr__(self, "fixed", fixed)
+    def __init__(self, name: str, pattern: str, /, **fixed: int | tuple[int, int]):
+        put = lambda key, value: object.__setattr__(self, key, value)
+        put("name", name)
+        put("pattern", pattern)
+        put("fixed", tuple(fixed.items()))
+        put("fields", tuple(f for _, f, _, _ in string.Formatter().parse(name) if f is not None))
+        sides = pattern.split("->")
+        if len(sides) != 2:
+            raise ValueError(f"{self} has no `->`, or several, between its two sides.")
+        put("left", _groups(sides[0], self))
+        put("right", _groups(sides[1], self))
+        _check(self)
+
+    def __str__(self) -> str:
+        return f"The pattern `{self.pattern}` of {self.name}"
+
+
+def _groups(side: str, tensor: Tensor) -> Groups:
+    """The dimensions of one side, each as its factors."""
+    found = re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side)
+    if odd := [sign for _, _, sign in found if sign]:
+        raise ValueError(
+            f"{tensor} has {odd[0]!r} where a factor is expected. Write factors as words or "
+            "numbers, those of one dimension in parentheses: `(heads head_dim) width`."
+        )
+    groups = tuple(tuple((inside or word).split()) for inside, word, _ in found)
+    names = [f for group in groups for f in group if f != "1"]
+    if again := {f for f in names if names.count(f) > 1}:
+        raise ValueError(f"{tensor} has {_words(again)} several times on one side.")
+    if odd := [f for f in names if (not f.isidentifier() and not f.isdecimal()) or f == "0"]:
+        raise ValueError(f"{tensor} has {_words(odd)}, which is neither a name nor a size.")
+    return groups
+
+
+def _check(tensor: Tensor) -> None:
+    left, right = ({*it.chain(*side)} - {"1"} for side in (tensor.left, tensor.right))
+    fixed = dict(tensor.fixed)
+    parts = {f for f, size in fixed.items() if isinstance(size, tuple)}
+    if unknown := fixed.keys() - left - right:
+        raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
+    if alone := (left - parts) ^ right:
+        raise ValueError(
+            f"{tensor} has {_words(alone)} on one side only. Only a factor of size 1 may be, and "
+            "on the left one that is fixed at an index, such as qkv=(0, 3)."
+        )
+    for factor, size in fixed.items():
+        index, size = size if isinstance(size, tuple) else (0, size)
+        if not 0 <= index < size:
+            raise ValueError(f"{tensor} fixes {factor} at {index} of {size}.")
+    for group in tensor.right:
+        if len(unsized := [f for f in group if _given(f, fixed) is None]) > 1:
+            raise ValueError(f"{tensor} needs the size of {_words(unsized[:-1])}.")
+    if len({*tensor.fields}) < len(tensor.fields) or not all(map(str.isidentifier, tensor.fields)):
+        raise ValueError(f"The fields of {tensor.name} must be different names, such as {{layer}}.")
+
+
+def _given(factor: str, fixed: dict[str, int | tuple[int, int]]) -> int | None:
+    if factor.isdecimal():
+        return int(factor)
+    size = fixed.get(factor)
+    return size[1] if isinstance(size, tuple) else size
+
+
+def _words(factors) -> str:
+    return " and ".join(f"`{f}`" for f in sorted(factors))
+
+
+def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
+    """The size of each factor, for a leaf of this shape.
+
+    **Raises:**
+
+    `ValueError` if the leaf's shape and the pattern do not go together.
+    """
+    fixed = dict(tensor.fixed)
+    shape = leaf_shape[len(tensor.fields) :]
+    sizes = {f: _given(f, fixed) for f in it.chain(*tensor.left, *tensor.right)}
+    if len(leaf_shape) != len(tensor.fields) + len(tensor.right):
+        raise ValueError(
+            f"{tensor} makes {len(tensor.fields) + len(tensor.right)} dimensions, but the array "
+            f"is of shape {leaf_shape}."
+        )
+    for group, size in zip(tensor.right, shape, strict=True):
+        known = prod(sizes[f] or 1 for f in group)
+        unsized = [f for f in group if sizes[f] is None]
+        if size % known or (not unsized and size != known):
+            raise ValueError(
+                f"{tensor} has sizes that do not make up {size}, as the array's shape "
+                f"{leaf_shape} needs: { ({f: sizes[f] for f in group}) }."
+            )
+        sizes |= dict.fromkeys(unsized, size // known)
+    return {f: size for f, size in sizes.items() if size is not None}
+
+
+def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:
+    """The names of a leaf's tensors, by their index in its leading dimensions."""
+    counts = map(range, leaf_shape[: len(tensor.fields)])
+    return {
+        index: tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
+        for index in it.product(*counts)
+    }
+
+
+def tensor_shape(tensor: Tensor, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of each of a leaf's tensors."""
+    sizes = factor_sizes(tensor, leaf_shape)
+    return tuple(prod(sizes[f] for f in group) for group in tensor.left)

@@ -11,21 +11,23 @@ Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 
 
 def estimate(
-    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int | float
+    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int
 ) -> dict[str, int]:
     """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
 
-    `state_bytes` is how many bytes of optimizer state there are for each byte of parameters.
+    `state_bytes` is how many bytes of optimizer state there are in all; it is split as the
+    parameters that are trained are.
     """
-    arrays = gradients = 0.0
+    arrays = gradients = trained = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
         share = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
+        trained += value.grad * value.bytes
     found = {
         "arrays": round(arrays),
         "gradients": round(gradients),
-        "optimizer_state": round(state_bytes * gradients),
+        "optimizer_state": round(state_bytes * gradients / max(1, trained)),
         "activations": round(saved_bytes(decision, axes)),
     }
     return found | {"total": sum(found.values())}
@@ -48,7 +50,7 @@ def fit_budget(
     program: Program,
     axes: Mapping[str, int],
     budget: int,
-    state_bytes: int | float,
+    state_bytes: int,
 ) -> tuple[list[Row], Decision]:
     """The plan that splits the fewest arrays, the largest ones, and stays in the budget."""
     sizes = [

@@ -30,8 +30,10 @@ def _totals(totals: dict[str, Any]) -> list[str]:
     lines = [_total("parameters", parameters)]
     if states["arrays"]:
         times = states["bytes"] / max(1, parameters["bytes"])
+        # Where few parameters are trained, there is little of it.
+        shown = f"{times:.1f}" if times > 0.05 else f"{times:.2g}"
         lines.append(_total("optimizer state", states))
-        lines.append(f"{'':<17}(follows its parameters: {times:.1f} x)")
+        lines.append(f"{'':<17}(follows its parameters: {shown} x)")
     if totals["other"]["bytes"] > 1e6:
         lines.append(_total("other", totals["other"]))
     return [*lines, _total("all", totals["all"])] if len(lines) > 1 else lines

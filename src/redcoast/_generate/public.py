@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
-from .check import check_model, check_numbers, check_positions, check_prompt
+from .check import check_model, check_numbers, check_positions, check_prompt, check_stream
 from .eager import decode, decode_compiled
 from .prompt import bucket
 from .request import make_request
@@ -84,47 +85,23 @@ def generate(
         )
         ```
     """
-    check_numbers(
-        max_new_tokens=max_new_tokens,
-        key=key,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        beams=beams,
-        length_penalty=length_penalty,
-    )
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "key": key,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "beams": beams,
+        "length_penalty": length_penalty,
+    }
+    check_numbers(**options)
     check_model(model)
     check_prompt(model, tokens, mask)
     check_positions(model, tokens, mask, max_new_tokens)
-    traced = any(
-        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((model, tokens, mask, key))
-    )
-    request = make_request(
-        model.config,
-        max_new_tokens=max_new_tokens,
-        room=max_new_tokens if traced else bucket(max_new_tokens),
-        key=key,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        beams=beams,
-        length_penalty=length_penalty,
-        eos=eos,
-    )
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
+    room = max_new_tokens if traced else bucket(max_new_tokens)
+    request = make_request(model.config, room=room, eos=eos, **options)
     if stream is not None:
-        _check_stream(traced, beams)
+        check_stream(beams, traced=traced)
         return decode_streaming(model, tokens, mask, request, stream)
     return (decode if traced else decode_compiled)(model, tokens, mask, request)
-
-
-def _check_stream(traced: bool, beams: int) -> None:
-    if beams > 1:
-        raise ValueError(
-            f"`stream` gets tokens as they are chosen, and beam search with `beams={beams}` knows "
-            "its tokens only at the end. Pass `beams=1`, or no `stream`."
-        )
-    if traced:
-        raise ValueError(
-            "`stream` is called step by step, and inside of `jax.jit`, `plan.constrain` or a "
-            "`predict_fn` there are no steps. Call `generate` outside, or pass no `stream`."
-        )

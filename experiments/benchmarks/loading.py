@@ -1,0 +1,73 @@
+"""The time that `rc.load_pretrained` takes, against reading the same bytes and converting them.
+
+SmolLM2-135M, once as the quantised `.gguf` file that is published, once as a Hugging Face directory
+in bfloat16, both to float32. What they are compared with reads each tensor whole and converts it,
+and neither checks, transposes, stacks nor hands anything to a device. Needs gguf.
+
+    python experiments/benchmarks/loading.py
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from safetensors import safe_open
+
+import redcoast as rc
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _published import smollm2  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Config:
+    rounds: int = 5  # how often each takes its turn
+
+
+def main(c: Config) -> None:
+    path = smollm2()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) / "model"
+        rc.save_pretrained(rc.load_pretrained(path, dtype=jnp.bfloat16), directory)
+        for name, where, convert in (
+            ("GGUF, quantised", path, dequantise),
+            ("safetensors, bfloat16", directory, widen),
+        ):
+            load = lambda where=where: rc.load_pretrained(where, dtype=jnp.float32)
+            times = [(seconds(load), seconds(lambda: convert(where))) for _ in range(c.rounds)]
+            ratio = statistics.median(a / b for a, b in times)
+            ours, bare = (statistics.median(x) for x in zip(*times, strict=True))
+            print(
+                f"{name}: {ours:.2f} s, reading and converting alone {bare:.2f} s, ratio "
+                f"{ratio:.2f} (at most 1.5)",
+                flush=True,
+            )
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(jax.tree.leaves(run()))
+    return time.perf_counter() - begin
+
+
+def dequantise(path: Path) -> list[np.ndarray]:
+    return [gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors]
+
+
+def widen(directory: Path) -> list[np.ndarray]:
+    with safe_open(directory / "model.safetensors", framework="numpy") as file:
+        return [file.get_tensor(name).astype(np.float32) for name in file.keys()]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,56 @@
+"""SmolLM2-135M here and in `transformers`, with the same weights, in one process."""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import transformers
+
+import redcoast as rc
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _published import smollm2  # noqa: E402
+
+THREADS = len(os.sched_getaffinity(0))
+
+
+def both_models() -> tuple[Any, Any]:
+    """The model of `redcoast.models` and that of `transformers`, in float32."""
+    torch.set_num_threads(THREADS)
+    ours = rc.load_pretrained(smollm2(), dtype=jnp.float32)
+    with tempfile.TemporaryDirectory() as directory:
+        rc.save_pretrained(ours, Path(directory) / "model")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(directory) / "model", dtype=torch.float32
+        )
+    return ours, theirs.eval()
+
+
+def take_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """The median seconds of each, and the median of theirs over ours in the same round."""
+    ours(), theirs()  # compiles
+    times = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
+    return {
+        "ours": statistics.median(a for a, _ in times),
+        "theirs": statistics.median(b for _, b in times),
+        "ratio": statistics.median(b / a for a, b in times),
+    }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def describe() -> str:
+    versions = f"jax {jax.__version__}, torch {torch.__version__}"
+    return f"{THREADS} threads, {versions}, transformers {transformers.__version__}"

@@ -1,0 +1,75 @@
+"""A training step here against torch's eager mode: SmolLM2-135M on the CPU.
+
+Both have the same weights in float32 and the same threads, and take turns in one process at steps
+of AdamW on 4 sequences of 256 tokens. A ratio above 1 means that the step here is faster. Needs
+torch, transformers and gguf (`nox -s bench_torch`).
+
+    python experiments/benchmarks/training.py
+"""
+
+import functools as ft
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+import tyro
+from reference import both_models, describe, take_turns
+
+import redcoast as rc
+from redcoast import losses
+
+
+@dataclass(frozen=True)
+class Config:
+    batch_size: int = 4  # sequences in a batch
+    seq: int = 256  # tokens of a sequence
+    rounds: int = 7  # how often each takes its turn
+
+
+def main(c: Config) -> None:
+    ours, theirs = both_models()
+    tokens = np.random.default_rng(0).integers(0, 49152, (c.batch_size, c.seq))
+    print(describe())
+
+    def loss_fn(model, batch, key):
+        hidden = model.hidden(batch)[:, :-1]
+        return losses.chunked_cross_entropy(hidden, model.unembed, batch[:, 1:])
+
+    optimizer = optax.adamw(1e-5, weight_decay=0.01)
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+    state = rc.init_state(lambda key: ours, optimizer, key=jax.random.key(0))
+    step = rc.compile_step(
+        ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer),
+        rc.infer_shardings(state, mesh),
+    )
+    batch = jnp.asarray(tokens, jnp.int32)
+    seen = {}
+
+    def step_here():
+        nonlocal state
+        state, metrics = step(state, batch)
+        seen.setdefault("ours", []).append(float(metrics["loss"]))
+
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-5, weight_decay=0.01)
+    ids = torch.tensor(tokens)
+
+    def step_there():
+        loss = theirs(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        seen.setdefault("theirs", []).append(float(loss))
+
+    times = take_turns(step_here, step_there, c.rounds)
+    print(
+        f"{times['ours']:.2f} s a step here, {times['theirs']:.2f} s there, ratio "
+        f"{times['ratio']:.2f} (at least 1.0); losses of the last step {seen['ours'][-1]:.4f} and "
+        f"{seen['theirs'][-1]:.4f}"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

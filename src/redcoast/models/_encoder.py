@@ -1,0 +1,95 @@
+"""What the layers of encoders are made of: attention and a feed-forward network, with biases."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ._activations import ACTIVATIONS
+from ._attention import attend
+from ._dropout import dropout, split_key
+from ._heads import small_normal
+from ._norms import layer_norm
+from ._product import product
+
+
+class EncoderLayers(eqx.Module):
+    """The parameters of all the layers, each stacked along its first dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    attention_norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+
+    def __init__(self, config: Any, *, qkv_bias: bool = True, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
+        stream, head = (c.layers, c.width), (c.heads, c.head_dim)
+        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *head)) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (c.layers, *head, c.width))
+        biases = (jnp.zeros((c.layers, *head)) if qkv_bias else None for _ in range(3))
+        self.bq, self.bk, self.bv = biases
+        self.bo = jnp.zeros(stream)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.up, self.up_bias = (
+            small_normal(up, (*stream, c.hidden)),
+            jnp.zeros((c.layers, c.hidden)),
+        )
+        self.down = small_normal(down, (c.layers, c.hidden, c.width))
+        self.down_bias = jnp.zeros(stream)
+
+
+def attention_norm(
+    layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
+) -> Float[Array, "batch seq width"]:
+    """The norm that is attention's; before it or behind it, as the family has it."""
+    return layer_norm(x, layer.attention_norm, layer.attention_norm_shift, eps)
+
+
+def mlp_norm(
+    layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
+) -> Float[Array, "batch seq width"]:
+    """The norm that is the feed-forward network's."""
+    return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, eps)
+
+
+def attention(
+    layer: EncoderLayers,
+    x: Float[Array, "batch seq width"],
+    visible: Bool[Array, "#batch #queries keys"],
+    config: Any,
+    key: PRNGKeyArray | None,
+) -> Float[Array, "batch seq width"]:
+    """What one layer's attention adds to the stream; `config` has the rates of its dropout."""
+    weights_key, key = split_key(key, 2)
+    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
+    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
+    return dropout(product("bshk,hkd->bsd", out, layer.wo, layer.bo), config.dropout, key)
+
+
+def mlp(
+    layer: EncoderLayers,
+    x: Float[Array, "batch seq width"],
+    config: Any,
+    key: PRNGKeyArray | None,
+) -> Float[Array, "batch seq width"]:
+    """What one layer's feed-forward network adds to the stream."""
+    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    return dropout(product("bsh,hd->bsd", x, layer.down, layer.down_bias), config.dropout, key)

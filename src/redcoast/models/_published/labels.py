@@ -1,0 +1,52 @@
+"""Heads and labels, as the settings of encoders say them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._tensors import Tensor
+
+
+def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], default: str) -> Any:
+    """What is known of the settings' architecture; a base model, if they name none."""
+    names = settings.get("architectures") or [default]
+    if len(names) > 1 or names[0] not in known:
+        raise ValueError(
+            f"The setting `architectures` is {names}, and only {' or '.join(known)} is implemented."
+        )
+    return known[names[0]]
+
+
+def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """How many labels a classifier has, and their names unless they are just numbered."""
+    found = settings.get("id2label")
+    if not found:
+        count = settings.get("num_labels")
+        return {"labels": 2 if count is None else count, "label_names": None}
+    by_number = {int(number): name for number, name in found.items()}
+    if sorted(by_number) != list(range(len(by_number))):
+        raise ValueError(
+            f"The setting `id2label` numbers its labels {sorted(by_number)}, and not from 0 on."
+        )
+    names = tuple(by_number[i] for i in range(len(by_number)))
+    plain = names == tuple(_numbered(len(names)))
+    return {"labels": len(names), "label_names": None if plain else names}
+
+
+def write_labels(config: Any) -> dict[str, Any]:
+    if config.head != "classification":
+        return {}
+    names = config.label_names or _numbered(config.labels)
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def linear(leaf: str, name: str) -> dict[str, Tensor]:
+    """The two tensors of a `Linear`."""
+    weight = Tensor(name + ".weight", "outputs inputs -> inputs outputs")
+    return {leaf + "/w": weight, leaf + "/b": Tensor(name + ".bias", "outputs -> outputs")}
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(count)]

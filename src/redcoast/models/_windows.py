@@ -1,0 +1,119 @@
+"""Which part of its published tensors a part of an array is, and the way from one to the other."""
+
+import itertools as it
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ._tensors import Tensor, factor_sizes, tensor_names
+
+Box = tuple[slice, ...]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """How slices of tensors, stacked, become a box of the array; for arrays of NumPy and JAX.
+
+    The tensors' dimensions are split into factors, of which a part may be cut out, transposed and
+    merged into the array's dimensions, of which again a part may be cut out.
+    """
+
+    split: tuple[int, ...]
+    cut: tuple[Span, ...]
+    order: tuple[int, ...]
+    merged: tuple[int, ...]
+    trim: tuple[Span, ...]
+    shape: tuple[int, ...]
+
+    def __call__(self, read: Any) -> Any:
+        x = read.reshape(self.split)[tuple(slice(*span) for span in self.cut)]
+        x = x.transpose(self.order).reshape(self.merged)
+        return x[tuple(slice(*span) for span in self.trim)].reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What to read for a box of an array: the same slices of each of these tensors."""
+
+    names: tuple[str, ...]
+    slices: Box
+    place: Place
+
+
+def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
+    """Where a box of an array (one slice a dimension) lies in the tensors it is made of."""
+    sizes = factor_sizes(tensor, leaf_shape)
+    box = tuple(slice(*part.indices(n)[:2]) for part, n in zip(box, leaf_shape, strict=True))
+    lead = len(tensor.fields)
+    names = tensor_names(tensor, leaf_shape)
+    read = tuple(
+        names[index] for index in it.product(*(range(s.start, s.stop) for s in box[:lead]))
+    )
+    right = [_part(g, part, sizes) for g, part in zip(tensor.right, box[lead:], strict=True)]
+    spans = {f: (i[0], i[0] + 1) for f, i in tensor.fixed if isinstance(i, tuple)}
+    spans = spans | {"1": (0, 1)} | {f: span for found, _, _ in right for f, span in found.items()}
+    left = [_whole_rows(group, spans, sizes) for group in tensor.left]
+    factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
+    rest = [i for i, f in enumerate(factors) if f not in moved]
+    place = Place(
+        split=(len(read), *(n for _, extents, _ in left for n in extents)),
+        cut=((0, len(read)), *(span for _, _, cuts in left for span in cuts)),
+        order=(0, *(1 + i for i in rest), *(1 + factors.index(f) for f in moved)),
+        merged=(len(read), *(size for _, size, _ in right)),
+        trim=((0, len(read)), *(trim for _, _, trim in right)),
+        shape=tuple(part.stop - part.start for part in box),
+    )
+    return Window(read, tuple(part for part, _, _ in left), place)
+
+
+def _part(
+    group: tuple[str, ...], part: slice, sizes: dict[str, int]
+) -> tuple[dict[str, Span], int, Span]:
+    """Which span of each factor a slice of one of the array's dimensions needs; the size that
+    they make up; and which span of that is the slice."""
+    first, *others = group
+    inner = prod(sizes[f] for f in others)
+    low, high = part.start // inner, -(-part.stop // inner)
+    spans = {first: (low, high)} | {f: (0, sizes[f]) for f in others}
+    trim = (part.start - low * inner, part.stop - low * inner)
+    return spans, (high - low) * inner, trim
+
+
+def _whole_rows(
+    group: tuple[str, ...], spans: dict[str, Span], sizes: dict[str, int]
+) -> tuple[slice, list[int], list[Span]]:
+    """The slice of one of a tensor's dimensions that has these spans of its factors; the factors'
+    extents in it; and the span of each that is wanted."""
+    inner = [prod(sizes[f] for f in group[i + 1 :]) for i in range(len(group))]
+    # A slice cuts one factor only, so that those that vary faster are whole in it. Those that vary
+    # slower are at one index.
+    wide = [i for i, f in enumerate(group) if spans[f][1] - spans[f][0] > 1]
+    cut = wide[0] if wide else len(group) - 1
+    start = sum(spans[f][0] * inner[i] for i, f in enumerate(group[: cut + 1]))
+    low, high = spans[group[cut]]
+    extents = [1] * cut + [high - low] + [sizes[f] for f in group[cut + 1 :]]
+    wanted = [(0, n) for n in extents[: cut + 1]] + [spans[f] for f in group[cut + 1 :]]
+    return slice(start, start + (high - low) * inner[cut]), extents, wanted
+
+
+def reading_order(tensor: Tensor) -> tuple[int, ...]:
+    """The array's dimensions in the order in which its tensors are stored, the slowest first."""
+    rank = {f: i for i, f in enumerate(it.chain(*tensor.left))}
+    lead = len(tensor.fields)
+    where = [min((rank[f] for f in group if f in rank), default=0) for group in tensor.right]
+    return (*range(lead), *(lead + d for d in sorted(range(len(where)), key=where.__getitem__)))
+
+
+def insert(tensor: Tensor, part: np.ndarray, whole: np.ndarray) -> None:
+    """Writes what an array has at one index of its leading dimensions into that tensor."""
+    lead = (1,) * len(tensor.fields)
+    sizes = factor_sizes(tensor, lead + part.shape)
+    factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
+    at = {f: i[0] for f, i in tensor.fixed if isinstance(i, tuple)} | {"1": 0}
+    view = whole.reshape([sizes[f] for f in factors])  # of contiguous memory, so that it is no copy
+    order = [moved.index(f) for f in factors if f in moved]
+    source = part.reshape([sizes[f] for f in moved]).transpose(order)
+    view[tuple(at.get(f, slice(None)) for f in factors)] = source

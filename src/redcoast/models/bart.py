@@ -1,0 +1,343 @@
+"""The BART encoder-decoder: learned positions, and layer norms behind each part."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._activations import ACTIVATIONS, check_activation
+from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._cache import admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads, check_length, check_rates
+from ._cross import CrossCache, DecoderMask, cross_cache, cross_view
+from ._dropout import dropout, split_key
+from ._init import normal
+from ._layers import Remat, scan_layers
+from ._norms import layer_norm
+from ._product import product
+from ._published import bart as published
+
+# What the published tables of positions begin with, and no token has.
+_UNUSED = 2
+_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class BartConfig:
+    """The sizes of a `Bart`.
+
+    **Arguments:**
+
+    - `vocab`, `width`: how many different tokens, and the size of the residual stream.
+    - `layers`, `decoder_layers`: how many layers the encoder and the decoder have.
+    - `heads`, `hidden`: how many heads, and the hidden size of the feed-forward network.
+    - `positions`: the greatest length in tokens, since positions are learned.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `scale_embedding`: whether tokens' embeddings are multiplied with the root of the width.
+    - `dropout`, `attention_dropout`, `activation_dropout`: the rates at which are dropped: the
+      embeddings and what is added to the residual stream; attention weights; and the hidden
+      features of the feed-forward network.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `decoder_start`: the token that the decoder begins with.
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    decoder_layers: int
+    heads: int
+    hidden: int
+    positions: int = 1024
+    activation: str = "gelu"
+    scale_embedding: bool = False
+    dropout: int | float = 0.1
+    attention_dropout: int | float = 0.0
+    activation_dropout: int | float = 0.0
+    remat: Remat = "none"
+    decoder_start: int = 2
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden", "positions")
+        check_config(self, *sizes)
+        check_heads(self)
+        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
+        check_activation(self.activation)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "BartConfig":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class BartAttention(eqx.Module):
+    """The projections and biases of an attention in all layers, stacked, and the norm behind."""
+
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"]
+    bk: Float[Array, "layers heads head_dim"]
+    bv: Float[Array, "layers heads head_dim"]
+    bo: Float[Array, "layers width"]
+    norm: Float[Array, "layers width"]
+    norm_shift: Float[Array, "layers width"]
+
+    def __init__(self, config: BartConfig, layers: int, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo = jax.random.split(key, 4)
+        into, out = (layers, c.width, c.heads, c.head_dim), (layers, c.heads, c.head_dim, c.width)
+        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
+        self.wo = _normal(wo, out)
+        self.bq, self.bk, self.bv = (jnp.zeros(out[:3]) for _ in range(3))
+        self.bo, self.norm_shift = (jnp.zeros(into[:2]) for _ in range(2))
+        self.norm = jnp.ones(into[:2])
+
+
+class BartLayers(eqx.Module):
+    """The parameters of all layers of the encoder or the decoder, each stacked along its first
+    dimension."""
+
+    attention: BartAttention
+    cross: BartAttention | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+
+    def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
+        attention, cross, up, down = jax.random.split(key, 4)
+        stream, hidden = (layers, config.width), (layers, config.hidden)
+        self.attention = BartAttention(config, layers, key=attention)
+        self.cross = BartAttention(config, layers, key=cross) if decoder else None
+        self.up, self.up_bias = _normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
+        self.down, self.down_bias = _normal(down, (*hidden, config.width)), jnp.zeros(stream)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+
+
+class BartStack(eqx.Module):
+    """The encoder or the decoder."""
+
+    position_embed: Float[Array, "positions width"]
+    embed_norm: Float[Array, " width"]
+    embed_norm_shift: Float[Array, " width"]
+    layers: BartLayers
+
+    def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
+        table, key = jax.random.split(key)
+        self.position_embed = _normal(table, (_UNUSED + config.positions, config.width))
+        self.embed_norm, self.embed_norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+        self.layers = BartLayers(config, layers, decoder=decoder, key=key)
+
+
+def _normal(key, shape):
+    return normal(key, shape, fan_in=1, scale=0.02)
+
+
+class Bart(eqx.Module):
+    """The BART encoder-decoder (Lewis et al., 2019, <https://arxiv.org/abs/1910.13461>).
+
+    ```python
+    config = BartConfig(vocab=256, width=128, layers=4, decoder_layers=4, heads=4, hidden=512)
+    model = Bart(config, key=jax.random.key(0))
+    tokens, labels = jnp.ones((8, 64), jnp.int32), jnp.ones((8, 16), jnp.int32)
+    logits = model(tokens, shift_right(labels, start=config.decoder_start))  # (8, 16, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    encoder: BartStack
+    decoder: BartStack
+    logits_bias: Float[Array, " vocab"]
+    config: BartConfig = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    base_prefix = published.BASE_PREFIX
+    buffers = published.BUFFERS
+    zeros = published.ZEROS
+
+    def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated
+        at three of them."""
+        embed, encoder, decoder = jax.random.split(key, 3)
+        self.embed = _normal(embed, (config.vocab, config.width))
+        self.encoder = BartStack(config, config.layers, decoder=False, key=encoder)
+        self.decoder = BartStack(config, config.decoder_layers, decoder=True, key=decoder)
+        self.logits_bias = jnp.zeros(config.vocab)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[Array, "batch decoder_seq"],
+        *,
+        mask: Mask | None = None,
+        decoder_mask: DecoderMask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch decoder_seq vocab"]:
+        """The logits of the token that follows each of the decoder's tokens.
+
+        **Arguments:**
+
+        - `tokens`, `decoder_tokens`: what the encoder reads, and what the decoder goes on from,
+          as `shift_right` makes it; below the vocabulary's size; one that is not gets NaN.
+        - `mask`, `decoder_mask`: 1 at real tokens, 0 at padding on either side. The logits of
+          real tokens do not depend on padding; those of padding mean nothing.
+        - `segments`, `decoder_segments`: of several texts packed into one row, the number of each
+          token's own; it sees no other. Both, or neither.
+        - `key`: of the dropout; without it there is none.
+
+        **Raises:**
+
+        `ValueError` if not both have as many rows, if just one has segments, or if there are more
+        tokens in a row than positions.
+        """
+        options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
+        options |= {"segments": segments, "decoder_segments": decoder_segments}
+        return self.unembed(self.hidden(tokens, decoder_tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[Array, "batch decoder_seq"],
+        *,
+        mask: Mask | None = None,
+        decoder_mask: DecoderMask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch decoder_seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        encoder_key, key = split_key(key, 2)
+        seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
+        memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
+        real = self._real(decoder_tokens, decoder_mask, decoder_segments)
+        visible = causal_view(real, segments=decoder_segments)
+        positions = count_positions(real, decoder_segments)
+        cross = (memory, None, seen)
+        return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
+
+    def encode(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the decoder attends to; the arguments are those of a call."""
+        real = self._real(tokens, mask, segments)
+        visible, positions = full_view(real, segments), count_positions(real, segments)
+        return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
+
+    def init_cache(
+        self,
+        batch: int,
+        length: int,
+        *,
+        memory: Float[Array, "batch memory width"],
+        memory_mask: Mask | None = None,
+    ) -> CrossCache:
+        """An empty cache for `length` of the decoder's tokens in each of `batch` rows, beside the
+        keys and values of the memory, what `encode` gave; and which of it is real."""
+        c = self.config
+        cross: Any = self.decoder.layers.cross
+        own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+        weights = {"wk": cross.wk, "wv": cross.wv, "bk": cross.bk, "bv": cross.bv}
+        return cross_cache(own, memory, memory_mask, **weights)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        own = admit(cache.own, tokens.shape, mask)
+        cross = (None, (cache.k, cache.v), full_view(cache.mask))
+        view = cached_view(own, tokens.shape[1])
+        x, own = self._run(self.decoder, tokens, *view, cross, own, None)
+        return x, cache.moved_on(own)
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        # The bias is no parameter: it is set by hand, to keep tokens from being made.
+        bias = jax.lax.stop_gradient(self.logits_bias)
+        return product("bsd,vd->bsv", hidden, self.embed, bias)
+
+    def _real(self, tokens, mask, segments):
+        if segments is None:
+            check_length(self.config, tokens.shape[1])
+        return real_tokens(tokens.shape, mask)
+
+    def _run(self, stack, tokens, positions, visible, cross, cache, key):
+        c = self.config
+        embed_key, key = split_key(key, 2)
+        scale = math.sqrt(c.width) if c.scale_embedding else 1.0
+        # Indexing would give what is not in a table the row of something that is.
+        x = jnp.take(self.embed, tokens, axis=0) * scale
+        x = x + jnp.take(stack.position_embed, _UNUSED + positions, axis=0)
+        x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
+        x = dropout(x, c.dropout, embed_key)
+        # The keys and values of the memory are in a cache, or computed in each layer.
+        memory, stored, seen = cross or (None, None, None)
+
+        def layer_fn(x, cache, inputs, index, key):
+            layer, kv = inputs
+            keys = split_key(key, 3)
+            cache, *own = extend(cache, index, *_keys(layer.attention, x))
+            x = _attention(layer.attention, x, own, visible, keys[0], c)
+            if layer.cross is not None:
+                kv = _keys(layer.cross, memory) if kv is None else kv
+                x = _attention(layer.cross, x, kv, seen, keys[1], c)
+            return _mlp(layer, x, keys[2], c), cache
+
+        layers = (stack.layers, stored)
+        return scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+
+
+def _keys(layer, x):
+    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
+    return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+
+
+def _attention(layer, x, kv, visible, key, config):
+    weights_key, key = split_key(key, 2)
+    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    out = attend(q, *kv, visible=visible, rate=config.attention_dropout, key=weights_key)
+    out = dropout(product("bshk,hkd->bsd", out, layer.wo, layer.bo), config.dropout, key)
+    return layer_norm(x + out, layer.norm, layer.norm_shift, _EPS)
+
+
+def _mlp(layer, x, key, config):
+    hidden_key, key = split_key(key, 2)
+    hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    hidden = dropout(hidden, config.activation_dropout, hidden_key)
+    out = product("bsh,hd->bsd", hidden, layer.down, layer.down_bias)
+    return layer_norm(
+        x + dropout(out, config.dropout, key), layer.mlp_norm, layer.mlp_norm_shift, _EPS
+    )

@@ -1,0 +1,336 @@
+"""The GPT-2 decoder: learned positions, layer norms before each part, and a tied head; with
+attention to a memory where one is read from."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._activations import ACTIVATIONS, check_activation
+from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads, check_length, check_rates
+from ._cross import CrossCache, MemoryMask, read_memory
+from ._dropout import dropout, split_key
+from ._layers import Remat, scan_layers
+from ._norms import layer_norm
+from ._product import product
+from ._published import gpt2 as published
+from ._published.examples import example_inputs
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The sizes of a `GPT2`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
+      stream, and how many layers and heads there are.
+    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
+    - `positions`: the greatest length in tokens, since positions are learned.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `norm_eps`: what the norms add to the variance.
+    - `tied`: whether the head is the embedding.
+    - `scale_scores`, `scale_by_layer`: whether attention's scores are divided by the root of the
+      size of a head; and, in layer `i` from 0, by `i + 1`.
+    - `cross_attention`: whether each layer attends to a memory, too.
+    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
+      embeddings, what is added to the residual stream, and attention weights.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    positions: int = 1024
+    activation: str = "gelu_new"
+    norm_eps: int | float = 1e-5
+    tied: bool = True
+    scale_scores: bool = True
+    scale_by_layer: bool = False
+    cross_attention: bool = False
+    embed_dropout: int | float = 0.1
+    residual_dropout: int | float = 0.1
+    attention_dropout: int | float = 0.1
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
+        check_heads(self)
+        check_activation(self.activation)
+        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPT2Config":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class GPT2Attention(eqx.Module):
+    """The norm, projections and biases of an attention in all layers, stacked."""
+
+    norm: Float[Array, "layers width"]
+    norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"]
+    bk: Float[Array, "layers heads head_dim"]
+    bv: Float[Array, "layers heads head_dim"]
+    bo: Float[Array, "layers width"]
+
+    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo = jax.random.split(key, 4)
+        into = (c.layers, c.width, c.heads, c.head_dim)
+        self.norm, self.norm_shift = jnp.ones(into[:2]), jnp.zeros(into[:2])
+        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
+        self.wo = _normal(wo, (c.layers, c.heads, c.head_dim, c.width), _outputs(c))
+        self.bq, self.bk, self.bv = (jnp.zeros((c.layers, *into[2:])) for _ in range(3))
+        self.bo = jnp.zeros(into[:2])
+
+
+class GPT2Layers(eqx.Module):
+    """The parameters of all the layers, each stacked along its first dimension."""
+
+    attention: GPT2Attention
+    cross: GPT2Attention | None
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+
+    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
+        c = config
+        attention, cross, up, down = jax.random.split(key, 4)
+        self.attention = GPT2Attention(c, key=attention)
+        self.cross = GPT2Attention(c, key=cross) if c.cross_attention else None
+        self.mlp_norm = jnp.ones((c.layers, c.width))
+        self.mlp_norm_shift = jnp.zeros((c.layers, c.width))
+        self.up = _normal(up, (c.layers, c.width, c.hidden))
+        self.up_bias = jnp.zeros((c.layers, c.hidden))
+        self.down = _normal(down, (c.layers, c.hidden, c.width), _outputs(c))
+        self.down_bias = jnp.zeros((c.layers, c.width))
+
+
+def _normal(key, shape, scale=1.0):
+    return jax.random.normal(key, shape) * (0.02 * scale)
+
+
+def _outputs(config):
+    # What the layers add to the residual stream makes up the same variance for any number of them.
+    return 1 / math.sqrt(2 * config.layers)
+
+
+class GPT2(eqx.Module):
+    """The GPT-2 decoder (Radford et al., 2019, "Language Models are Unsupervised Multitask
+    Learners").
+
+    ```python
+    config = GPT2Config(vocab=256, width=128, layers=4, heads=4, hidden=512, positions=64)
+    model = GPT2(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    position_embed: Float[Array, "positions width"]
+    layers: GPT2Layers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    config: GPT2Config = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    example_inputs = staticmethod(example_inputs)
+    base_prefix = published.BASE_PREFIX
+    buffers = published.BUFFERS
+
+    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02; those of
+        the layers' outputs divided by sqrt(2 * layers)."""
+        embed, positions, layers, head = jax.random.split(key, 4)
+        self.embed = _normal(embed, (config.vocab, config.width))
+        self.position_embed = _normal(positions, (config.positions, config.width))
+        self.layers = GPT2Layers(config, key=layers)
+        self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+        self.head = None if config.tied else _normal(head, (config.width, config.vocab))
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        memory: Float[Array, "batch memory width"] | None = None,
+        memory_mask: MemoryMask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits of the token that follows each token.
+
+        **Arguments:**
+
+        - `tokens`: below the vocabulary's size; one that is not gets NaN.
+        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
+          depend on padding; those of padding mean nothing.
+        - `segments`: of several texts packed into one row, the number of each token's own; it
+          sees no other.
+        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
+          A token at a position that there is not gets NaN.
+        - `memory`, `memory_mask`: with `cross_attention`, what all tokens of a row attend to,
+          such as an encoder's hidden states; and which of it is real.
+        - `key`: of the dropout; without it there is none.
+
+        **Raises:**
+
+        `ValueError` if there are more tokens in a row than positions, or if there is a memory
+        without `cross_attention` or none with it.
+        """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        options |= {"memory": memory, "memory_mask": memory_mask}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        memory: Float[Array, "batch memory width"] | None = None,
+        memory_mask: MemoryMask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        if segments is None and positions is None:
+            check_length(self.config, tokens.shape[1])
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        cross = self._read(tokens.shape[0], memory, memory_mask)
+        return self._run(tokens, positions, causal_view(real, segments=segments), cross, key=key)[0]
+
+    def init_cache(
+        self,
+        batch: int,
+        length: int,
+        *,
+        memory: Float[Array, "batch memory width"] | None = None,
+        memory_mask: MemoryMask | None = None,
+    ) -> Cache | CrossCache:
+        """An empty cache for `length` tokens in each of `batch` rows; with `cross_attention`,
+        beside the keys and values of the memory, which are computed here, once."""
+        c = self.config
+        own = empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+        cross = self._read(batch, memory, memory_mask)
+        return own if cross is None else CrossCache(own, *cross)
+
+    def decode(
+        self,
+        tokens: Integer[Array, "batch new"],
+        cache: Cache | CrossCache,
+        *,
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        if mask is None:
+            check_length(self.config, tokens.shape[1])
+        crossed = isinstance(cache, CrossCache)
+        cross = (cache.k, cache.v, cache.mask) if crossed else None
+        own = admit(cache.own if crossed else cache, tokens.shape, mask)
+        x, own = self._run(tokens, *cached_view(own, tokens.shape[1]), cross, cache=own)
+        return x, cache.moved_on(own) if crossed else own
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        if self.head is None:
+            return product("bsd,vd->bsv", hidden, self.embed)
+        return product("bsd,dv->bsv", hidden, self.head)
+
+    def _read(self, rows, memory, mask):
+        if (memory is not None) != self.config.cross_attention:
+            raise ValueError(
+                "A model with `cross_attention` needs a `memory`, and one without takes none; here "
+                f"`cross_attention` is {self.config.cross_attention}."
+            )
+        if (layers := self.layers.cross) is None:
+            return None
+        weights = {"wk": layers.wk, "wv": layers.wv, "bk": layers.bk, "bv": layers.bv}
+        return read_memory(rows, memory, mask, **weights)
+
+    def _run(self, tokens, positions, visible, cross, cache=None, key=None):
+        c = self.config
+        embed_key, key = split_key(key, 2)
+        # Indexing would give what is not in a table the row of something that is.
+        x = jnp.take(self.embed, tokens, axis=0) + jnp.take(self.position_embed, positions, axis=0)
+        x = dropout(x, c.embed_dropout, embed_key)
+        *stored, real = cross or (None, None, None)
+        seen = None if real is None else full_view(real)
+
+        def layer_fn(x, cache, inputs, index, key):
+            layer, kv = inputs
+            keys = split_key(key, 3)
+            y, cache = _attention(layer.attention, x, visible, cache, index, keys[0], c)
+            x = x + y
+            if layer.cross is not None:
+                x = x + _attention(layer.cross, x, seen, None, index, keys[1], c, kv=kv)[0]
+            return x + _mlp(layer, x, keys[2], c), cache
+
+        layers = (self.layers, stored)
+        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
+
+
+def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
+    weights_key, key = split_key(key, 2)
+    x = layer_norm(x, layer.norm, layer.norm_shift, config.norm_eps)
+    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    if kv is None:
+        k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
+        v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+        cache, *kv = extend(cache, index, k, v)
+    if config.scale_by_layer:
+        q = q / (index + 1).astype(q.dtype)
+    scale = None if config.scale_scores else 1.0
+    rate = config.attention_dropout
+    out = attend(q, *kv, visible=visible, scale=scale, rate=rate, key=weights_key)
+    out = product("bshk,hkd->bsd", out, layer.wo, layer.bo)
+    return dropout(out, config.residual_dropout, key), cache
+
+
+def _mlp(layer, x, key, config):
+    x = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, config.norm_eps)
+    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
+    return dropout(x, config.residual_dropout, key)

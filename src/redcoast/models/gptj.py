@@ -1,0 +1,249 @@
+"""The GPT-J decoder: attention and feed-forward network side by side, behind one norm, and rotary
+embeddings of some of each head's features."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._activations import ACTIVATIONS, check_activation
+from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
+from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads, check_rates
+from ._dropout import dropout, split_key
+from ._layers import Remat, scan_layers
+from ._norms import layer_norm
+from ._product import product
+from ._published import gptj as published
+from ._rotary import rotary_angles, rotary_frequencies, rotate_pairs
+
+
+@dataclass(frozen=True)
+class GPTJConfig:
+    """The sizes of a `GPTJ`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
+      stream, and how many layers and heads there are.
+    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
+    - `rotary_dim`: how many features of each head the rotary embeddings turn, an even number.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `norm_eps`: what the norms add to the variance.
+    - `tied`: whether the head is the embedding. It has a bias either way.
+    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
+      embeddings, what is added to the residual stream, and attention weights.
+    - `context`: the length in tokens that the weights were trained for. Nothing enforces it.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    rotary_dim: int = 64
+    activation: str = "gelu_new"
+    norm_eps: int | float = 1e-5
+    tied: bool = False
+    embed_dropout: int | float = 0.0
+    residual_dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+    context: int = 2048
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "hidden", "rotary_dim")
+        check_heads(self)
+        check_activation(self.activation)
+        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                "`rotary_dim` must be even and at most the size of a head, which is "
+                f"{self.head_dim}, but is {self.rotary_dim}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPTJConfig":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class GPTJLayers(eqx.Module):
+    """The parameters of all the layers, each stacked along its first dimension."""
+
+    norm: Float[Array, "layers width"]
+    norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
+        # What the layers add to the residual stream makes up the same variance for any number.
+        scale = 1 / math.sqrt(2 * c.layers)
+        into = (c.layers, c.width, c.heads, c.head_dim)
+        self.norm, self.norm_shift = jnp.ones(into[:2]), jnp.zeros(into[:2])
+        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
+        self.wo = _normal(wo, (c.layers, c.heads, c.head_dim, c.width), scale)
+        self.up = _normal(up, (c.layers, c.width, c.hidden))
+        self.up_bias = jnp.zeros((c.layers, c.hidden))
+        self.down = _normal(down, (c.layers, c.hidden, c.width), scale)
+        self.down_bias = jnp.zeros((c.layers, c.width))
+
+
+def _normal(key, shape, scale=1.0):
+    return jax.random.normal(key, shape) * (0.02 * scale)
+
+
+class GPTJ(eqx.Module):
+    """The GPT-J decoder (Wang and Komatsuzaki, 2021,
+    <https://github.com/kingoflolz/mesh-transformer-jax>).
+
+    ```python
+    config = GPTJConfig(vocab=256, width=128, layers=4, heads=4, hidden=512, rotary_dim=16)
+    model = GPTJ(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    layers: GPTJLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    head_bias: Float[Array, " vocab"]
+    config: GPTJConfig = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    base_prefix = published.BASE_PREFIX
+    buffers = published.BUFFERS
+
+    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02; those of
+        the layers' outputs divided by sqrt(2 * layers)."""
+        embed, layers, head = jax.random.split(key, 3)
+        self.embed = _normal(embed, (config.vocab, config.width))
+        self.layers = GPTJLayers(config, key=layers)
+        self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+        self.head = None if config.tied else _normal(head, (config.width, config.vocab))
+        self.head_bias = jnp.zeros(config.vocab)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits of the token that follows each token.
+
+        **Arguments:**
+
+        - `tokens`: below the vocabulary's size; one that is not gets NaN.
+        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
+          depend on padding; those of padding mean nothing.
+        - `segments`: of several texts packed into one row, the number of each token's own; it
+          sees no other.
+        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
+        - `key`: of the dropout; without it there is none.
+        """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens in each of `batch` rows."""
+        c = self.config
+        return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        cache = admit(cache, tokens.shape, mask)
+        return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        if self.head is None:
+            return product("bsd,vd->bsv", hidden, self.embed, self.head_bias)
+        return product("bsd,dv->bsv", hidden, self.head, self.head_bias)
+
+    def _run(self, tokens, positions, visible, cache, key):
+        c = self.config
+        embed_key, key = split_key(key, 2)
+        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        x = dropout(jnp.take(self.embed, tokens, axis=0), c.embed_dropout, embed_key)
+        angles = rotary_angles(positions, rotary_frequencies(c.rotary_dim, 10000.0), wide(x.dtype))
+
+        def layer_fn(x, cache, layer, index, key):
+            attention_key, key = split_key(key, 2)
+            y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
+            z, cache = _attention(layer, y, angles, visible, cache, index, attention_key, c)
+            return x + z + _mlp(layer, y, key, c), cache
+
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
+
+
+def _attention(layer, x, angles, visible, cache, index, key, config):
+    weights_key, key = split_key(key, 2)
+    q = rotate_pairs(product("bsd,dhk->bshk", x, layer.wq), angles)
+    k = rotate_pairs(product("bsd,dhk->bshk", x, layer.wk), angles)
+    cache, k, v = extend(cache, index, k, product("bsd,dhk->bshk", x, layer.wv))
+    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
+    out = product("bshk,hkd->bsd", out, layer.wo)
+    return dropout(out, config.residual_dropout, key), cache
+
+
+def _mlp(layer, x, key, config):
+    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
+    return dropout(x, config.residual_dropout, key)

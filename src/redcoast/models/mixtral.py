@@ -1,0 +1,287 @@
+"""The Mixtral decoder: LLaMA's, whose feed-forward networks are mixtures of experts."""
+
+import functools as ft
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
+from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads, check_rates
+from ._experts import mix_experts, router_loss
+from ._init import normal
+from ._layers import Remat, scan_layers
+from ._norms import rms_norm
+from ._product import product
+from ._published import mixtral as published
+from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
+
+
+@dataclass(frozen=True)
+class MixtralConfig:
+    """The sizes of a `Mixtral`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`: how many different tokens, the size of the residual stream, and
+      how many decoder layers there are.
+    - `heads`, `kv_heads`: how many query heads; how many key and value heads, a divisor of it.
+    - `hidden`: the hidden size of each expert.
+    - `experts`, `chosen`: how many experts a layer has, and how many of them see each token.
+    - `head_size`: the size of a head, an even number; `width / heads` by default.
+    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they
+      are stretched for long texts.
+    - `norm_eps`: what RMSNorm adds to the mean square.
+    - `tied`: whether the head is the embedding.
+    - `window`: how many tokens back a token sees, itself included; all by default.
+    - `attention_dropout`: the rate at which attention weights are dropped.
+    - `router_loss_weight`: what `router_loss` of `hidden_and_router_loss` is to be multiplied by in
+      a training loss.
+    - `context`: the length in tokens that the model is made for; it changes no result.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights of attention) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    experts: int = 8
+    chosen: int = 2
+    head_size: int | None = None
+    rope_base: int | float = 1000000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: int | float = 1e-5
+    tied: bool = False
+    window: int | None = None
+    attention_dropout: int | float = 0.0
+    router_loss_weight: int | float = 0.001
+    context: int = 32768
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
+        check_heads(self, even=True)
+        check_rates(self, "attention_dropout")
+        if self.chosen > self.experts:
+            raise ValueError(
+                f"`chosen` must be at most `experts`, but {self.chosen} of {self.experts} experts "
+                "cannot see a token."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size or self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "MixtralConfig":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class MixtralLayers(eqx.Module):
+    """The parameters of all the decoder layers, each stacked along its first dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width kv_heads head_dim"]
+    wv: Float[Array, "layers width kv_heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    mlp_norm: Float[Array, "layers width"]
+    router: Float[Array, "layers width experts"]
+    gate: Float[Array, "layers experts width hidden"]
+    up: Float[Array, "layers experts width hidden"]
+    down: Float[Array, "layers experts hidden width"]
+
+    def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
+        # Two outputs a layer are summed into the residual stream: scaled so, they add up to the
+        # same variance however many layers there are.
+        scale = 1 / math.sqrt(2 * c.layers)
+        q, kv = (
+            (c.layers, c.width, c.heads, c.head_dim),
+            (c.layers, c.width, c.kv_heads, c.head_dim),
+        )
+        into = (c.layers, c.experts, c.width, c.hidden)
+        self.attention_norm = jnp.ones((c.layers, c.width))
+        self.wq = normal(wq, q, fan_in=c.width)
+        self.wk = normal(wk, kv, fan_in=c.width)
+        self.wv = normal(wv, kv, fan_in=c.width)
+        out = (c.layers, c.heads, c.head_dim, c.width)
+        self.wo = normal(wo, out, fan_in=c.heads * c.head_dim, scale=scale)
+        self.mlp_norm = jnp.ones((c.layers, c.width))
+        self.router = normal(router, (c.layers, c.width, c.experts), fan_in=c.width)
+        self.gate, self.up = (normal(k, into, fan_in=c.width) for k in (gate, up))
+        out = (c.layers, c.experts, c.hidden, c.width)
+        self.down = normal(down, out, fan_in=c.hidden, scale=scale)
+
+
+class Mixtral(eqx.Module):
+    """The Mixtral decoder (Jiang et al., 2024, <https://arxiv.org/abs/2401.04088>).
+
+    ```python
+    config = MixtralConfig(vocab=256, width=128, layers=4, heads=4, kv_heads=2, hidden=352)
+    model = Mixtral(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    layers: MixtralLayers
+    norm: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    config: MixtralConfig = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    base_prefix = published.BASE_PREFIX
+
+    def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated
+        at three standard deviations; those of the layers' outputs divided by sqrt(2 * layers)."""
+        embed, layers, head = jax.random.split(key, 3)
+        shape = (config.width, config.vocab)
+        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.layers = MixtralLayers(config, key=layers)
+        self.norm = jnp.ones(config.width)
+        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits of the token that follows each token.
+
+        **Arguments:**
+
+        - `tokens`: below the vocabulary's size; one that is not gets NaN.
+        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
+          depend on padding; those of padding mean nothing.
+        - `segments`: of several texts packed into one row, the number of each token's own; it
+          sees no other.
+        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
+        - `key`: of the dropout; without it there is none.
+        """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.hidden_and_router_loss(tokens, **options)[0]
+
+    def hidden_and_router_loss(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
+        """Besides the hidden states, a loss that is least where the experts are used evenly
+        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>): for training.
+
+        ```python
+        hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)
+        loss = cross_entropy(model.unembed(hidden), targets, mask=mask)
+        loss = loss + model.config.router_loss_weight * router_loss
+        ```
+        """
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        visible = causal_view(real, segments=segments, window=self.config.window)
+        x, _, (count, probability) = self._run(tokens, real, positions, visible, None, key)
+        return x, router_loss(count, probability, self.config.chosen)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens in each of `batch` rows."""
+        c = self.config
+        return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        cache = admit(cache, tokens.shape, mask)
+        view = cached_view(cache, tokens.shape[1], window=self.config.window)
+        x, cache, _ = self._run(tokens, real_tokens(tokens.shape, mask), *view, cache, None)
+        return x, cache
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        if self.head is None:
+            return product("bsd,vd->bsv", hidden, self.embed)
+        return product("bsd,dv->bsv", hidden, self.head)
+
+    def _run(self, tokens, real, positions, visible, cache, key):
+        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        x = jnp.take(self.embed, tokens, axis=0)
+        c = self.config
+        frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+
+        def layer_fn(x, carry, layer, index, key):
+            cache, *use = carry
+            y = rms_norm(x, layer.attention_norm, c.norm_eps)
+            y, cache = _attention(layer, y, angles, visible, cache, index, key, c)
+            x = x + y
+            y = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            scores = product("bsd,de->bse", y, layer.router)
+            y, more = mix_experts(ft.partial(_mlp, layer), y, scores, real, chosen=c.chosen)
+            return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
+
+        carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
+        x, carry = scan_layers(layer_fn, x, self.layers, cache=carry, key=key, remat=c.remat)
+        return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
+
+
+def _attention(layer, x, angles, visible, cache, index, key, config):
+    q = rotate(product("bsd,dhk->bshk", x, layer.wq), angles)
+    k = rotate(product("bsd,dhk->bshk", x, layer.wk), angles)
+    v = product("bsd,dhk->bshk", x, layer.wv)
+    cache, k, v = extend(cache, index, k, v)
+    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
+    return product("bshk,hkd->bsd", out, layer.wo), cache
+
+
+def _mlp(layer, x):
+    gate = product("betd,edh->beth", x, layer.gate)
+    up = product("betd,edh->beth", x, layer.up)
+    return product("beth,ehd->betd", jax.nn.silu(gate) * up, layer.down)

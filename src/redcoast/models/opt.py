@@ -1,0 +1,299 @@
+"""The OPT decoder: learned positions, ReLU, and norms before each part of a layer or, in the one
+of 350 million parameters, behind it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._activations import ACTIVATIONS, check_activation
+from ._attention import Mask, attend, causal_view, count_positions, real_tokens
+from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._checks import check_config, check_heads, check_length, check_rates
+from ._dropout import dropout, split_key
+from ._layers import Remat, scan_layers
+from ._norms import layer_norm
+from ._product import product
+from ._published import opt as published
+from ._published.examples import example_inputs
+
+# The table of positions begins with as many rows that stand for none.
+_OFFSET = 2
+
+
+@dataclass(frozen=True)
+class OPTConfig:
+    """The sizes of an `OPT`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
+      stream, and how many layers and heads there are.
+    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
+    - `embed_width`: the size of the embeddings, projected to the width and back where it is
+      another; the width by default.
+    - `positions`: the greatest length in tokens, since positions are learned.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `post_norm`: whether norms are behind each part of a layer, and not before it.
+    - `final_norm`: whether there is a norm behind the last layer; never with `post_norm`.
+    - `bias`, `affine`: whether projections have biases, and norms learned scales and shifts.
+    - `tied`: whether the head is the embedding.
+    - `dropout`, `attention_dropout`: the rates at which are dropped: what is added to the residual
+      stream, and attention weights.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    embed_width: int | None = None
+    positions: int = 2048
+    activation: str = "relu"
+    post_norm: bool = False
+    final_norm: bool = True
+    bias: bool = True
+    affine: bool = True
+    tied: bool = True
+    dropout: int | float = 0.1
+    attention_dropout: int | float = 0.0
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        if self.embed_width is None:
+            object.__setattr__(self, "embed_width", self.width)
+        sizes = ("vocab", "width", "layers", "heads", "hidden", "embed_width", "positions")
+        check_config(self, *sizes)
+        check_heads(self)
+        check_activation(self.activation)
+        check_rates(self, "dropout", "attention_dropout")
+        if self.post_norm and self.final_norm:
+            raise ValueError("With `post_norm` each layer ends in a norm: set `final_norm=False`.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "OPTConfig":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class OPTLayers(eqx.Module):
+    """The parameters of all the layers, each stacked along its first dimension."""
+
+    attention_norm: Float[Array, "layers width"] | None
+    attention_norm_shift: Float[Array, "layers width"] | None
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"] | None
+    mlp_norm: Float[Array, "layers width"] | None
+    mlp_norm_shift: Float[Array, "layers width"] | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"] | None
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"] | None
+
+    def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
+        # What the layers add to the residual stream makes up the same variance for any number.
+        scale = 1 / math.sqrt(2 * c.layers)
+        wide, head, outer = (c.layers, c.width), (c.layers, c.heads, c.head_dim), c.hidden
+        self.attention_norm, self.attention_norm_shift = _affine(wide, c)
+        self.wq, self.wk, self.wv = (_normal(k, (*wide, *head[1:])) for k in (wq, wk, wv))
+        self.wo = _normal(wo, (*head, c.width), scale)
+        self.bq, self.bk, self.bv = (jnp.zeros(head) if c.bias else None for _ in range(3))
+        self.bo = jnp.zeros(wide) if c.bias else None
+        self.mlp_norm, self.mlp_norm_shift = _affine(wide, c)
+        self.up = _normal(up, (*wide, outer))
+        self.up_bias = jnp.zeros((c.layers, outer)) if c.bias else None
+        self.down = _normal(down, (c.layers, outer, c.width), scale)
+        self.down_bias = jnp.zeros(wide) if c.bias else None
+
+
+def _normal(key, shape, scale=1.0):
+    return jax.random.normal(key, shape) * (0.006 * scale)
+
+
+def _affine(shape, config):
+    return (jnp.ones(shape), jnp.zeros(shape)) if config.affine else (None, None)
+
+
+class OPT(eqx.Module):
+    """The OPT decoder (Zhang et al., 2022, <https://arxiv.org/abs/2205.01068>).
+
+    ```python
+    config = OPTConfig(vocab=256, width=128, layers=4, heads=4, hidden=512, positions=64)
+    model = OPT(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab embed_width"]
+    position_embed: Float[Array, "rows width"]
+    project_in: Float[Array, "embed_width width"] | None
+    layers: OPTLayers
+    norm: Float[Array, " width"] | None
+    norm_shift: Float[Array, " width"] | None
+    project_out: Float[Array, "width embed_width"] | None
+    head: Float[Array, "embed_width vocab"] | None
+    config: OPTConfig = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    example_inputs = staticmethod(example_inputs)
+    base_prefix = published.BASE_PREFIX
+
+    def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.006; those of
+        the layers' outputs divided by sqrt(2 * layers)."""
+        c = config
+        embed, positions, layers, into, out, head = jax.random.split(key, 6)
+        sizes = (c.embed_width, c.width)
+        projected = c.embed_width != c.width
+        self.embed = _normal(embed, (c.vocab, c.embed_width))
+        self.position_embed = _normal(positions, (c.positions + _OFFSET, c.width))
+        self.project_in = _normal(into, sizes) if projected else None
+        self.layers = OPTLayers(c, key=layers)
+        self.norm, self.norm_shift = _affine((c.width,), c) if c.final_norm else (None, None)
+        self.project_out = _normal(out, sizes[::-1]) if projected else None
+        self.head = None if c.tied else _normal(head, (c.embed_width, c.vocab))
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """The logits of the token that follows each token.
+
+        **Arguments:**
+
+        - `tokens`: below the vocabulary's size; one that is not gets NaN.
+        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
+          depend on padding; those of padding mean nothing.
+        - `segments`: of several texts packed into one row, the number of each token's own; it
+          sees no other.
+        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
+          A token at a position that there is not gets NaN.
+        - `key`: of the dropout; without it there is none.
+
+        **Raises:**
+
+        `ValueError` if there are more tokens in a row than positions.
+        """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """What the logits are made of; the arguments are those of a call."""
+        if segments is None and positions is None:
+            check_length(self.config, tokens.shape[1])
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens in each of `batch` rows."""
+        c = self.config
+        return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        if mask is None:
+            check_length(self.config, tokens.shape[1])
+        cache = admit(cache, tokens.shape, mask)
+        return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """The logits of hidden states."""
+        if self.project_out is not None:
+            hidden = product("bsd,de->bse", hidden, self.project_out)
+        if self.head is None:
+            return product("bse,ve->bsv", hidden, self.embed)
+        return product("bse,ev->bsv", hidden, self.head)
+
+    def _run(self, tokens, positions, visible, cache, key):
+        c = self.config
+        # Indexing would give what is not in a table the row of something that is.
+        x = jnp.take(self.embed, tokens, axis=0)
+        if self.project_in is not None:
+            x = product("bse,ed->bsd", x, self.project_in)
+        x = x + jnp.take(self.position_embed, positions + _OFFSET, axis=0)
+
+        def layer_fn(x, cache, layer, index, key):
+            attention_key, mlp_key = split_key(key, 2)
+            norms = (layer.attention_norm, layer.attention_norm_shift)
+            y = x if c.post_norm else _norm(x, *norms)
+            y, cache = _attention(layer, y, visible, cache, index, attention_key, c)
+            x = _norm(x + y, *norms) if c.post_norm else x + y
+            norms = (layer.mlp_norm, layer.mlp_norm_shift)
+            y = _mlp(layer, x if c.post_norm else _norm(x, *norms), mlp_key, c)
+            return _norm(x + y, *norms) if c.post_norm else x + y, cache
+
+        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        return _norm(x, self.norm, self.norm_shift) if c.final_norm else x, cache
+
+
+def _norm(x, scale, shift):
+    if scale is None:
+        scale, shift = jnp.ones(x.shape[-1], x.dtype), jnp.zeros(x.shape[-1], x.dtype)
+    return layer_norm(x, scale, shift, 1e-5)
+
+
+def _attention(layer, x, visible, cache, index, key, config):
+    weights_key, key = split_key(key, 2)
+    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
+    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    cache, k, v = extend(cache, index, k, v)
+    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
+    out = product("bshk,hkd->bsd", out, layer.wo, layer.bo)
+    return dropout(out, config.dropout, key), cache
+
+
+def _mlp(layer, x, key, config):
+    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
+    return dropout(x, config.dropout, key)

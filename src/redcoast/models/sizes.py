@@ -1,0 +1,165 @@
+"""The published sizes, by name.
+
+Each is a function: `llama_7b(key=key)` makes the model, and what it takes beside the key takes the
+place of the published value, as in `llama_7b(key=key, remat="full")`. One that fits no memory here
+can be planned all the same: `eqx.filter_eval_shape(llama_7b, key=key)`.
+"""
+
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from jaxtyping import PRNGKeyArray
+
+from ._rotary import RopeScaling
+from .bart import Bart, BartConfig
+from .bert import Bert, BertConfig
+from .gpt2 import GPT2, GPT2Config
+from .gptj import GPTJ, GPTJConfig
+from .llama import Llama, LlamaConfig
+from .mixtral import Mixtral, MixtralConfig
+from .opt import OPT, OPTConfig
+from .t5 import T5, T5Config
+from .vit import ViT, ViTConfig
+
+Model = TypeVar("Model", covariant=True)
+
+
+class Named(Protocol[Model]):
+    def __call__(self, *, key: PRNGKeyArray, **changes: Any) -> Model: ...
+
+
+def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
+    config: Any = _CONFIGS[model](*sizes, **more)
+    return lambda *, key, **changes: model(replace(config, **changes), key=key)
+
+
+_CONFIGS: dict[Any, Any] = {
+    Llama: LlamaConfig,
+    GPT2: GPT2Config,
+    GPTJ: GPTJConfig,
+    OPT: OPTConfig,
+    Mixtral: MixtralConfig,
+    T5: T5Config,
+    Bart: BartConfig,
+    Bert: BertConfig,
+    ViT: ViTConfig,
+}
+
+# fmt: off
+llama_7b = _named(Llama, 32000, 4096, 32, 32, 32, 11008, norm_eps=1e-6, bos=1, eos=(2,))
+llama_13b = _named(Llama, 32000, 5120, 40, 40, 40, 13824, norm_eps=1e-6, bos=1, eos=(2,))
+llama_30b = _named(Llama, 32000, 6656, 60, 52, 52, 17920, norm_eps=1e-6, bos=1, eos=(2,))
+llama_65b = _named(Llama, 32000, 8192, 80, 64, 64, 22016, norm_eps=1e-6, bos=1, eos=(2,))
+llama2_70b = _named(
+    Llama, 32000, 8192, 80, 64, 8, 28672,
+    norm_eps=1e-5, context=4096, bos=1, eos=(2,),
+)
+llama3_8b = _named(
+    Llama, 128256, 4096, 32, 32, 8, 14336,
+    rope_base=5e5, context=8192, bos=128000, eos=(128001,),
+)
+llama3_70b = _named(
+    Llama, 128256, 8192, 80, 64, 8, 28672,
+    rope_base=5e5, context=8192, bos=128000, eos=(128001,),
+)
+llama3_2_1b = _named(
+    Llama, 128256, 2048, 16, 32, 8, 8192,
+    rope_base=5e5, rope_scaling=RopeScaling("llama3", 32.0), tied=True, context=131072,
+    bos=128000, eos=(128001,),
+)
+smollm2_135m = _named(
+    Llama, 49152, 576, 30, 9, 3, 1536,
+    rope_base=1e5, tied=True, context=8192, bos=0, eos=(0,),
+)
+mistral_7b = _named(
+    Llama, 32000, 4096, 32, 32, 8, 14336,
+    window=4096, context=32768, bos=1, eos=(2,),
+)
+qwen2_7b = _named(
+    Llama, 152064, 3584, 28, 28, 4, 18944,
+    rope_base=1e6, norm_eps=1e-6, qkv_bias=True, context=131072, bos=151643, eos=(151643,),
+)
+qwen3_8b = _named(
+    Llama, 151936, 4096, 36, 32, 8, 12288,
+    head_size=128, rope_base=1e6, norm_eps=1e-6, qk_norm=True, context=40960, bos=151643,
+    eos=(151645,),
+)
+
+gpt2_small = _named(GPT2, 50257, 768, 12, 12, 3072, bos=50256, eos=(50256,))
+gpt2_medium = _named(GPT2, 50257, 1024, 24, 16, 4096, bos=50256, eos=(50256,))
+gpt2_large = _named(GPT2, 50257, 1280, 36, 20, 5120, bos=50256, eos=(50256,))
+gpt2_xl = _named(GPT2, 50257, 1600, 48, 25, 6400, bos=50256, eos=(50256,))
+
+gptj_6b = _named(GPTJ, 50400, 4096, 28, 16, 16384, bos=50256, eos=(50256,))
+
+opt_125m = _named(OPT, 50272, 768, 12, 12, 3072, pad=1, bos=2, eos=(2,))
+opt_350m = _named(
+    OPT, 50272, 1024, 24, 16, 4096,
+    embed_width=512, post_norm=True, final_norm=False, pad=1, bos=2, eos=(2,),
+)
+opt_1_3b = _named(OPT, 50272, 2048, 24, 32, 8192, pad=1, bos=2, eos=(2,))
+opt_2_7b = _named(OPT, 50272, 2560, 32, 32, 10240, pad=1, bos=2, eos=(2,))
+opt_6_7b = _named(OPT, 50272, 4096, 32, 32, 16384, pad=1, bos=2, eos=(2,))
+opt_13b = _named(OPT, 50272, 5120, 40, 40, 20480, pad=1, bos=2, eos=(2,))
+opt_30b = _named(OPT, 50272, 7168, 48, 56, 28672, pad=1, bos=2, eos=(2,))
+opt_66b = _named(OPT, 50272, 9216, 64, 72, 36864, pad=1, bos=2, eos=(2,))
+
+mixtral_8x7b = _named(Mixtral, 32000, 4096, 32, 32, 8, 14336, bos=1, eos=(2,))
+mixtral_8x22b = _named(Mixtral, 32000, 6144, 56, 48, 8, 16384, context=65536, bos=1, eos=(2,))
+
+t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, head_size=64, pad=0, eos=(1,))
+t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, head_size=64, pad=0, eos=(1,))
+t5_large = _named(T5, 32128, 1024, 24, 24, 16, 4096, head_size=64, pad=0, eos=(1,))
+t5_3b = _named(T5, 32128, 1024, 24, 24, 32, 16384, head_size=128, pad=0, eos=(1,))
+t5_11b = _named(T5, 32128, 1024, 24, 24, 128, 65536, head_size=128, pad=0, eos=(1,))
+t5_v1_1_small = _named(
+    T5, 32128, 512, 8, 8, 6, 1024,
+    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
+)
+t5_v1_1_base = _named(
+    T5, 32128, 768, 12, 12, 12, 2048,
+    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
+)
+t5_v1_1_large = _named(
+    T5, 32128, 1024, 24, 24, 16, 2816,
+    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
+)
+t5_xl = _named(
+    T5, 32128, 2048, 24, 24, 32, 5120,
+    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
+)
+t5_xxl = _named(
+    T5, 32128, 4096, 24, 24, 64, 10240,
+    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
+)
+mt5_small = _named(
+    T5, 250112, 512, 8, 8, 6, 1024,
+    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
+)
+mt5_base = _named(
+    T5, 250112, 768, 12, 12, 12, 2048,
+    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
+)
+mt5_large = _named(
+    T5, 250112, 1024, 24, 24, 16, 2816,
+    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
+)
+
+bart_base = _named(Bart, 50265, 768, 6, 6, 12, 3072, pad=1, bos=0, eos=(2,))
+bart_large = _named(Bart, 50265, 1024, 12, 12, 16, 4096, pad=1, bos=0, eos=(2,))
+
+bert_base = _named(Bert, 30522, 768, 12, 12, 3072, pooler=True, pad=0)
+bert_large = _named(Bert, 30522, 1024, 24, 16, 4096, pooler=True, pad=0)
+roberta_base = _named(
+    Bert, 50265, 768, 12, 12, 3072,
+    kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
+)
+roberta_large = _named(
+    Bert, 50265, 1024, 24, 16, 4096,
+    kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
+)
+
+vit_base = _named(ViT, 768, 12, 12, 3072)
+vit_large = _named(ViT, 1024, 24, 16, 4096)
+vit_huge = _named(ViT, 1280, 32, 16, 5120, patch=(14, 14))
+# fmt: on

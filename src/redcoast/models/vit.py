@@ -1,0 +1,213 @@
+"""The Vision Transformer: an encoder whose tokens are an image's patches."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._activations import check_activation
+from ._attention import full_view
+from ._checks import check_config, check_heads, check_rates
+from ._dropout import dropout, split_key
+from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
+from ._heads import Linear, check_labels, small_normal
+from ._layers import Remat, scan_layers
+from ._norms import layer_norm
+from ._product import product
+from ._published import vit as published
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """The sizes of a `ViT`.
+
+    **Arguments:**
+
+    - `width`, `layers`, `heads`: the size of the residual stream, and how many layers and heads
+      there are.
+    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
+    - `image`, `patch`: the height and width of images and of their patches, in pixels.
+    - `channels`: of a pixel.
+    - `head`: what a call returns. Hidden states, without one; with `"classification"`, logits of
+      an image's labels, or with one label what regression predicts.
+    - `labels`, `label_names`: of classification.
+    - `pooler`: whether there is a pooler, in a model without a head, and the size of what it
+      returns, the width by default: `pooler_size`.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `norm_eps`: what the norms add to the variance.
+    - `qkv_bias`: whether Q, K and V have biases.
+    - `dropout`, `attention_dropout`: the rates at which are dropped: the embeddings and what is
+      added to the residual stream; attention weights.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    image: tuple[int, int] = (224, 224)
+    patch: tuple[int, int] = (16, 16)
+    channels: int = 3
+    head: Literal["classification"] | None = None
+    labels: int = 2
+    label_names: tuple[str, ...] | None = None
+    pooler: bool = False
+    pooler_size: int | None = None
+    activation: str = "gelu"
+    norm_eps: int | float = 1e-12
+    qkv_bias: bool = True
+    dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+    remat: Remat = "none"
+
+    def __post_init__(self):
+        check_config(self, "width", "layers", "heads", "hidden", "channels")
+        check_heads(self)
+        check_activation(self.activation)
+        check_labels(self)
+        check_rates(self, "dropout", "attention_dropout")
+        if min(self.patch) < 1 or any(i % p for i, p in zip(self.image, self.patch, strict=True)):
+            raise ValueError(
+                f"`image` must be a multiple of `patch`, but {self.image} is no multiple of "
+                f"{self.patch}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many patches there are along the height and the width."""
+        return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "ViTConfig":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
+
+
+class ViT(eqx.Module):
+    """The Vision Transformer (Dosovitskiy et al., 2020, <https://arxiv.org/abs/2010.11929>).
+
+    ```python
+    config = ViTConfig(width=128, layers=4, heads=4, hidden=512, image=(32, 32), patch=(8, 8))
+    model = ViT(config, key=jax.random.key(0))
+    hidden = model(jnp.zeros((8, 3, 32, 32)))  # (8, 17, 128)
+    ```
+    """
+
+    patch_embed: Float[Array, "channels rows columns width"]
+    patch_bias: Float[Array, " width"]
+    cls_token: Float[Array, " width"]
+    position_embed: Float[Array, "tokens width"]
+    layers: EncoderLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    pooler: Linear | None
+    head: Linear | None
+    config: ViTConfig = eqx.field(static=True)
+
+    tensors = staticmethod(published.tensors)
+    duplicates = staticmethod(published.duplicates)
+    settle = staticmethod(published.settle)
+    example_inputs = staticmethod(published.example_inputs)
+
+    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated
+        at three; biases 0 and norms 1."""
+        c = config
+        keys = jax.random.split(key, 6)
+        pooled = c.pooler_size or c.width
+        self.patch_embed = small_normal(keys[0], (c.channels, *c.patch, c.width))
+        self.patch_bias = jnp.zeros(c.width)
+        self.cls_token = small_normal(keys[1], (c.width,))
+        self.position_embed = small_normal(keys[2], (1 + c.grid[0] * c.grid[1], c.width))
+        self.layers = EncoderLayers(c, qkv_bias=c.qkv_bias, key=keys[3])
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        pools = c.pooler and c.head is None
+        self.pooler = Linear(c.width, pooled, key=keys[4]) if pools else None
+        self.head = Linear(c.width, c.labels, key=keys[5]) if c.head else None
+        self.config = config
+
+    def __call__(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        *,
+        mask: None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch ..."]:
+        """Logits "batch labels" of images, or without a head the hidden states "batch tokens
+        width": of the image as a whole first, then of its patches, row by row.
+
+        **Arguments:**
+
+        - `pixels`: with the channels first, as image processors give them: scaled and shifted as
+          those were that the weights were trained with, often to between -1 and 1.
+        - `mask`: images have no padding; only that none is given is allowed.
+        - `key`: of the dropout; without it there is none.
+
+        **Raises:**
+
+        `ValueError` if the images are not of the configuration's size.
+        """
+        hidden = self.hidden(pixels, mask=mask, key=key)
+        return hidden if self.head is None else self.head(hidden[:, 0])
+
+    def hidden(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        *,
+        mask: None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch tokens features"]:
+        """The hidden states behind the last norm, whatever the head; the arguments are those of a
+        call."""
+        c = self.config
+        embed_key, key = split_key(key, 2)
+        x = dropout(self._embed(pixels), c.dropout, embed_key)
+        visible = full_view(jnp.ones((1, x.shape[1]), bool))
+
+        def layer_fn(x, cache, layer, index, key):
+            attention_key, mlp_key = split_key(key, 2)
+            x = x + attention(
+                layer, attention_norm(layer, x, c.norm_eps), visible, c, attention_key
+            )
+            return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache
+
+        x, _ = scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat)
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
+
+    def pool(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch pooled"]:
+        """What the pooler makes of hidden states."""
+        if self.pooler is None:
+            raise ValueError("This model has no pooler: its configuration has none, or a head.")
+        return jnp.tanh(self.pooler(hidden[:, 0]))
+
+    def _embed(self, pixels):
+        c, (rows, columns) = self.config, self.config.grid
+        if pixels.shape[1:] != (c.channels, *c.image):
+            raise ValueError(
+                f"The images are of shape {pixels.shape[1:]}, but the model takes "
+                f"{(c.channels, *c.image)}: channels, height and width. Resize them."
+            )
+        # A product over patches rather than a convolution: every dimension can be split.
+        x = pixels.astype(self.patch_embed.dtype)
+        x = x.reshape(-1, c.channels, rows, c.patch[0], columns, c.patch[1])
+        x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)
+        x = x.reshape(-1, rows * columns, c.width)
+        first = jnp.broadcast_to(self.cls_token, (x.shape[0], 1, c.width))
+        return jnp.concatenate([first, x], axis=1) + self.position_embed[None]

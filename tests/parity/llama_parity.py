@@ -1,0 +1,37 @@
+"""LLaMA, Mistral, Qwen2 and Qwen3 against `transformers`."""
+
+# pyright: reportMissingImports=false
+
+import pytest
+from harness import Case, check_generation, check_outputs, check_training
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES = [
+    Case("llama", LlamaForCausalLM, SIZES | {"num_key_value_heads": 4}),
+    Case("llama tied", LlamaForCausalLM, SIZES | {"tie_word_embeddings": True, "vocab_size": 51}),
+    Case("llama linear", LlamaForCausalLM, SIZES | {"rope_parameters": LINEAR, "head_dim": 16}),
+    Case("llama llama3", LlamaForCausalLM, SIZES | {"rope_parameters": LLAMA3}),
+    Case("mistral", MistralForCausalLM, SIZES | {"sliding_window": 4}),
+    Case("qwen2", Qwen2ForCausalLM, SIZES | {"num_key_value_heads": 1}),
+    Case("qwen3", Qwen3ForCausalLM, SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize("check", [check_outputs, check_generation, check_training])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_llama(case, check, tmp_path):
+    check(case, tmp_path)

@@ -1,0 +1,111 @@
+"""Adapters against `peft`, read and written, on models of `transformers`."""
+
+# pyright: reportMissingImports=false
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from gpt2_parity import CASES as GPT2_CASES
+from harness import (
+    TOLERANCE,
+    apply,
+    batch_for,
+    difference,
+    load_pretrained,
+    make_reference,
+    reference_outputs,
+    rows_of,
+)
+from llama_parity import CASES as LLAMA_CASES
+from mixtral_parity import CASES as MIXTRAL_CASES
+
+from redcoast import lora
+
+# It says what it does by itself, and does not see its own patterns of experts.
+pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\..*")
+
+LLAMA, GPT2, MIXTRAL = LLAMA_CASES[0], GPT2_CASES[0], MIXTRAL_CASES[0]
+BOTH = ["q_proj", "down_proj"]
+READ = {
+    "llama": (LLAMA, {"target_modules": BOTH, "lora_alpha": 24}),
+    "rank-stabilized": (LLAMA, {"target_modules": BOTH, "use_rslora": True, "lora_alpha": 3}),
+    "patterns": (
+        LLAMA,
+        {
+            "target_modules": ["v_proj", "o_proj"],
+            "rank_pattern": {r"layers\.1\.self_attn\.v_proj": 2},
+            "alpha_pattern": {"o_proj": 5, r"model.layers.1.self_attn.v_proj": 1},
+        },
+    ),
+    "one layer": (LLAMA, {"target_modules": ["gate_proj"], "layers_to_transform": [1]}),
+    "head": (LLAMA, {"target_modules": ["lm_head"]}),
+    "fused": (GPT2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
+    "base": (GPT2, {"target_modules": ["c_attn"]}),
+}
+WRITTEN = {
+    "llama": (LLAMA, "."),
+    "some": (LLAMA, ["wq", "wv", "up"]),
+    "fused": (GPT2, "layers"),
+    "fused in part": (GPT2, ["wv", "head|down"]),
+    "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
+}
+
+
+def logits_of(model, batch):
+    return rows_of(eqx.filter_jit(apply)(model, batch), batch)
+
+
+def randomised(model):
+    """The model with adapters that are not zero."""
+    rng = np.random.default_rng(0)
+    noise = lambda x: jnp.asarray(rng.normal(0, 0.25, x.shape), x.dtype)
+    return lora.with_adapters(model, jax.tree.map(noise, lora.adapters(model)))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_reads_what_peft_has_saved(name, tmp_path):
+    case, options = READ[name]
+    reference = make_reference(case, tmp_path / "base")
+    model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
+    torch.manual_seed(0)
+    inner = reference.transformer if name == "base" else reference
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
+    adapted = peft.get_peft_model(inner, config)
+    adapted.eval().save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
+    # Where the base was adapted, that is in place.
+    expected = reference_outputs(reference if name == "base" else adapted, batch)
+    loaded = lora.load_adapters(model, tmp_path / "adapters")
+    assert difference(logits_of(model, batch), expected) > 0.01
+    assert difference(logits_of(loaded, batch), expected) < TOLERANCE
+    assert difference(logits_of(lora.merge(loaded), batch), expected) < TOLERANCE
+    lora.save_adapters(loaded, tmp_path / "again")
+    again = lora.load_adapters(model, tmp_path / "again")
+    np.testing.assert_allclose(
+        logits_of(again, batch)[0], logits_of(loaded, batch)[0], atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_peft_reads_what_is_saved(name, tmp_path):
+    case, targets = WRITTEN[name]
+    reference = make_reference(case, tmp_path / "base")
+    model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
+    key = jax.random.key(0)
+    model = randomised(lora.add_adapters(model, 4, targets=targets, alpha=6, key=key))
+    lora.save_adapters(model, tmp_path / "adapters")
+    adapted = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters").eval()
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    expected = reference_outputs(adapted, batch)
+    assert difference(logits_of(lora.merge(model), batch), expected) < TOLERANCE
+    assert difference(logits_of(model, batch), expected) < TOLERANCE
+    if name != "experts":  # which `peft` keeps otherwise than it reads them
+        loaded = lora.load_adapters(lora.merge(model), tmp_path / "theirs")
+        settings = json.loads((tmp_path / "theirs/adapter_config.json").read_text())
+        assert settings["r"] in (4, 12)
+        assert jax.tree.structure(lora.trainable(loaded))

@@ -1,0 +1,116 @@
+"""Decoding with a model that is split over a mesh gives the tokens of one device."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generate_helpers import prompts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+from redcoast._generate import eager, generate
+from redcoast._generate import stream as streaming
+from redcoast._generate.request import make_request
+from redcoast._parts import split
+from redcoast.models import Llama, LlamaConfig
+
+CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)
+MODEL = Llama(CONFIG, key=jax.random.key(0))
+ROWS, (TOKENS, MASK), _ = prompts([3, 7, 1, 5], vocab=64)
+PROMPT = {"mask": MASK, "max_new_tokens": 8, "eos": (5,)}
+HOW = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "key": jax.random.key(1)},
+    "beams": {"beams": 3},
+}
+MESHES = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean(model(batch) ** 2)
+
+
+def planned(sizes):
+    mesh = rc.make_mesh(**sizes)
+    plan = rc.plan_shardings(MODEL, mesh, fn=loss_fn, args=(jnp.zeros((8, 8), jnp.int32), None))
+    arrays, static = eqx.partition(MODEL, eqx.is_array)
+    shardings = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
+    return plan, eqx.combine(jax.device_put(arrays, shardings), static)
+
+
+PLANNED = {name: planned(sizes) for name, sizes in MESHES.items()}
+ONE_DEVICE = {how: np.asarray(generate(MODEL, TOKENS, **PROMPT, **HOW[how])) for how in HOW}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_called_as_it_is_a_model_stays_split(mesh, how):
+    found = generate(PLANNED[mesh][1], TOKENS, **PROMPT, **HOW[how])
+    np.testing.assert_array_equal(found, ONE_DEVICE[how])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_under_a_plan(how):
+    plan, model = PLANNED["2x4"]
+    decode = lambda model, tokens, mask: generate(
+        model, tokens, **{**PROMPT, "mask": mask}, **HOW[how]
+    )
+    given = [jnp.asarray(x) for x in (TOKENS, MASK)]
+    found = eqx.filter_jit(plan.constrain(decode))(model, *given)
+    np.testing.assert_array_equal(found, ONE_DEVICE[how])
+
+
+def test_a_stream_of_a_split_model_compiles_once():
+    model = PLANNED["2x4"][1]
+    before = streaming._advance._cache_size()
+    for how in ("greedy", "greedy"):
+        steps = []
+        found = generate(model, TOKENS, stream=steps.append, **PROMPT, **HOW[how])
+        np.testing.assert_array_equal(found, ONE_DEVICE[how])
+    assert streaming._advance._cache_size() == before + 1
+
+
+def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
+    model = PLANNED["2x4"][1]
+    mesh = model.embed.sharding.mesh
+    found = generate(model, TOKENS, **PROMPT)
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+    everywhere = jax.device_put(TOKENS, NamedSharding(mesh, P()))
+    arrays = eager.prepare_prompt(model, split(model)[0], everywhere, None)
+    assert arrays[0].sharding.is_fully_replicated
+    np.testing.assert_array_equal(generate(model, everywhere, **PROMPT), ONE_DEVICE["greedy"])
+    # Three rows do not divide over two.
+    few = generate(model, TOKENS[:3], **{**PROMPT, "mask": MASK[:3]})
+    np.testing.assert_array_equal(few, ONE_DEVICE["greedy"][:3])
+
+
+@pytest.mark.parametrize("how", ["greedy", "beams"])
+def test_as_a_predict_fn(how):
+    examples = [{"tokens": TOKENS[i % 4], "mask": MASK[i % 4]} for i in range(6)]
+    collate_fn = lambda some: {k: np.stack([one[k] for one in some]) for k in ("tokens", "mask")}
+
+    def predict_fn(model, batch, key):
+        return generate(model, batch["tokens"], **{**PROMPT, "mask": batch["mask"]}, **HOW[how])
+
+    options = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 4}
+    found = rc.predict_examples(MODEL, examples, mesh=rc.make_mesh(model=4), **options)
+    np.testing.assert_array_equal(found, ONE_DEVICE[how][[0, 1, 2, 3, 0, 1]])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_no_step_gathers_the_cache(how):
+    model = PLANNED["2x4"][1]
+    arrays, static = split(model)
+    options = {"key": None, "temperature": 0.0, "top_k": None, "top_p": None, "beams": 1}
+    options |= {"length_penalty": 1.0, "max_new_tokens": 16, "room": 16, **HOW[how]}
+    request = make_request(CONFIG, eos=(), **options)
+    prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
+    program = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
+    gathered = re.findall(r"= \(?f32\[([\d,]*)\]\S* all-gather\(", program)
+    cache = CONFIG.layers * 32 * CONFIG.kv_heads * CONFIG.head_dim
+    sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathered]
+    assert max(sizes, default=0) <= 4 * HOW[how].get("beams", 1) * CONFIG.vocab < cache

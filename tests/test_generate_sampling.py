@@ -1,0 +1,158 @@
+"""Draws against the filtered distribution, computed in NumPy in double precision."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generate_helpers import Tiny, TinyConfig, prompts
+from scipy import stats
+
+from redcoast._generate import generate
+from redcoast._generate.choose import filter_logits, first_greatest
+
+KEY = jax.random.key(7)
+MODEL = Tiny(3)
+ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])
+
+
+class Constant(eqx.Module):
+    """The same logits after every token."""
+
+    logits: jax.Array
+    config: TinyConfig = eqx.field(static=True, default_factory=TinyConfig)
+
+    def init_cache(self, batch, length):
+        return ()
+
+    def decode(self, tokens, cache, *, mask=None):
+        return jnp.ones((*tokens.shape, 1)), cache
+
+    def unembed(self, hidden):
+        return hidden * self.logits[None, None]
+
+
+def slow_filter(logits, temperature=1.0, top_k=None, top_p=None):
+    """The probabilities after all filters, of tokens sorted one by one."""
+    scores = np.asarray(logits, np.float64) / temperature
+    if top_k is not None:
+        scores[scores < np.sort(scores)[-min(top_k, scores.size)]] = -np.inf
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    if top_p is not None:
+        left_out = 0.0
+        for token in np.argsort(scores, kind="stable")[:-1]:
+            left_out += probabilities[token]
+            if left_out <= 1 - top_p:
+                scores[token] = -np.inf
+        probabilities = np.where(np.isinf(scores), 0, probabilities)
+    return probabilities / probabilities.sum()
+
+
+def p_value(tokens, probabilities):
+    """How likely counts so far from the expected ones are, by the chi-squared test."""
+    counts = np.bincount(np.ravel(tokens), minlength=probabilities.size)
+    assert counts[probabilities == 0].sum() == 0
+    kept = probabilities > 0
+    if kept.sum() == 1:
+        return 1.0
+    return stats.chisquare(counts[kept], counts.sum() * probabilities[kept]).pvalue
+
+
+LOGITS = np.random.default_rng(1).normal(0, 1.5, 11).astype(np.float32)
+FILTERS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 2.5},
+    {"top_k": 4},
+    {"top_k": 1},
+    {"top_p": 0.8},
+    {"top_p": 1e-6},
+    {"temperature": 1.7, "top_k": 6, "top_p": 0.7},
+    {"temperature": 0.8, "top_k": 100, "top_p": 0.95},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("rows", "steps"), [(10_000, 1), (250, 40)])
+def test_ten_thousand_draws_have_the_filtered_distribution(filters, rows, steps):
+    options = {"temperature": 1.0, **filters, "key": KEY, "max_new_tokens": steps}
+    tokens = generate(Constant(jnp.asarray(LOGITS)), np.zeros((rows, 1), int), **options)
+    assert tokens.size == 10_000
+    assert p_value(tokens, slow_filter(LOGITS, **filters)) > 1e-3
+
+
+def test_the_test_of_draws_can_fail():
+    options = {"temperature": 1.0, "key": KEY, "max_new_tokens": 1}
+    tokens = generate(Constant(jnp.asarray(LOGITS)), np.zeros((10_000, 1), int), **options)
+    assert p_value(tokens, slow_filter(LOGITS, temperature=1.1)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["normal", "rounded", "equal", "one_impossible"])
+def test_the_filters_keep_what_the_definitions_say(kind):
+    rng = np.random.default_rng(5)
+    logits = rng.normal(0, 2, (200, 30)).astype(np.float32)
+    if kind == "rounded":  # many ties
+        logits = np.round(logits)
+    if kind == "equal":
+        logits[:] = 1.5
+    if kind == "one_impossible":
+        logits[:, ::3] = -np.inf
+    for temperature, top_k, top_p in [(1, 7, None), (0.5, None, 0.9), (2, 12, 0.5), (1, 3, 0.01)]:
+        tail = None if top_p is None else np.float32(1 - top_p)
+        scores = filter_logits(logits, np.float32(temperature), top_k, tail)
+        want = np.stack([slow_filter(row, temperature, top_k, top_p) for row in logits])
+        np.testing.assert_array_equal(np.isfinite(scores), want > 0)
+        np.testing.assert_allclose(jax.nn.softmax(scores), want, atol=1e-6)
+
+
+def test_a_top_k_above_the_vocabulary_and_a_top_p_of_one_keep_everything():
+    draw = ft.partial(generate, MODEL, LEFT, max_new_tokens=6, temperature=1.0, key=KEY)
+    np.testing.assert_array_equal(draw(top_k=11, top_p=1.0), draw())
+    np.testing.assert_array_equal(draw(top_k=500), draw())
+
+
+def test_the_first_of_the_greatest_is_chosen_and_nan_is_marked():
+    scores = np.array([[0, 2, 2], [np.nan, 1, 5], [-np.inf, -np.inf, -np.inf], [9, -1, 0]])
+    np.testing.assert_array_equal(first_greatest(jnp.asarray(scores)), [1, -1, 0, 0])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_draws_do_not_depend_on_how_they_are_made(filters):
+    options = {"temperature": 1.2, "key": KEY, **filters}
+    draw = ft.partial(generate, max_new_tokens=9, **options)
+    drawn = np.asarray(draw(MODEL, LEFT, mask=LEFT_MASK))
+    assert len(np.unique(drawn)) > 4
+    streamed = []
+    found = {
+        "padded on the right": draw(MODEL, RIGHT, mask=RIGHT_MASK),
+        "padded more": draw(
+            MODEL, np.pad(LEFT, ((0, 0), (12, 0))), mask=np.pad(LEFT_MASK, ((0, 0), (12, 0)))
+        ),
+        "traced": eqx.filter_jit(draw)(MODEL, LEFT, mask=LEFT_MASK),
+        "streamed": draw(MODEL, LEFT, mask=LEFT_MASK, stream=streamed.append),
+        "of more": generate(MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=20, **options)[:, :9],
+        "of fewer rows": draw(MODEL, LEFT[:2], mask=LEFT_MASK[:2]),
+    }
+    for how, tokens in found.items():
+        np.testing.assert_array_equal(tokens, drawn[: len(tokens)], err_msg=how)
+    np.testing.assert_array_equal(np.stack(streamed, axis=1), drawn)
+
+
+def test_rows_steps_and_keys_draw_differently():
+    model = Constant(jnp.zeros(11))
+    draw = ft.partial(generate, model, np.zeros((8, 2), int), max_new_tokens=16, temperature=1.0)
+    one, other = np.asarray(draw(key=KEY)), np.asarray(draw(key=jax.random.key(8)))
+    assert len(np.unique(one, axis=0)) == 8
+    assert len(np.unique(one, axis=1).T) == 16
+    assert (one != other).mean() > 0.7
+    np.testing.assert_array_equal(one, draw(key=KEY))
+
+
+def test_at_temperature_zero_filters_and_key_change_nothing():
+    options = {"mask": LEFT_MASK, "max_new_tokens": 5}
+    likeliest = generate(MODEL, LEFT, **options)
+    for more in ({"key": KEY}, {"top_k": 3}, {"top_p": 0.1}):
+        np.testing.assert_array_equal(generate(MODEL, LEFT, **options, **more), likeliest)

@@ -1,0 +1,179 @@
+"""OPT against NumPy, and what must leave it unchanged."""
+
+import dataclasses
+
+import decoder_helpers as helpers
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoder_helpers import TOKENS, VOCAB, logits_of, make, slow_attention, slow_norm
+
+from redcoast.models.opt import OPT, OPTConfig
+
+CONFIG = OPTConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11)
+SMALLEST = {"post_norm": True, "final_norm": False, "embed_width": 12}  # as 350m is, next to 125m
+BARE = {"bias": False, "affine": False, "tied": False}
+MODEL = make(OPT, CONFIG)
+OTHER = make(OPT, CONFIG, **SMALLEST)
+
+
+def numpy_logits(model, tokens):
+    c, model = model.config, helpers.in_numpy(model)
+    or_zero = lambda x: 0.0 if x is None else x
+
+    def norm(x, scale, shift):
+        return slow_norm(x, scale, shift) if c.affine else slow_norm(x)
+
+    def attend(x, w):
+        pairs = ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv))
+        q, k, v = (np.einsum("sd,dhk->shk", x, m) + or_zero(b) for m, b in pairs)
+        out = slow_attention(q, k, v, scale=c.head_dim**-0.5)
+        return np.einsum("shk,hkd->sd", out, w.wo) + or_zero(w.bo)
+
+    def feed(x, w):
+        return np.maximum(x @ w.up + or_zero(w.up_bias), 0) @ w.down + or_zero(w.down_bias)
+
+    x = model.embed[np.asarray(tokens)]
+    x = x if model.project_in is None else x @ model.project_in
+    x = x + model.position_embed[2 : 2 + len(tokens)]
+    for index in range(c.layers):
+        w = helpers.one_layer(model.layers, index)
+        parts = ((attend, w.attention_norm, w.attention_norm_shift),)
+        for part, scale, shift in (*parts, (feed, w.mlp_norm, w.mlp_norm_shift)):
+            if c.post_norm:
+                x = norm(x + part(x, w), scale, shift)
+            else:
+                x = x + part(norm(x, scale, shift), w)
+    x = norm(x, model.norm, model.norm_shift) if c.final_norm else x
+    x = x if model.project_out is None else x @ model.project_out
+    return x @ (model.embed.T if model.head is None else model.head)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, SMALLEST, BARE, {"final_norm": False, "embed_width": 20, "tied": False}]
+)
+def test_matches_numpy(changes):
+    model = make(OPT, CONFIG, **changes)
+    logits = logits_of(model, TOKENS)
+    for row, got in zip(TOKENS, logits, strict=True):
+        helpers.close(got, numpy_logits(model, row), 1e-4)
+
+
+@pytest.mark.parametrize("model", [MODEL, OTHER], ids=["before", "after"])
+def test_padding_changes_nothing(model):
+    helpers.check_padding(model)
+
+
+def test_packed_texts_are_as_apart():
+    helpers.check_segments(OTHER)
+
+
+@pytest.mark.parametrize("model", [MODEL, OTHER], ids=["before", "after"])
+def test_cache_gives_what_all_at_once_does(model):
+    helpers.check_cache(model, model.init_cache(2, 12))
+
+
+def test_dropout_by_key():
+    helpers.check_dropout(MODEL, ("dropout", "attention_dropout"))
+
+
+def test_remat_saves_less_and_changes_no_gradient():
+    helpers.check_remat(OTHER)
+
+
+def test_half_precision_is_close_to_float32():
+    helpers.check_half_precision(MODEL)
+
+
+@pytest.mark.parametrize("changes", [{}, SMALLEST], ids=["before", "after"])
+def test_is_split_over_a_mesh(changes):
+    helpers.check_plan(make(OPT, CONFIG, **changes, width=32, hidden=128))
+
+
+def test_positions_end():
+    tokens = jnp.pad(TOKENS, ((0, 0), (0, 5)))
+    with pytest.raises(ValueError, match="12 tokens in a row, but the model has 11 positions"):
+        MODEL(tokens)
+    with pytest.raises(ValueError, match="12 tokens in a row"):
+        MODEL.decode(tokens, MODEL.init_cache(2, 12))
+    beyond = logits_of(MODEL, TOKENS, positions=jnp.arange(5, 12)[None])
+    assert jnp.all(jnp.isnan(beyond[:, 6]))
+    assert jnp.all(jnp.isfinite(logits_of(MODEL, TOKENS, positions=jnp.arange(4, 11)[None])))
+
+
+def test_initial_deviations_are_those_of_the_paper():
+    config = dataclasses.replace(CONFIG, width=64, layers=8)
+    layers = helpers.initial(OPT, config).layers
+    np.testing.assert_allclose(jnp.std(layers.wq), 0.006, rtol=0.05)
+    for array in (layers.wo, layers.down):
+        np.testing.assert_allclose(jnp.std(array), 0.0015, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "16 is no multiple of 3"),
+        ({"embed_width": 0}, "`embed_width` must be at least 1"),
+        ({"post_norm": True}, "With `post_norm` each layer ends in a norm"),
+        ({"dropout": 1.5}, "`dropout` must be at least 0 and less than 1, but is 1.5"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+# As https://huggingface.co/facebook/opt-350m has it.
+PUBLISHED = {
+    "_remove_final_layer_norm": False,
+    "activation_dropout": 0.0,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "do_layer_norm_before": False,
+    "dropout": 0.1,
+    "eos_token_id": 2,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "init_std": 0.02,
+    "layerdrop": 0.0,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "torch_dtype": "float16",
+    "use_cache": True,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 512,
+}
+
+
+def test_published_settings_are_read():
+    sizes = {"vocab": 50272, "width": 1024, "layers": 24, "heads": 16, "hidden": 4096}
+    norms = {"post_norm": True, "final_norm": False}
+    config = OPTConfig(**sizes, **norms, embed_width=512, eos=(2,), bos=2, pad=1)
+    assert OPTConfig.from_hugging_face(PUBLISHED) == config
+
+
+@pytest.mark.parametrize("changes", [{}, SMALLEST, BARE, {"final_norm": False}])
+def test_settings_are_read_back(changes):
+    others = {"activation": "gelu", "dropout": 0.2, "attention_dropout": 0.3, "pad": 6}
+    config = dataclasses.replace(CONFIG, **changes, **others, eos=(3, 4), bos=5)
+    assert OPTConfig.from_hugging_face(config.to_hugging_face()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layerdrop": 0.1}, "`layerdrop` is 0.1, and only 0.0 is implemented"),
+        ({"activation_dropout": 0.1}, "`activation_dropout` is 0.1"),
+        ({"scale_embeddings": True}, "`scale_embeddings` is True"),
+        ({"rope_theta": 1e4}, "`rope_theta`, which is 10000.0, is not known"),
+    ],
+)
+def test_settings_that_would_change_results_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        OPTConfig.from_hugging_face(PUBLISHED | change)

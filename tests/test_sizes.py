@@ -1,0 +1,90 @@
+"""The named sizes have as many parameters as the published models."""
+
+import equinox as eqx
+import jax
+import pytest
+
+from redcoast.models import sizes
+
+# Counted in the published models (by `transformers`), tied arrays once.
+PUBLISHED = {
+    "llama_7b": 6_738_415_616,
+    "llama_13b": 13_015_864_320,
+    "llama_30b": 32_528_943_616,
+    "llama_65b": 65_285_660_672,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_2_1b": 1_235_814_400,
+    "smollm2_135m": 134_515_008,
+    "mistral_7b": 7_241_732_096,
+    "qwen2_7b": 7_615_616_512,
+    "qwen3_8b": 8_190_735_360,
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "gptj_6b": 6_050_882_784,
+    "opt_125m": 125_239_296,
+    "opt_350m": 331_196_416,
+    "opt_1_3b": 1_315_758_080,
+    "opt_2_7b": 2_651_596_800,
+    "opt_6_7b": 6_658_473_984,
+    "opt_13b": 12_853_473_280,
+    "opt_30b": 29_974_540_288,
+    "opt_66b": 65_719_701_504,
+    "gemma_2b": 2_506_172_416,
+    "gemma_7b": 8_537_680_896,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_1b": 999_885_952,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "t5_small": 60_506_624,
+    "t5_base": 222_903_552,
+    "t5_large": 737_668_096,
+    "t5_3b": 2_851_598_336,
+    "t5_11b": 11_307_321_344,
+    "t5_v1_1_small": 76_961_152,
+    "t5_v1_1_base": 247_577_856,
+    "t5_v1_1_large": 783_150_080,
+    "t5_xl": 2_849_757_184,
+    "t5_xxl": 11_135_332_352,
+    "mt5_small": 300_176_768,
+    "mt5_base": 582_401_280,
+    "mt5_large": 1_229_581_312,
+    "bart_base": 139_420_416,
+    "bart_large": 406_291_456,
+    "bert_base": 109_482_240,
+    "bert_large": 335_141_888,
+    "roberta_base": 124_645_632,
+    "roberta_large": 355_359_744,
+    "vit_base": 85_798_656,
+    "vit_large": 303_301_632,
+    "vit_huge": 630_764_800,
+}
+NAMES = [name for name, value in vars(sizes).items() if name[0].islower() and callable(value)]
+
+
+def test_every_named_size_is_counted():
+    assert {*NAMES} - {"replace"} == {*PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name):
+    model = eqx.filter_eval_shape(getattr(sizes, name), key=jax.random.key(0))
+    # What BART adds to its logits is stored with the parameters, but is none.
+    model = eqx.filter(model, lambda x: x is not getattr(model, "logits_bias", None))
+    assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array_like(x) or hasattr(x, "size")) == PUBLISHED[name]
+
+
+def test_changes_take_the_place_of_published_values():
+    small = sizes.llama_7b(key=jax.random.key(0), layers=1, width=64, heads=2, kv_heads=2, hidden=8)
+    assert small.layers.gate.shape == (1, 64, 8)
+    assert small.config.norm_eps == 1e-6
+
+
+def test_unknown_changes_are_refused():
+    with pytest.raises(TypeError, match="depth"):
+        sizes.llama_7b(key=jax.random.key(0), depth=3)

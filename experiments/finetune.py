@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def main(c: Config) -> None:
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
     if c.lora:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=key)
-    trainable = lora.trainable(model) if c.lora else rc.fit.__kwdefaults__["trainable"]
+    trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
 
     # Data: windows of tokens, and which of the tokens are learned.
     train, valid = read_examples(c, weights, tokenizer)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -42,14 +43,6 @@ class Tiny(eqx.Module):
     wv: jax.Array
     head: jax.Array
     config: TinyConfig = eqx.field(static=True)
-
-    def __init__(self, seed=0, *, spread=1.5, dtype=jnp.float32, **changes):
-        self.config = c = TinyConfig(**changes)
-        rng = np.random.default_rng(seed)
-        make = lambda *shape: jnp.asarray(rng.normal(0, shape[0] ** -0.5, shape), dtype)
-        self.embed = jnp.asarray(rng.normal(0, 1, (c.vocab, c.width)), dtype)
-        self.wq, self.wk, self.wv = (3 * make(c.width, c.width) for _ in range(3))
-        self.head = spread * make(c.width, c.vocab)
 
     def init_cache(self, batch, length, *, memory=None):
         c, dtype = self.config, self.embed.dtype
@@ -92,6 +85,16 @@ class TinySeq2Seq(Tiny):
 
     def init_cache(self, batch, length, *, memory=None, memory_mask=None):
         return super().init_cache(batch, length, memory=memory)
+
+
+def tiny(seed, kind: Any = Tiny, *, spread=1.5, dtype=jnp.float32, **changes) -> Any:
+    """A model with random weights; the greater `spread`, the surer is it of its tokens."""
+    config = TinyConfig(**changes)
+    rng = np.random.default_rng(seed)
+    make = lambda *shape: jnp.asarray(rng.normal(0, shape[0] ** -0.5, shape), dtype)
+    embed = jnp.asarray(rng.normal(0, 1, (config.vocab, config.width)), dtype)
+    square = [3 * make(config.width, config.width) for _ in range(3)]
+    return kind(embed, *square, spread * make(config.width, config.vocab), config)
 
 
 def slow_logits(model, tokens, memory=None):

@@ -1,7 +1,7 @@
 """Small encoder-decoders whose every parameter is random, and what is often asked of them."""
 
-import functools
 import zlib
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -25,10 +25,10 @@ def random_model(model_class, config):
     return jax.tree_util.tree_map_with_path(random, abstract)
 
 
-# There is more to compile than to run.
-quick_jit = functools.partial(
-    eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0}
-)
+def quick_jit(fn) -> Any:
+    # There is more to compile than to run.
+    options: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    return eqx.filter_jit(fn, **options)
 
 
 @quick_jit

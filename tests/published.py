@@ -2,11 +2,13 @@
 
 import json
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 ROWS, LENGTH, PROMPT = 4, 12, 10
 
@@ -19,30 +21,24 @@ def uniform(name: str, count: int) -> np.ndarray:
     return x / 2.0**31 - 1
 
 
-def formula(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def formula(name: str, shape: Sequence[int]) -> np.ndarray:
     """A tensor by its published name: scales of norms are about 1, biases about 0, and matrices
-    such that their products stay of order 1."""
+    such that the products stay of order 1."""
     x = uniform(name, int(np.prod(shape))).reshape(shape)
     if len(shape) > 1:
-        x = x * np.sqrt(6 / np.prod(shape[1:]))
-    else:
-        x = x / 3 + name.endswith("weight")
-    return x.astype(np.float32)
+        return (x * np.sqrt(6 / np.prod(shape[1:]))).astype(np.float32)
+    return (x / 3 + name.endswith("weight")).astype(np.float32)
 
 
-def write_weights(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    tensors = {name: formula(name, tuple(shape)) for name, shape in shapes.items()}
+def write_weights(directory: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    tensors = {name: formula(name, shape) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def rewrite_weights(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Puts the formula's values into a directory's floating tensors; their names and shapes."""
-    tensors = load_file(directory / "model.safetensors")
-    shapes = {name: x.shape for name, x in tensors.items() if x.dtype.kind == "f"}
-    if len(shapes) < len(tensors):
-        raise ValueError(f"Not floating: {tensors.keys() - shapes.keys()}.")
-    write_weights(directory, shapes)
-    return shapes
+def shapes_of(directory: Path) -> dict[str, list[int]]:
+    """The names and shapes of the tensors in a directory."""
+    with safe_open(directory / "model.safetensors", "numpy") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
@@ -55,16 +51,15 @@ def make_tokens(name: str, vocab: int, length: int = LENGTH) -> np.ndarray:
     return (4 + share * (vocab - 4)).astype(np.int32)
 
 
-def ragged(padding: tuple[int, ...], length: int = LENGTH) -> np.ndarray:
-    """1 at real tokens: for each row, so many are padding on the left, or negative, the right."""
-    at = np.arange(length)[None]
-    columns = np.array(padding)[:, None]
+def ragged(padding: Sequence[int], length: int = LENGTH) -> np.ndarray:
+    """1 at real tokens: in each row, so many are padding on the left, or if negative, the right."""
+    at, columns = np.arange(length)[None], np.array(padding)[:, None]
     return ((at >= columns) & (at < length + np.minimum(columns, 0))).astype(np.int32)
 
 
-def make_batch(settings: dict[str, Any], *, pixels: bool, text: bool) -> dict[str, np.ndarray]:
+def make_batch(settings: Mapping[str, Any], *, pixels: bool, text: bool) -> dict[str, np.ndarray]:
     """The arguments of a model, by their names; and the `targets` of a model of `text`, with a
-    weight of 1 where a real token follows a real one."""
+    `weight` of 1 where a real token follows a real one."""
     batch = {}
     if pixels:
         vision = settings.get("encoder", settings)
@@ -78,8 +73,27 @@ def make_batch(settings: dict[str, Any], *, pixels: bool, text: bool) -> dict[st
         batch["decoder_tokens"] = make_tokens("decoder_tokens", vocab)
         batch["decoder_mask"] = ragged((0, -2, 0, -6))
     if text:
-        tokens = batch.get("decoder_tokens", batch.get("tokens"))
-        mask = batch.get("decoder_mask", batch.get("mask"))
-        batch["targets"] = np.roll(tokens, -1, axis=1)
+        name = "decoder_" if "decoder_tokens" in batch else ""
+        mask = batch[f"{name}mask"]
+        batch["targets"] = np.roll(batch[f"{name}tokens"], -1, axis=1)
         batch["weight"] = np.pad(mask[:, 1:] * mask[:, :-1], ((0, 0), (0, 1)))
     return batch
+
+
+def apply(model: Any, batch: Mapping[str, Any]) -> Any:
+    inputs = [batch[name] for name in ("pixels", "tokens", "decoder_tokens") if name in batch]
+    masks = {name: batch[name] for name in ("mask", "decoder_mask") if name in batch}
+    return model(*inputs, **masks)
+
+
+def rows_of(outputs: Any, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """What a model gives for each row, without that for padding."""
+    mask = batch.get("decoder_mask", batch.get("mask"))
+    if mask is None or outputs.ndim < 3:
+        return list(np.asarray(outputs))
+    return [row[real == 1] for row, real in zip(np.asarray(outputs), mask, strict=True)]
+
+
+def sample(row: np.ndarray) -> np.ndarray:
+    """Some of what a model gives for a row: at the last token, or of all labels."""
+    return row[-1, ::3] if row.ndim > 1 else row

@@ -1,6 +1,7 @@
 """What holds of every encoder-decoder of text: T5 and BART."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +27,14 @@ import redcoast as rc
 from redcoast.models.bart import Bart, BartConfig
 from redcoast.models.t5 import T5, T5Config
 
-SIZES = {"vocab": VOCAB, "width": 16, "layers": 1, "decoder_layers": 2, "heads": 2, "hidden": 24}
+SIZES: dict[str, Any] = {
+    "vocab": VOCAB,
+    "width": 16,
+    "layers": 1,
+    "decoder_layers": 2,
+    "heads": 2,
+    "hidden": 24,
+}
 CLASSES = {
     "t5": (T5, T5Config(**SIZES, buckets=8, distance=5, gated=True, tied=False)),
     "bart": (Bart, BartConfig(**SIZES, positions=12, scale_embedding=True, attention_dropout=0.1)),

@@ -1,11 +1,12 @@
 """Beam search against one with lists of hypotheses, which computes every sequence anew."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from generate_helpers import (
-    Tiny,
     TinyCache,
     TinySeq2Seq,
     log_softmax,
@@ -14,13 +15,14 @@ from generate_helpers import (
     slow_greedy,
     slow_logits,
     slow_memory,
+    tiny,
 )
 
 from redcoast._generate import generate
 from redcoast._generate.rows import batch_dims, reorder_rows, repeat_rows
 
 ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])
-PROMPT = {"mask": LEFT_MASK, "max_new_tokens": 8}
+PROMPT: Any = {"mask": LEFT_MASK, "max_new_tokens": 8}
 
 
 @pytest.mark.parametrize("eos", [(), (2,), (1, 4, 6), tuple(range(10))], ids=str)
@@ -28,7 +30,7 @@ PROMPT = {"mask": LEFT_MASK, "max_new_tokens": 8}
 def test_beam_search_gives_the_best_hypothesis(beams, eos):
     lengths = set()
     for seed in range(4):
-        model = Tiny(seed, spread=1.0)
+        model = tiny(seed, spread=1.0)
         for penalty in (-1.0, 0.0, 0.5, 1.0, 2.0):
             options = {"beams": beams, "eos": eos, "length_penalty": penalty}
             found = generate(model, LEFT, **PROMPT, **options)
@@ -48,7 +50,7 @@ def test_beams_find_what_greedy_decoding_misses():
 
     gains = []
     for seed in range(6):
-        model = Tiny(seed, spread=1.0)
+        model = tiny(seed, spread=1.0)
         found = np.asarray(generate(model, LEFT, **PROMPT, beams=5))
         for row, new in zip(ROWS, found, strict=True):
             greedy = slow_greedy(model, row, 8)
@@ -57,8 +59,8 @@ def test_beams_find_what_greedy_decoding_misses():
 
 
 def test_beams_do_not_depend_on_padding_or_on_other_rows():
-    model = Tiny(2, spread=1.0)
-    options = {"beams": 3, "eos": (2,), "max_new_tokens": 8}
+    model = tiny(2, spread=1.0)
+    options: dict[str, Any] = {"beams": 3, "eos": (2,), "max_new_tokens": 8}
     found = np.asarray(generate(model, LEFT, mask=LEFT_MASK, **options))
     np.testing.assert_array_equal(generate(model, RIGHT, mask=RIGHT_MASK, **options), found)
     for i, row in enumerate(ROWS):
@@ -67,23 +69,23 @@ def test_beams_do_not_depend_on_padding_or_on_other_rows():
 
 
 def test_beams_of_an_encoder_decoder_each_keep_their_memory():
-    model = TinySeq2Seq(5, decoder_start=4, spread=1.0)
-    options = {"beams": 4, "eos": (2,), "length_penalty": 0.5}
+    model = tiny(5, TinySeq2Seq, decoder_start=4, spread=1.0)
+    options: dict[str, Any] = {"beams": 4, "eos": (2,), "length_penalty": 0.5}
     found = generate(model, RIGHT, mask=RIGHT_MASK, max_new_tokens=8, **options)
     memories = [slow_memory(model, row) for row in ROWS]
-    slow = {"penalty": 0.5, "eos": (2,), "pad": 2}
+    slow: dict[str, Any] = {"penalty": 0.5, "eos": (2,), "pad": 2}
     want = [slow_beams(model, [4], 8, 4, memory=memory, **slow) for memory in memories]
     np.testing.assert_array_equal(found, want)
 
 
 def test_beam_search_is_traced_like_any_function():
-    model = Tiny(2, spread=1.0)
+    model = tiny(2, spread=1.0)
     decode = lambda tokens: generate(model, tokens, **PROMPT, beams=3, eos=2)
     np.testing.assert_array_equal(jax.jit(decode)(LEFT), decode(LEFT))
 
 
 def test_more_beams_than_tokens_still_search():
-    model = Tiny(1, vocab=3, spread=1.0)
+    model = tiny(1, vocab=3, spread=1.0)
     rows, (tokens, mask), _ = prompts([2, 4], vocab=3)
     found = generate(model, tokens, mask=mask, max_new_tokens=4, beams=4)
     want = [slow_beams(model, row, 4, 4) for row in rows]
@@ -106,7 +108,7 @@ def test_rows_of_a_cache_are_repeated_and_reordered_as_take_would():
     several = repeat_rows(cache, dims, 2)
     parent = jnp.asarray([[1, 1], [0, 1], [1, 0]])
     # Distinct beams of one memory each: what a search has.
-    grown = TinyCache(several.k + jnp.arange(6)[:, None, None], *list_of(several)[1:])
+    grown = TinyCache(several.k + jnp.arange(6.0)[:, None, None], *list_of(several)[1:])
     found = reorder_rows(grown, several, dims, parent)
     wanted = grown.take((2 * jnp.arange(3)[:, None] + parent).reshape(-1))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -1,6 +1,7 @@
 """Decoding with a model that is split over a mesh gives the tokens of one device."""
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,8 +22,8 @@ from redcoast.models import Llama, LlamaConfig
 CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)
 MODEL = Llama(CONFIG, key=jax.random.key(0))
 ROWS, (TOKENS, MASK), _ = prompts([3, 7, 1, 5], vocab=64)
-PROMPT = {"mask": MASK, "max_new_tokens": 8, "eos": (5,)}
-HOW = {
+PROMPT: Any = {"mask": MASK, "max_new_tokens": 8, "eos": (5,)}
+HOW: Any = {
     "greedy": {},
     "drawn": {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "key": jax.random.key(1)},
     "beams": {"beams": 3},
@@ -46,8 +47,9 @@ PLANNED = {name: planned(sizes) for name, sizes in MESHES.items()}
 ONE_DEVICE = {how: np.asarray(generate(MODEL, TOKENS, **PROMPT, **HOW[how])) for how in HOW}
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "how"), [*(("2x4", how) for how in HOW), ("fsdp", "greedy"), ("fsdp", "beams")]
+)
 def test_called_as_it_is_a_model_stays_split(mesh, how):
     found = generate(PLANNED[mesh][1], TOKENS, **PROMPT, **HOW[how])
     np.testing.assert_array_equal(found, ONE_DEVICE[how])
@@ -66,12 +68,13 @@ def test_under_a_plan(how):
 
 def test_a_stream_of_a_split_model_compiles_once():
     model = PLANNED["2x4"][1]
-    before = streaming._advance._cache_size()
+    jitted: Any = streaming._advance
+    before = jitted._cache_size()
     for how in ("greedy", "greedy"):
         steps = []
         found = generate(model, TOKENS, stream=steps.append, **PROMPT, **HOW[how])
         np.testing.assert_array_equal(found, ONE_DEVICE[how])
-    assert streaming._advance._cache_size() == before + 1
+    assert jitted._cache_size() == before + 1
 
 
 def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
@@ -88,28 +91,33 @@ def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     np.testing.assert_array_equal(few, ONE_DEVICE["greedy"][:3])
 
 
-@pytest.mark.parametrize("how", ["greedy", "beams"])
-def test_as_a_predict_fn(how):
+def test_as_a_predict_fn():
     examples = [{"tokens": TOKENS[i % 4], "mask": MASK[i % 4]} for i in range(6)]
     collate_fn = lambda some: {k: np.stack([one[k] for one in some]) for k in ("tokens", "mask")}
 
     def predict_fn(model, batch, key):
-        return generate(model, batch["tokens"], **{**PROMPT, "mask": batch["mask"]}, **HOW[how])
+        return generate(model, batch["tokens"], **{**PROMPT, "mask": batch["mask"]}, beams=3)
 
-    options = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 4}
+    options: dict[str, Any] = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 4}
     found = rc.predict_examples(MODEL, examples, mesh=rc.make_mesh(model=4), **options)
-    np.testing.assert_array_equal(found, ONE_DEVICE[how][[0, 1, 2, 3, 0, 1]])
+    np.testing.assert_array_equal(found, ONE_DEVICE["beams"][[0, 1, 2, 3, 0, 1]])
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["greedy", "beams"])
 def test_no_step_gathers_the_cache(how):
     model = PLANNED["2x4"][1]
     arrays, static = split(model)
-    options = {"key": None, "temperature": 0.0, "top_k": None, "top_p": None, "beams": 1}
+    options: dict[str, Any] = {
+        "key": None,
+        "temperature": 0.0,
+        "top_k": None,
+        "top_p": None,
+        "beams": 1,
+    }
     options |= {"length_penalty": 1.0, "max_new_tokens": 16, "room": 16, **HOW[how]}
     request = make_request(CONFIG, eos=(), **options)
     prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
-    program = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
+    program: Any = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
     gathered = re.findall(r"= \(?f32\[([\d,]*)\]\S* all-gather\(", program)
     cache = CONFIG.layers * 32 * CONFIG.kv_heads * CONFIG.head_dim
     sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in gathered]

@@ -211,8 +211,7 @@ PUBLISHED = {
 
 def test_published_settings_are_read():
     config = GPT2Config.from_hugging_face(PUBLISHED)
-    sizes = {"vocab": 50257, "width": 1024, "layers": 24, "heads": 16, "hidden": 4096}
-    assert config == GPT2Config(**sizes, eos=(50256,), bos=50256)
+    assert config == GPT2Config(50257, 1024, 24, 16, 4096, eos=(50256,), bos=50256)
     renamed = {n: v for n, v in PUBLISHED.items() if n not in ("n_embd", "n_positions")}
     renamed |= {"hidden_size": 1024, "max_position_embeddings": 1024}
     assert GPT2Config.from_hugging_face(renamed) == config

@@ -141,8 +141,7 @@ PUBLISHED = {
 
 
 def test_published_settings_are_read():
-    sizes = {"vocab": 50400, "width": 4096, "layers": 28, "heads": 16, "hidden": 16384}
-    config = GPTJConfig(**sizes, eos=(50256,), bos=50256)
+    config = GPTJConfig(50400, 4096, 28, 16, 16384, eos=(50256,), bos=50256)
     assert GPTJConfig.from_hugging_face(PUBLISHED) == config
 
 

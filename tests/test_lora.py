@@ -195,9 +195,20 @@ def test_adapters_are_split_as_their_matrix(model, dataflow):
         assert at(getattr(layers, name).weight) == at(getattr(layers, name).a) == [1], name
 
 
+def test_adapters_of_linear_layers_are_split_as_their_matrix():
+    mlp = eqx.nn.MLP(64, 64, 256, depth=1, use_bias=False, key=KEY)
+    plain = rc.infer_shardings(mlp, rc.make_mesh(model=4))
+    model = lora.add_adapters(mlp, 4, targets=".", key=KEY)
+    up, down = (layer.weight for layer in rc.infer_shardings(model, rc.make_mesh(model=4)).layers)
+    assert [layer.weight for layer in plain.layers] == [up.weight, down.weight]
+    assert up.weight.spec == down.a.spec == P("model")
+    assert down.weight.spec == up.b.spec == P(None, "model")
+    assert up.a.spec == down.b.spec == P()
+
+
 def test_split_adapters_compute_the_same():
-    config = dataclasses.replace(CONFIG, vocab=128, width=64, kv_heads=4, hidden=64)
-    model, tokens = adapted(make_model(Llama, config)), make_tokens(config, (8, 8))
+    config = dataclasses.replace(CONFIG, vocab=64, width=64, kv_heads=4, hidden=64)
+    model, tokens = adapted(make_model(Llama, config), "wq|wo"), make_tokens(config, (8, 8))
     plan = rc.plan_shardings(model, rc.make_mesh(data=2, model=4), fn=loss_of, args=(tokens,))
     rows = NamedSharding(plan.mesh, P("data"))
     placed = jax.device_put((model, tokens), (plan.shardings, rows))

@@ -152,9 +152,8 @@ PUBLISHED = {
 
 
 def test_published_settings_are_read():
-    sizes = {"vocab": 50272, "width": 1024, "layers": 24, "heads": 16, "hidden": 4096}
-    norms = {"post_norm": True, "final_norm": False}
-    config = OPTConfig(**sizes, **norms, embed_width=512, eos=(2,), bos=2, pad=1)
+    config = OPTConfig(50272, 1024, 24, 16, 4096, embed_width=512, eos=(2,), bos=2, pad=1)
+    config = dataclasses.replace(config, post_norm=True, final_norm=False)
     assert OPTConfig.from_hugging_face(PUBLISHED) == config
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +39,7 @@ CONFIG = T5Config(
 # with 4 more, behind it), and of the decoder's keys before a query.
 BOTH_SIDES = [0, 1, 2, 2, 3, 3, 3]
 BEFORE = [0, 1, 2, 3, 4, 7, 7]
-GATED = {"gated": True, "activation": "gelu_new", "tied": False}
+GATED: dict[str, Any] = {"gated": True, "activation": "gelu_new", "tied": False}
 
 
 def make(**changes):
@@ -139,7 +140,8 @@ def test_initial_scores_and_logits_are_of_order_one():
     @quick_jit
     def deviations(key):
         model = T5(config, key=key)
-        arrays = model.embed, model.encoder.layers.attention.wq, model.decoder.layers.cross.wk
+        cross: Any = model.decoder.layers.cross
+        arrays = model.embed, model.encoder.layers.attention.wq, cross.wk
         return [jnp.std(x) for x in (*arrays, model(tokens, tokens))]
 
     *of_arrays, of_logits = deviations(jax.random.key(0))
@@ -203,7 +205,7 @@ MT5_SMALL |= {"architectures": ["MT5ForConditionalGeneration"]}
 # As version 5 of `transformers` writes FLAN-T5 and mT5.
 FLAN_T5_IN_5 = FLAN_T5_SMALL | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
 MT5_IN_5 = MT5_SMALL | {"tie_word_embeddings": True}
-IDS = {"eos": (1,), "pad": 0, "decoder_start": 0}
+IDS: dict[str, Any] = {"eos": (1,), "pad": 0, "decoder_start": 0}
 
 
 def test_reads_the_first_version():

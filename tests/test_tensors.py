@@ -143,7 +143,7 @@ def test_an_array_goes_back_into_its_tensors(case):
     tensor, published, leaf = make(case)
     for part, whole in zip(leaf, published.values(), strict=True):
         out = np.full(whole.shape, np.nan)
-        insert(tensor, part, out)
+        insert(tensor, np.asarray(part), out)
         filled = ~np.isnan(out)
         np.testing.assert_array_equal(out[filled], whole[filled])
         assert filled.sum() == part.size

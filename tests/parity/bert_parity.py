@@ -8,7 +8,6 @@ import pytest
 import torch
 from harness import TOLERANCE, Case, check_outputs, check_training, make_reference
 from published import make_tokens, ragged
-from standin import load_pretrained
 from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
@@ -18,6 +17,8 @@ from transformers import (
     RobertaForSequenceClassification,
     RobertaModel,
 )
+
+from redcoast import load_pretrained
 
 SIZES = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 56, "max_position_embeddings": 40}

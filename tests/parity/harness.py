@@ -20,10 +20,21 @@ import torch
 import transformers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from published import PROMPT, make_batch, make_tokens, ragged, rewrite_weights, settings_of
+from published import (
+    PROMPT,
+    apply,
+    make_batch,
+    make_tokens,
+    ragged,
+    rows_of,
+    settings_of,
+    shapes_of,
+    write_weights,
+)
 from safetensors.numpy import load_file
 
 import redcoast as rc
+from redcoast import load_pretrained, save_pretrained
 from redcoast.losses import cross_entropy
 
 torch.set_num_threads(1)
@@ -50,7 +61,7 @@ class Case:
 def make_reference(case: Case, directory: Path) -> Any:
     """A model of `transformers` with the formula's weights, and its directory."""
     case.model(case.model.config_class(**case.settings)).save_pretrained(directory)
-    rewrite_weights(directory)
+    write_weights(directory, shapes_of(directory))
     return case.model.from_pretrained(directory).eval()
 
 
@@ -62,20 +73,13 @@ def batch_for(reference: Any, directory: Path) -> dict[str, np.ndarray]:
 # What both compute: a model's outputs, and a loss that depends on every one of them.
 
 
-def apply(model: Any, batch: dict[str, Any]) -> jax.Array:
-    inputs = [batch[name] for name in ("pixels", "tokens", "decoder_tokens") if name in batch]
-    masks = {name: batch[name] for name in ("mask", "decoder_mask") if name in batch}
-    return model(*inputs, **masks)
-
-
 def loss_and_outputs(model: Any, batch: dict[str, Any], key: Any) -> tuple[jax.Array, jax.Array]:
     outputs = apply(model, batch)
     if "targets" in batch:
         return cross_entropy(outputs, batch["targets"], mask=batch["weight"]), outputs
-    waves = jnp.broadcast_to(jnp.cos(jnp.arange(outputs.shape[-1])), outputs.shape)
-    if outputs.ndim == 3 and "mask" in batch:
-        return jnp.sum(waves * outputs * batch["mask"][..., None]) / batch["mask"].sum(), outputs
-    return jnp.sum(waves * outputs) / (outputs.size / outputs.shape[-1]), outputs
+    means = outputs @ jnp.cos(jnp.arange(outputs.shape[-1]))
+    real = batch["mask"] == 1 if means.ndim == 2 and "mask" in batch else None
+    return jnp.mean(means, where=real), outputs
 
 
 def loss_fn(model: Any, batch: dict[str, Any], key: Any) -> jax.Array:
@@ -90,38 +94,37 @@ def evaluate(model: Any, batch: dict[str, Any], loss: Any) -> Any:
 
 def reference_outputs(reference: Any, batch: dict[str, np.ndarray]) -> list[torch.Tensor]:
     """The outputs for each row's real tokens."""
-    rows = []
-    for row in range(len(next(iter(batch.values())))):
-        real = lambda name, mask: torch.tensor(batch[name][row][None, batch[mask][row] == 1].astype("l"))
-        inputs = {}
-        if "pixels" in batch:
-            inputs["pixel_values"] = torch.tensor(batch["pixels"][row][None])
-        else:
-            inputs["input_ids"] = real("tokens", "mask")
-        if "decoder_tokens" in batch:
-            inputs["decoder_input_ids"] = real("decoder_tokens", "decoder_mask")
-        rows.append(reference(**inputs)[0][0])
-    return rows
+    rows = range(len(next(iter(batch.values()))))
+    return [reference(**reference_inputs(batch, row))[0][0] for row in rows]
+
+
+def reference_inputs(batch: dict[str, np.ndarray], row: int) -> dict[str, torch.Tensor]:
+    """One row, without padding."""
+    if "pixels" in batch:
+        inputs = {"pixel_values": torch.tensor(batch["pixels"][row][None])}
+    else:
+        inputs = {"input_ids": real_tokens(batch["tokens"][row], batch["mask"][row])[None]}
+    if "decoder_tokens" in batch:
+        tokens = real_tokens(batch["decoder_tokens"][row], batch["decoder_mask"][row])
+        inputs["decoder_input_ids"] = tokens[None]
+    return inputs
+
+
+def real_tokens(tokens: np.ndarray, mask: np.ndarray) -> torch.Tensor:
+    return torch.tensor(tokens[mask == 1].astype(np.int64))
 
 
 def reference_loss(rows: list[torch.Tensor], batch: dict[str, np.ndarray]) -> torch.Tensor:
     if "targets" not in batch:
-        waves = torch.cos(torch.arange(rows[0].shape[-1]))
-        return sum((row * waves).sum() for row in rows) / sum(row.numel() / len(waves) for row in rows)
-    losses = []
+        means = [row @ torch.cos(torch.arange(row.shape[-1])) for row in rows]
+        return torch.cat([each.reshape(-1) for each in means]).mean()
     names = ("decoder_tokens", "decoder_mask") if "decoder_mask" in batch else ("tokens", "mask")
-    for logits, tokens, mask in zip(rows, *(batch[name] for name in names), strict=True):
-        real = torch.tensor(tokens[mask == 1].astype("l"))
-        losses.append(torch.nn.functional.cross_entropy(logits[:-1], real[1:], reduction="none"))
+    texts = map(real_tokens, *(batch[name] for name in names))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], text[1:], reduction="none")
+        for logits, text in zip(rows, texts, strict=True)
+    ]
     return torch.cat(losses).mean()
-
-
-def rows_of(outputs: jax.Array, batch: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Ours, as `reference_outputs` has them."""
-    mask = batch.get("decoder_mask", batch.get("mask"))
-    if mask is None or outputs.ndim < 3:
-        return list(np.asarray(outputs))
-    return [row[real == 1] for row, real in zip(np.asarray(outputs), mask, strict=True)]
 
 
 def difference(ours: list[np.ndarray], theirs: list[torch.Tensor]) -> float:
@@ -133,7 +136,7 @@ def difference(ours: list[np.ndarray], theirs: list[torch.Tensor]) -> float:
 
 
 def published_gradients(gradients: Any, directory: Path) -> dict[str, np.ndarray]:
-    rc.save_pretrained(gradients, directory)
+    save_pretrained(gradients, directory)
     return load_file(directory / "model.safetensors")
 
 
@@ -162,7 +165,7 @@ def gradient_errors(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) 
 def split_over_mesh(directory: Path, model: Any, batch: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The plan, the directory's model loaded as planned, and the batch, on 2 x 4 devices."""
     plan = rc.plan_shardings(model, make_mesh(), fn=loss_fn, args=(batch, None))
-    model = rc.load_pretrained(directory, shardings=plan.shardings)
+    model = load_pretrained(directory, shardings=plan.shardings)
     return plan, model, jax.device_put(batch, NamedSharding(plan.mesh, P("data")))
 
 
@@ -174,7 +177,7 @@ def check_outputs(case: Case, directory: Path) -> None:
     expected_loss = reference_loss(expected, batch)
     expected_loss.backward()
     expected_gradients = reference_gradients(reference, directory / "gradients")
-    model = rc.load_pretrained(directory / "theirs")
+    model = load_pretrained(directory / "theirs")
     plan, split_model, split_batch = split_over_mesh(directory / "theirs", model, batch)
     for where, result in {
         "one device": evaluate(model, batch, loss_and_outputs),
@@ -217,7 +220,7 @@ def reference_ids(
         decoder_start_token_id=start,
     )
     masks = {} if mask is None else {"attention_mask": torch.tensor(mask)}
-    inputs = torch.tensor(prompts if mask is None else prompts.astype("l"))
+    inputs = torch.tensor(prompts if mask is None else prompts.astype(np.int64))
     with torch.no_grad():
         ids = reference.generate(inputs, **masks).numpy()
     new = ids[:, 1:] if config.is_encoder_decoder else ids[:, prompts.shape[1] :]
@@ -231,7 +234,7 @@ def check_generation(case: Case, directory: Path) -> None:
     """Greedy and beam search, until a token that ends some rows, on one device and on eight."""
     reference = make_reference(case, directory)
     batch = batch_for(reference, directory)
-    model = rc.load_pretrained(directory)
+    model = load_pretrained(directory)
     plan, split_model, _ = split_over_mesh(directory, model, batch)
     prompts, mask = prompts_for(batch, settings_of(directory))
     free = reference_ids(reference, prompts, mask, eos=None, beams=1)
@@ -252,7 +255,7 @@ def check_training(case: Case, directory: Path) -> None:
     """Three steps on eight devices, saved: the reference reads that strictly, and agrees."""
     reference = make_reference(case, directory / "theirs")
     batch = batch_for(reference, directory / "theirs")
-    model = rc.load_pretrained(directory / "theirs")
+    model = load_pretrained(directory / "theirs")
     optimizer = optax.adam(0.01)
     state = rc.init_state(lambda _: model, optimizer, key=jax.random.key(0))
     plan = rc.plan_shardings(state, make_mesh(), fn=loss_fn, args=(batch, None))
@@ -262,7 +265,7 @@ def check_training(case: Case, directory: Path) -> None:
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    rc.save_pretrained(state.model, directory / "ours")
+    save_pretrained(state.model, directory / "ours")
     trained, info = case.model.from_pretrained(directory / "ours", output_loading_info=True)
     assert not any(info.values()), info
     expected = reference_outputs(trained.eval(), batch)

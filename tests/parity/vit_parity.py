@@ -8,8 +8,9 @@ import pytest
 import torch
 from harness import TOLERANCE, Case, check_outputs, check_training, make_reference
 from published import uniform
-from standin import load_pretrained
 from transformers import ViTForImageClassification, ViTModel
+
+from redcoast import load_pretrained
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 56, "image_size": 16, "patch_size": 4}

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from ._attention import Mask, full_view, real_tokens
+from ._attention import full_view, real_tokens
 from ._cache import Cache
 from ._product import product
 
 MemoryMask = Bool[Array, "batch memory"] | Integer[Array, "batch memory"]
-
 DecoderMask = Bool[Array, "batch decoder_seq"] | Integer[Array, "batch decoder_seq"]
 
 

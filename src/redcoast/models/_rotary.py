@@ -23,9 +23,9 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    low: float = 1.0
-    high: float = 4.0
+    factor: int | float
+    low: int | float = 1.0
+    high: int | float = 4.0
     original: int = 8192
 
     @classmethod
@@ -60,7 +60,7 @@ class RopeScaling:
 
 
 def rotary_frequencies(
-    head_dim: int, base: float, scaling: RopeScaling | None = None
+    head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:
     """The angle by which each pair of features turns from one position to the next, in radians
     (equation 15)."""

@@ -1,5 +1,3 @@
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
@@ -7,7 +5,7 @@ from jaxtyping import Array, Integer
 
 def shift_right(
     labels: Integer[Array | np.ndarray, "*batch seq"], *, start: int, pad: int | None = None
-) -> Any:
+) -> Integer[Array | np.ndarray, "*batch seq"]:
     """A decoder's input tokens for its labels: each token is followed by its label.
 
     ```python

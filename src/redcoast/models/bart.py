@@ -117,8 +117,7 @@ class BartAttention(eqx.Module):
 
 
 class BartLayers(eqx.Module):
-    """The parameters of all layers of the encoder or the decoder, each stacked along its first
-    dimension."""
+    """The parameters of all layers of the encoder or the decoder, stacked."""
 
     attention: BartAttention
     cross: BartAttention | None

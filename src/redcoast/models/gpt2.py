@@ -2,7 +2,6 @@
 attention to a memory where one is read from."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -10,85 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._activations import ACTIVATIONS, check_activation
+from ._activations import ACTIVATIONS
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._checks import check_length
+from ._configs.gpt2 import GPT2Config as GPT2Config
 from ._cross import CrossCache, MemoryMask, read_memory
 from ._dropout import dropout, split_key
-from ._layers import Remat, scan_layers
+from ._layers import scan_layers
 from ._norms import layer_norm
 from ._product import product
 from ._published import gpt2 as published
 from ._published.examples import example_inputs
-
-
-@dataclass(frozen=True)
-class GPT2Config:
-    """The sizes of a `GPT2`.
-
-    **Arguments:**
-
-    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
-      stream, and how many layers and heads there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `norm_eps`: what the norms add to the variance.
-    - `tied`: whether the head is the embedding.
-    - `scale_scores`, `scale_by_layer`: whether attention's scores are divided by the root of the
-      size of a head; and, in layer `i` from 0, by `i + 1`.
-    - `cross_attention`: whether each layer attends to a memory, too.
-    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
-      embeddings, what is added to the residual stream, and attention weights.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
-
-    **Raises:**
-
-    `ValueError` if the sizes do not fit together.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    positions: int = 1024
-    activation: str = "gelu_new"
-    norm_eps: int | float = 1e-5
-    tied: bool = True
-    scale_scores: bool = True
-    scale_by_layer: bool = False
-    cross_attention: bool = False
-    embed_dropout: int | float = 0.1
-    residual_dropout: int | float = 0.1
-    attention_dropout: int | float = 0.1
-    remat: Remat = "none"
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-
-    def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
-        check_heads(self)
-        check_activation(self.activation)
-        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPT2Config":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
 
 
 class GPT2Attention(eqx.Module):
@@ -133,12 +65,11 @@ class GPT2Layers(eqx.Module):
         attention, cross, up, down = jax.random.split(key, 4)
         self.attention = GPT2Attention(c, key=attention)
         self.cross = GPT2Attention(c, key=cross) if c.cross_attention else None
-        self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.mlp_norm_shift = jnp.zeros((c.layers, c.width))
+        stream, inside = (c.layers, c.width), (c.layers, c.hidden)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.up = _normal(up, (c.layers, c.width, c.hidden))
-        self.up_bias = jnp.zeros((c.layers, c.hidden))
         self.down = _normal(down, (c.layers, c.hidden, c.width), _outputs(c))
-        self.down_bias = jnp.zeros((c.layers, c.width))
+        self.up_bias, self.down_bias = jnp.zeros(inside), jnp.zeros(stream)
 
 
 def _normal(key, shape, scale=1.0):
@@ -204,18 +135,17 @@ class GPT2(eqx.Module):
         - `tokens`: below the vocabulary's size; one that is not gets NaN.
         - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
           depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
-          A token at a position that there is not gets NaN.
-        - `memory`, `memory_mask`: with `cross_attention`, what all tokens of a row attend to,
-          such as an encoder's hidden states; and which of it is real.
+        - `segments`: of several texts packed into one row, the number of each token's own.
+        - `positions`: by default counted over the real tokens of the row or segment; one that
+          there is not gives NaN.
+        - `memory`, `memory_mask`: with `cross_attention`, what all tokens of a row attend to, and
+          which of it is real.
         - `key`: of the dropout; without it there is none.
 
         **Raises:**
 
-        `ValueError` if there are more tokens in a row than positions, or if there is a memory
-        without `cross_attention` or none with it.
+        `ValueError` if a row is longer than `config.positions`, or if `memory` and
+        `cross_attention` do not go together.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         options |= {"memory": memory, "memory_mask": memory_mask}
@@ -233,10 +163,10 @@ class GPT2(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
         """What the logits are made of; the arguments are those of a call."""
-        if segments is None and positions is None:
-            check_length(self.config, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)
         if positions is None:
+            if segments is None:
+                check_length(self.config, tokens.shape[1])
             positions = count_positions(real, segments)
         cross = self._read(tokens.shape[0], memory, memory_mask)
         return self._run(tokens, positions, causal_view(real, segments=segments), cross, key=key)[0]
@@ -257,11 +187,7 @@ class GPT2(eqx.Module):
         return own if cross is None else CrossCache(own, *cross)
 
     def decode(
-        self,
-        tokens: Integer[Array, "batch new"],
-        cache: Cache | CrossCache,
-        *,
-        mask: Mask | None = None,
+        self, tokens: Integer[Array, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
         """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
         if mask is None:
@@ -280,10 +206,7 @@ class GPT2(eqx.Module):
 
     def _read(self, rows, memory, mask):
         if (memory is not None) != self.config.cross_attention:
-            raise ValueError(
-                "A model with `cross_attention` needs a `memory`, and one without takes none; here "
-                f"`cross_attention` is {self.config.cross_attention}."
-            )
+            raise ValueError("With `cross_attention` a `memory` is needed, and without it none.")
         if (layers := self.layers.cross) is None:
             return None
         weights = {"wk": layers.wk, "wv": layers.wv, "bk": layers.bk, "bv": layers.bv}
@@ -307,8 +230,8 @@ class GPT2(eqx.Module):
                 x = x + _attention(layer.cross, x, seen, None, index, keys[1], c, kv=kv)[0]
             return x + _mlp(layer, x, keys[2], c), cache
 
-        layers = (self.layers, stored)
-        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+        inputs = (self.layers, stored)
+        x, cache = scan_layers(layer_fn, x, inputs, cache=cache, key=key, remat=c.remat)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
 
 
@@ -322,8 +245,7 @@ def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
         cache, *kv = extend(cache, index, k, v)
     if config.scale_by_layer:
         q = q / (index + 1).astype(q.dtype)
-    scale = None if config.scale_scores else 1.0
-    rate = config.attention_dropout
+    scale, rate = None if config.scale_scores else 1.0, config.attention_dropout
     out = attend(q, *kv, visible=visible, scale=scale, rate=rate, key=weights_key)
     out = product("bshk,hkd->bsd", out, layer.wo, layer.bo)
     return dropout(out, config.residual_dropout, key), cache

@@ -6,7 +6,7 @@ can be planned all the same: `eqx.filter_eval_shape(llama_7b, key=key)`.
 """
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import PRNGKeyArray
 
@@ -24,7 +24,10 @@ from .vit import ViT, ViTConfig
 Model = TypeVar("Model", covariant=True)
 
 
+@runtime_checkable
 class Named(Protocol[Model]):
+    """Makes a model of a published size."""
+
     def __call__(self, *, key: PRNGKeyArray, **changes: Any) -> Model: ...
 
 

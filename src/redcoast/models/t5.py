@@ -83,7 +83,7 @@ class T5Config:
         check_activation(self.activation)
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
-            raise ValueError("A head of its own is never scaled: with `scale_head` set `tied`.")
+            raise ValueError("Only a tied head is scaled: with `scale_head` set `tied`.")
 
     @property
     def head_dim(self) -> int:
@@ -126,8 +126,7 @@ class T5Attention(eqx.Module):
 
 
 class T5Layers(eqx.Module):
-    """The parameters of all layers of the encoder or the decoder, each stacked along its first
-    dimension."""
+    """The parameters of all layers of the encoder or the decoder, stacked."""
 
     attention: T5Attention
     cross: T5Attention | None
@@ -187,7 +186,7 @@ class T5(eqx.Module):
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal, truncated at three standard
-        deviations, with variance 1 for the embedding and 1 / fan-in for the rest; queries'
+        deviations, with variance 1 for the embedding and 1 / fan-in for the rest, of queries'
         divided by the size of a head."""
         embed, encoder, decoder, head = jax.random.split(key, 4)
         shape = (config.width, config.vocab)

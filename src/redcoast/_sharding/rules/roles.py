@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from ..nodes import Leaf, grow
+from .adapters import set_adapters_aside, split_adapters
 from .attention import split_attention
 from .chains import is_open, split_alone, split_chains, split_pairs
 from .convention import settle
@@ -31,7 +32,7 @@ class Roles:
 
 def find_roles(tree: object, n: int) -> Roles:
     """The roles of the arrays of `tree` when the `model` axis has `n` devices."""
-    root = grow(tree)
+    root, adapters = set_adapters_aside(grow(tree))
     stacks = stack_dims(root)
     votes = size_votes(root, stacks)
     group = settle(read_group(root, stacks, votes), votes)
@@ -41,6 +42,9 @@ def find_roles(tree: object, n: int) -> Roles:
             reason = _loose_reason(leaf, part.owner, stacks[leaf.index])
             splits.setdefault(leaf.index, Split(None, reason))
     splits |= _vocabulary_biases(group, splits, stacks, n)
+    splits |= dict(split_adapters(adapters, splits))
+    for adapter in adapters:
+        stacks |= dict.fromkeys((adapter.a.index, adapter.b.index), stacks[adapter.weight.index])
     fixed = {i: frozenset(range(depth)) for i, depth in stacks.items()}
     for unit in units_below(group):
         fixed[unit.weight.index] |= frozenset(unit.spatial)

@@ -4,7 +4,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..gpt2 import GPT2Config
+    from .._configs.gpt2 import GPT2Config
 
 BASE_PREFIX = "transformer."
 # What is seen by whom, and the number in the place of what is not.

@@ -4,7 +4,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..gptj import GPTJConfig
+    from .._configs.gptj import GPTJConfig
 
 BASE_PREFIX = "transformer."
 # Who sees whom, the number in the place of what is not seen, and the angles of all positions.

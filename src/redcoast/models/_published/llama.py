@@ -5,7 +5,7 @@ from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..llama import LlamaConfig
+    from .._configs.llama import LlamaConfig
 
 _NAMES = {
     "vocab": "vocab_size",

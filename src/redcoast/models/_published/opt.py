@@ -4,7 +4,7 @@ from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..opt import OPTConfig
+    from .._configs.opt import OPTConfig
 
 BASE_PREFIX = "model."
 

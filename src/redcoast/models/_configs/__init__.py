@@ -1,0 +1,1 @@
+"""What the models are made by: a family a file."""

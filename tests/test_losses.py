@@ -1,0 +1,218 @@
+"""Cross-entropy against NumPy, and in chunks against the whole: values, gradients, memory, mesh."""
+
+import dataclasses
+import functools as ft
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import pytest
+
+import redcoast as rc
+from redcoast._hlo import collectives
+from redcoast.losses import chunked_cross_entropy, cross_entropy
+from redcoast.models import Llama, LlamaConfig
+
+RNG = np.random.default_rng(0)
+BATCH, SEQ, WIDTH, VOCAB = 4, 13, 8, 29
+HIDDEN = jnp.asarray(RNG.normal(size=(BATCH, SEQ, WIDTH)), jnp.float32)
+HEAD = {
+    "weight": jnp.asarray(RNG.normal(size=(WIDTH, VOCAB)), jnp.float32),
+    "bias": jnp.asarray(RNG.normal(size=(1, 1, VOCAB)), jnp.float32),
+}
+TARGETS = jnp.asarray(RNG.integers(0, VOCAB, (BATCH, SEQ)))
+WEIGHTS = jnp.asarray(RNG.uniform(0, 0.01, (BATCH, SEQ)), jnp.float32)
+RAGGED = jnp.arange(SEQ)[None] < jnp.array([[13], [4], [0], [9]])
+
+
+def unembed(head, hidden):
+    return hidden @ head["weight"] + head["bias"]
+
+
+def whole(hidden, head, mask=None):
+    return cross_entropy(unembed(head, hidden), TARGETS, mask=mask)
+
+
+def chunked(hidden, head, mask=None, *, chunk):
+    return chunked_cross_entropy(hidden, ft.partial(unembed, head), TARGETS, mask=mask, chunk=chunk)
+
+
+def numpy_losses(logits, targets):
+    """In float64, token by token."""
+    found = np.zeros(targets.shape)
+    for at, target in np.ndenumerate(targets):
+        row = [float(x) for x in logits[at]]
+        largest = max(row)
+        found[at] = largest + math.log(sum(math.exp(x - largest) for x in row)) - row[target]
+    return found
+
+
+def test_is_the_mean_over_tokens():
+    logits = 30 * unembed(HEAD, HIDDEN)
+    losses = numpy_losses(np.asarray(logits, np.float64), np.asarray(TARGETS))
+    np.testing.assert_allclose(cross_entropy(logits, TARGETS), losses.mean(), rtol=1e-6)
+    got = cross_entropy(logits, TARGETS, mask=RAGGED)
+    np.testing.assert_allclose(got, losses[np.asarray(RAGGED)].mean(), rtol=1e-6)
+    got = cross_entropy(logits, TARGETS, mask=WEIGHTS)
+    np.testing.assert_allclose(got, np.average(losses, weights=WEIGHTS), rtol=1e-6)
+
+
+def test_takes_any_shape():
+    logits = unembed(HEAD, HIDDEN)[0]
+    losses = jax.vmap(cross_entropy)(logits, TARGETS[0])
+    np.testing.assert_allclose(cross_entropy(logits, TARGETS[0]), jnp.mean(losses), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "mask"), [(1, None), (5, RAGGED), (5, WEIGHTS), (13, RAGGED), (64, None)]
+)
+def test_chunks_are_the_whole(chunk, mask):
+    both = [whole, ft.partial(chunked, chunk=chunk)]
+    (expected, right), (loss, gradient) = (
+        jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(HIDDEN, HEAD, mask) for fn in both
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(gradient, right)
+
+
+def assert_close(gradient, right):
+    for got, there in zip(jax.tree.leaves(gradient), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(got, there, atol=1e-5 * float(jnp.max(jnp.abs(there))))
+
+
+@pytest.mark.parametrize("fn", [whole, ft.partial(chunked, chunk=4)], ids=["whole", "chunked"])
+def test_nothing_to_count_gives_zero(fn):
+    nothing = jnp.zeros_like(RAGGED)
+    loss, gradient = jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(HIDDEN, HEAD, nothing)
+    assert loss == 0
+    assert all(jnp.all(x == 0) for x in jax.tree.leaves(gradient))
+
+
+def test_targets_outside_the_vocabulary_count_only_if_masked():
+    logits, counted = unembed(HEAD, HIDDEN), jnp.ones_like(RAGGED).at[1, 2].set(False)
+    expected = cross_entropy(logits, TARGETS, mask=counted)
+    for wrong in (-100, VOCAB):
+        targets = TARGETS.at[1, 2].set(wrong)
+        assert jnp.isnan(cross_entropy(logits, targets))
+        np.testing.assert_array_equal(cross_entropy(logits, targets, mask=counted), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    hidden, head = jax.tree.map(lambda x: x.astype(dtype), (HIDDEN, HEAD))
+    logits = np.asarray(unembed(head, hidden), np.float64)
+    expected = numpy_losses(logits, np.asarray(TARGETS)).mean()
+    loss = whole(hidden, head)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    in_chunks = chunked(hidden, head, chunk=5)
+    assert in_chunks.dtype == jnp.float32
+    # Compiled as one, the logits may be rounded otherwise.
+    np.testing.assert_allclose(in_chunks, expected, rtol=2e-3)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        logits = unembed(HEAD, HIDDEN).astype(jnp.float64)
+        expected = numpy_losses(np.asarray(logits), np.asarray(TARGETS)).mean()
+        np.testing.assert_allclose(cross_entropy(logits, TARGETS), expected, rtol=1e-14)
+
+
+def test_microbatches_make_up_the_batch():
+    def loss_fn(head, batch, key):
+        fn = ft.partial(chunked_cross_entropy, mask=batch["mask"], chunk=5)
+        loss = fn(batch["hidden"], ft.partial(unembed, head), batch["targets"])
+        return loss, {"weight": jnp.sum(batch["mask"])}
+
+    optimizer, batch = optax.sgd(0.1), {"hidden": HIDDEN, "targets": TARGETS, "mask": RAGGED}
+    state = rc.init_state(lambda _: HEAD, optimizer, key=jax.random.key(0))
+    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    one, metrics = eqx.filter_jit(step)(state, batch)
+    parts, in_parts = eqx.filter_jit(ft.partial(step, accumulate=2))(state, batch)
+    np.testing.assert_allclose(in_parts["loss"], metrics["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], whole(HIDDEN, HEAD, RAGGED), rtol=1e-6)
+    for got, right in zip(*map(jax.tree.leaves, (parts.model, one.model)), strict=True):
+        np.testing.assert_allclose(got, right, atol=1e-6)
+
+
+def test_memory_is_that_of_a_chunk():
+    batch, seq, width, vocab = 2, 2048, 16, 50_000
+    logits = 4 * batch * seq * vocab
+    shapes = [(batch, seq, width), (width, vocab)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    targets = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+
+    def temporaries(fn):
+        step = jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))
+        return step.lower(*arrays, targets).compile().memory_analysis().temp_size_in_bytes
+
+    def in_chunks(hidden, head, targets):
+        return chunked_cross_entropy(hidden, lambda x: x @ head, targets, chunk=32)
+
+    assert temporaries(lambda hidden, head, targets: cross_entropy(hidden @ head, targets)) > logits
+    assert temporaries(in_chunks) < logits / 10
+
+
+CONFIG = LlamaConfig(vocab=4096, width=64, layers=1, heads=4, kv_heads=4, hidden=96)
+TOKENS = jnp.asarray(RNG.integers(0, CONFIG.vocab, (8, 61)))
+
+
+def of_a_model(model, tokens, key):
+    return cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
+
+
+def of_a_model_in_chunks(model, tokens, key):
+    hidden = model.hidden(tokens)[:, :-1]
+    return chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], chunk=16)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_vocabulary_may_be_split(tied):
+    model = eqx.filter_jit(Llama)(dataclasses.replace(CONFIG, tied=tied), key=jax.random.key(0))
+    expected, right = jax.jit(jax.value_and_grad(of_a_model))(model, TOKENS, None)
+    mesh = rc.make_mesh(model=4)
+    plan = rc.plan_shardings(model, mesh, fn=of_a_model_in_chunks, args=(TOKENS, None))
+    assert "model" in (plan.shardings.embed if tied else plan.shardings.head).spec
+    step = jax.value_and_grad(plan.constrain(of_a_model_in_chunks))
+    step = jax.jit(step, out_shardings=(None, plan.shardings))
+    tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
+    compiled = step.lower(jax.device_put(model, plan.shardings), tokens, None).compile()
+    loss, gradient = compiled(jax.device_put(model, plan.shardings), tokens, None)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_close(gradient, right)
+    sent, traffic = collectives(compiled.as_text(), mesh), plan.report["traffic"]
+    for axis in ("data", "model"):
+        priced = sum(entry["bytes"] for entry in traffic if entry["axis"] == axis)
+        assert (
+            sum(each.count * each.sent_bytes for each in sent if axis in each.axes) < 1.1 * priced
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "`chunk` is 0"),
+        ({"targets": TARGETS[:, 1:]}, r"`targets` is of shape \(4, 12\)"),
+        ({"targets": TARGETS.astype(jnp.float32)}, "`targets` are float32"),
+        ({"mask": RAGGED[:, 1:]}, r"`mask` of \(4, 12\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    given = {"targets": TARGETS, "mask": None, "chunk": 4} | change
+    targets, mask, chunk = given.values()
+    # The tests' type checker would refuse some of it first.
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match=message):
+            chunked_cross_entropy(
+                HIDDEN, ft.partial(unembed, HEAD), targets, mask=mask, chunk=chunk
+            )
+        if "chunk" not in change:
+            with pytest.raises(ValueError, match=message):
+                cross_entropy(unembed(HEAD, HIDDEN), targets, mask=mask)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

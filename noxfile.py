@@ -1,8 +1,9 @@
-"""The checks of this repository: `nox -s tests`, `parity`, `lint`, `docs` and `bench`."""
+"""The checks of this repository: `nox -s tests`, `parity`, `lint`, `docs`, `bench` and `bench_torch`."""
 
 import nox
 
 nox.options.sessions = ["lint", "tests", "docs"]
+REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -21,7 +22,7 @@ def tests(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """The models against those of Hugging Face's transformers. Arguments go to pytest."""
     install(session, "tests")
-    session.install("torch==2.13.0", "transformers>=5.0")
+    session.install(*REFERENCE)
     options = ("-o", "python_files=*_parity.py", "-n", "2", "--dist", "loadfile", "-rP")
     session.run("pytest", "tests/parity", *options, *session.posargs)
 
@@ -48,3 +49,12 @@ def bench(session: nox.Session) -> None:
     install(session)
     for script, *options in (("loop.py",), ("resume.py",), ("collectives.py", "--fast")):
         session.run("python", f"experiments/benchmarks/{script}", *options, *session.posargs)
+
+
+@nox.session
+def bench_torch(session: nox.Session) -> None:
+    """The speed of generation and training against transformers with torch, and of loading."""
+    install(session)
+    session.install(*REFERENCE)
+    for script in ("generation.py", "training.py", "loading.py"):
+        session.run("python", f"experiments/benchmarks/{script}", *session.posargs)

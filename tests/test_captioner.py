@@ -11,9 +11,6 @@ from decoder_helpers import TOKENS, VOCAB, close, make
 from safetensors.numpy import load_file
 
 import redcoast as rc
-from redcoast._generate import generate
-from redcoast._pretrained.load import load_pretrained
-from redcoast._pretrained.save import save_pretrained
 from redcoast.models.captioner import Captioner, CaptionerConfig
 from redcoast.models.gpt2 import GPT2Config
 from redcoast.models.vit import ViTConfig
@@ -70,7 +67,7 @@ def test_cache_gives_what_all_at_once_does():
 
 
 def test_generates_the_likeliest_captions():
-    found = generate(MODEL, PIXELS, max_new_tokens=4, eos=())
+    found = rc.generate(MODEL, PIXELS, max_new_tokens=4, eos=())
     tokens = jnp.ones((2, 7), jnp.int32)
     for i in range(4):
         best = jnp.argmax(logits_of(MODEL, PIXELS, tokens)[:, i], axis=-1)
@@ -157,7 +154,7 @@ def test_settings_that_would_change_results_are_refused(change, message):
 
 def test_is_saved_under_published_names_and_read_back(tmp_path):
     model = make(Captioner, CONFIG, encoder=dataclasses.replace(ENCODER, pooler=True))
-    save_pretrained(model, tmp_path)
+    rc.save_pretrained(model, tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert names >= {
         "enc_to_dec_proj.weight",
@@ -166,7 +163,7 @@ def test_is_saved_under_published_names_and_read_back(tmp_path):
         "decoder.transformer.h.1.crossattention.q_attn.weight",
         "decoder.transformer.wte.weight",
     }
-    found = load_pretrained(tmp_path)
+    found = rc.load_pretrained(tmp_path)
     assert found.config == model.config
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -145,6 +145,9 @@ def namespace(name):
     optimizer, key = optax.adam(1e-2), jax.random.key(0)
     mesh = rc.make_mesh(fsdp=2, model=2)
     model, examples = make_model(), make_examples(64)
+    if name == "generate":
+        config = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
+        return {"model": Llama(config, key=key), "jax": jax, "np": np, "rc": rc}
     state = rc.init_state(lambda key: make_model(), optimizer, key=key)
     if name == "load_checkpoint":
         rc.save_checkpoint("runs/lm/checkpoints/500", state)

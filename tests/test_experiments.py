@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tyro
 from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import redcoast as rc
+from redcoast.models import Llama, LlamaConfig
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 SMALL = ["--width", "32", "--layers", "2", "--seq", "16", "--batch-size", "8"]
@@ -55,7 +58,7 @@ def only_run(directory):
     return found
 
 
-@pytest.mark.parametrize("name", ["language_modeling", "image_classification"])
+@pytest.mark.parametrize("name", ["language_modeling", "image_classification", "finetune", "serve_prompt"])
 def test_help_explains_every_option(name, script, capsys):
     config = script(name).Config
     with pytest.raises(SystemExit) as stopped:
@@ -167,3 +170,68 @@ def test_pickle_that_would_run_code_is_refused(script, tmp_path):
     file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with file.open("rb") as opened, pytest.raises(KeyError, match="system"):
         script("image_classification").OnlyArrays(opened).load()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A small language model in Hugging Face's layout, with a tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("weights") / "model"
+    config = LlamaConfig(vocab=300, width=32, layers=2, heads=4, kv_heads=2, hidden=48, eos=(1,))
+    rc.save_pretrained(Llama(config, key=jax.random.key(0)), directory)
+    tokenizer = Tokenizer(models.BPE({chr(33 + i): i for i in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return directory
+
+
+TUNING = ["--steps", 2, "--batch-size", 4, "--seq", 32, "--new-tokens", 4, "--prompt", "Text"]
+
+
+def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
+    options = ["--weights", weights, "--text", texts, "--directory", tmp_path / "runs", *TUNING]
+    output = run("finetune.py", *options, "--learning-rate", 1e-2, "--devices", 8, "--model", 4)
+    before = number_after("perplexity before: ", output)
+    assert number_after("perplexity after: ", output) < before
+    assert re.search(r"Sample before:\nText.*Sample after:\nText", output.replace(" ", ""), re.DOTALL)
+    saved = only_run(tmp_path / "runs") / "model"
+    assert (saved / "tokenizer.json").exists()
+    changed = rc.load_pretrained(saved).embed - rc.load_pretrained(weights).embed
+    assert np.abs(changed).max() > 0
+
+
+def test_adapters_are_tuned_on_chats(weights, tmp_path):
+    say = lambda role, content: {"role": role, "content": content}
+    chat = {"messages": [say("user", "Add 1 to 2."), say("assistant", "3 it is." * 20)]}
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join([json.dumps(chat)] * 6))
+    options = ["--weights", weights, "--text", chats, "--directory", tmp_path / "runs", *TUNING]
+    output = run("finetune.py", *options, "--lora", "--rank", 2, "--learning-rate", 1e-2)
+    assert "chats have more than 33 tokens, and end there" in output
+    directory = only_run(tmp_path / "runs")
+    assert (directory / "adapters" / "adapter_model.safetensors").exists()
+    tuned, model = rc.load_pretrained(directory / "model"), rc.load_pretrained(weights)
+    np.testing.assert_array_equal(tuned.embed, model.embed)
+    assert np.abs(tuned.layers.wq - model.layers.wq).max() > 0
+
+
+def test_only_what_the_assistant_says_is_learned(script):
+    corpus = script("_corpus")
+    template = lambda messages, add_generation_prompt: "".join(
+        f"<{m['role']}>{m['content']}" for m in messages
+    ) + ("<assistant>" if add_generation_prompt else "")
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    ((tokens, learned),) = corpus.chat_windows([chat], template, str.encode, 40)
+    assert bytes(tokens[tokens >= 0].tolist()) == b"<user>hello<assistant>yes"
+    assert bytes(tokens[learned].tolist()) == b"yes"
+
+
+def test_a_prompt_is_answered_word_by_word(weights):
+    options = ["--weights", weights, "--prompt", "Hello", "--new-tokens", 6]
+    drawn = run("serve_prompt.py", *options)
+    assert drawn.strip()
+    assert run("serve_prompt.py", *options, "--devices", 2, "--model", 2) == drawn

@@ -14,7 +14,9 @@ from published import apply, make_batch, rows_of, sample, write_weights
 import redcoast as rc
 
 FILES = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))
-FIXTURES = dict(it.chain(*(json.loads(gzip.open(file).read()).items() for file in FILES)))
+FIXTURES = dict(
+    it.chain(*(json.loads(gzip.decompress(file.read_bytes())).items() for file in FILES))
+)
 
 
 @pytest.mark.parametrize("name", FIXTURES)

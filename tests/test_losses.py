@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -148,7 +149,8 @@ def test_memory_is_that_of_a_chunk():
 
     def temporaries(fn):
         step = jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))
-        return step.lower(*arrays, targets).compile().memory_analysis().temp_size_in_bytes
+        memory: Any = step.lower(*arrays, targets).compile().memory_analysis()
+        return memory.temp_size_in_bytes
 
     def in_chunks(hidden, head, targets):
         return chunked_cross_entropy(hidden, lambda x: x @ head, targets, chunk=32)

@@ -11,8 +11,6 @@ from decoder_helpers import close, make, slow_attention, slow_norm
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
-from redcoast._pretrained.load import load_pretrained
-from redcoast._pretrained.save import save_pretrained
 from redcoast.models.vit import ViT, ViTConfig
 
 CONFIG = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 6), patch=(2, 3))
@@ -227,7 +225,7 @@ def test_names_of_tensors_settle_whether_there_is_a_pooler():
 )
 def test_is_saved_under_published_names_and_read_back(changes, some, tmp_path):
     model = make(ViT, CONFIG, **changes)
-    save_pretrained(model, tmp_path)
+    rc.save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() >= set(some)
     prefix = "vit." if "head" in changes else ""
@@ -236,7 +234,7 @@ def test_is_saved_under_published_names_and_read_back(changes, some, tmp_path):
         # A base may have its prefix all the same.
         tensors = {f"vit.{name}": x for name, x in tensors.items()}
         save_file(tensors, tmp_path / "model.safetensors")
-    found = load_pretrained(tmp_path)
+    found = rc.load_pretrained(tmp_path)
     assert found.config == model.config
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -210,7 +210,7 @@ def reference_ids(
 ) -> np.ndarray:
     """The new tokens, with padding up to `NEW`."""
     config = reference.config
-    pad = eos if config.pad_token_id is None else config.pad_token_id
+    pad = (eos or 0) if config.pad_token_id is None else config.pad_token_id
     start = getattr(config, "decoder_start_token_id", None)
     reference.generation_config = transformers.GenerationConfig(
         max_new_tokens=NEW,
@@ -224,7 +224,7 @@ def reference_ids(
     with torch.no_grad():
         ids = reference.generate(inputs, **masks).numpy()
     new = ids[:, 1:] if config.is_encoder_decoder else ids[:, prompts.shape[1] :]
-    new = np.pad(new, ((0, 0), (0, NEW - new.shape[1])), constant_values=pad or 0)
+    new = np.pad(new, ((0, 0), (0, NEW - new.shape[1])), constant_values=pad)
     # Its beam search takes a padding token 0 for none, and pads with the one that ends a text.
     behind = np.cumsum(new == eos, axis=1) > (new == eos)
     return np.where(behind, pad, new)

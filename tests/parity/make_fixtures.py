@@ -3,6 +3,8 @@
 Run in the environment of `nox -s parity`: `python tests/parity/make_fixtures.py`.
 """
 
+# pyright: reportMissingImports=false
+
 import gzip
 import importlib
 import json

@@ -1,4 +1,4 @@
 """Published weights to models, and back."""
 
-from .load import load_pretrained as load_pretrained
-from .save import save_pretrained as save_pretrained
+from .public import load_pretrained as load_pretrained
+from .public import save_pretrained as save_pretrained

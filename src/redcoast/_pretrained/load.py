@@ -17,58 +17,15 @@ from .families import find_family
 from .fill_device import fill_device
 from .fill_host import fill_host
 from .match import Layout, layout_of, match, needed_shapes
+from .paths import leaf_paths
 from .source import open_source
 from .steps import Target
 from .stored import Stored
-from .where import choose_shardings, leaf_paths
+from .where import choose_shardings
 
 
-def load_pretrained(
-    path: str | Path,
-    *,
-    mesh: Mesh | None = None,
-    shardings: PyTree | None = None,
-    dtype: Any = None,
-) -> Any:
-    """Loads published weights into a model of `redcoast.models`.
-
-    Each device gets just what it is to hold, read from the files in pieces: beyond the devices'
-    own memory, the host holds less than 1.5 times the largest tensor.
-
-    **Arguments:**
-
-    - `path`: a directory in Hugging Face's layout (`config.json` and `model.safetensors`, or
-        several files and their `model.safetensors.index.json`); a `.gguf` file of the LLaMA
-        architecture, which needs the package `gguf`; or a directory with just one such file.
-    - `mesh`: devices to split the model over, as [`redcoast.infer_shardings`][] finds by tracing
-        the model's own forward pass.
-    - `shardings`: where to put the arrays, instead: a tree such as
-        [`redcoast.infer_shardings`][] gives for the model. With neither, all arrays go where JAX
-        puts new ones.
-    - `dtype`: of the arrays. By default that of the files; if they have several, the one that
-        most bytes have. What a `.gguf` file holds quantised counts as float32.
-
-    **Returns:**
-
-    The model; its configuration is `model.config`.
-
-    **Raises:**
-
-    `ValueError` if there is no model at `path`, or one of an unknown architecture or with settings
-    that are not implemented; if weights are pickled, since opening a pickle runs code; and if the
-    files do not hold exactly the tensors of the model: all that are missing, unexpected or
-    misshapen are listed.
-
-    !!! Example
-
-        ```python
-        config = LlamaConfig(vocab=256, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
-        rc.save_pretrained(Llama(config, key=key), "tiny-llama")
-        model = rc.load_pretrained("tiny-llama", mesh=mesh, dtype="bfloat16")
-        logits = model(jnp.zeros((4, 16), jnp.int32))
-        ```
-    """
-    path = Path(path).expanduser().absolute()
+def load(path: Path, mesh: Mesh | None, shardings: PyTree | None, dtype: Any) -> Any:
+    """The model at a path, with its arrays where they are to be."""
     source = open_source(path)
     model_class, config = find_family(source.settings, path)
     if settle := getattr(model_class, "settle", None):

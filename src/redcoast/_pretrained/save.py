@@ -17,42 +17,15 @@ from jax.experimental import multihost_utils
 from ..models._product import LowRank
 from .gather import parts_of, put_together, take
 from .match import layout_of, needed_shapes
+from .paths import leaf_paths
 from .safetensors_file import write_safetensors
 from .source import INDEX, SETTINGS, SINGLE
-from .where import leaf_paths
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def save_pretrained(
-    model: Any, path: str | Path, *, max_file_bytes: int | float = 5_000_000_000
-) -> None:
-    """Saves a model of `redcoast.models` as `transformers` loads it.
-
-    Writes `config.json` and `model.safetensors`, or several files and their index. The model may
-    be split over any mesh; the host holds one tensor at a time. Of several processes all have to
-    call this, with a `path` that they share; they write different files. The directory appears
-    under its name only when it is whole.
-
-    **Arguments:**
-
-    - `model`: a model of `redcoast.models`.
-    - `path`: a directory that does not exist yet, or is empty.
-    - `max_file_bytes`: above how many bytes of tensors there are several files.
-
-    **Raises:**
-
-    `ValueError` if `path` holds something already, if the model is none of `redcoast.models`, or if
-    its weights are adapted (LoRA), so that they are not what would be saved: merge them first.
-
-    !!! Example
-
-        ```python
-        config = LlamaConfig(vocab=256, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
-        rc.save_pretrained(Llama(config, key=key), "tiny-llama")
-        ```
-    """
-    path = Path(path).expanduser().absolute()
+def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
+    """Writes a model; see `save_pretrained`."""
     leaves = _check_model(model)
     _check_free(path)
     layout = layout_of(type(model), model.config)

@@ -6,18 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from .._sharding import infer_shardings
+from .paths import leaf_paths
 
 PLANNED_TOKENS = 128
-
-
-def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
-    """The leaves of these kinds, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    show = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {show(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}
 
 
 def choose_shardings(
@@ -31,6 +26,8 @@ def choose_shardings(
     if mesh is None:
         device = next(iter(jnp.zeros(()).devices()))
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
+    if mesh.size == 1:
+        return dict.fromkeys(arrays, NamedSharding(mesh, P()))
     inputs = example_inputs(model_class, config, mesh)
     planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
     return leaf_paths(planned, Sharding)

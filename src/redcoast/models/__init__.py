@@ -9,6 +9,8 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .gemma import Gemma as Gemma
+from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
 from .gptj import GPTJ as GPTJ
@@ -23,6 +25,12 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import gemma2_2b as gemma2_2b
+from .sizes import gemma2_9b as gemma2_9b
+from .sizes import gemma2_27b as gemma2_27b
+from .sizes import gemma3_1b as gemma3_1b
+from .sizes import gemma_2b as gemma_2b
+from .sizes import gemma_7b as gemma_7b
 from .sizes import gpt2_large as gpt2_large
 from .sizes import gpt2_medium as gpt2_medium
 from .sizes import gpt2_small as gpt2_small

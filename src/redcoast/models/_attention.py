@@ -90,12 +90,10 @@ def attend(
     - `rate`, `key`: of the dropout of attention weights; none without a key.
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is None and (key is None or rate == 0) and _has_kernel(q, k):
+    plain = bias is None and softcap is None and (key is None or rate == 0)
+    if plain and _has_kernel(q, k):
         mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
-        bias = None if bias is None else bias.astype(q.dtype)
-        return jax.nn.dot_product_attention(
-            q, k, v, bias=bias, mask=mask, scale=scale, implementation="cudnn"
-        )
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
     # What else JAX's function does is this, but with a softmax in float32 for float64, too.
     # Scaled before the product, float16 does not overflow.
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])

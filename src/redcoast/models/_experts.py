@@ -83,13 +83,14 @@ def _dispatch(expert_fn, x, weights, chosen):
         index, at = inputs
         return jax.lax.cond(index * room < most, run, lambda y, _: y, y, at), None
 
-    y = run(jnp.zeros_like(x), order[:, :, 0])
-    if parts == 1:
-        return y
-    # Of parts that are seldom run, nothing is kept for the backward pass.
-    rest = jax.checkpoint(run_if_any, prevent_cse=False)
-    inputs = (jnp.arange(1, parts), jnp.moveaxis(order[:, :, 1:], 2, 0))
-    return jax.lax.scan(rest, y, inputs)[0]
+    y = jnp.zeros_like(x)
+    if parts > 1:
+        # Of parts that are seldom run, nothing is kept for the backward pass; and since they come
+        # before the first, they are computed again there when what is kept of that is gone.
+        rest = jax.checkpoint(run_if_any, prevent_cse=False)
+        inputs = (jnp.arange(1, parts), jnp.moveaxis(order[:, :, 1:], 2, 0))
+        y, _ = jax.lax.scan(rest, y, inputs)
+    return run(y, order[:, :, 0])
 
 
 def _own_first(

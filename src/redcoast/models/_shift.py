@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer
@@ -5,7 +7,7 @@ from jaxtyping import Array, Integer
 
 def shift_right(
     labels: Integer[Array | np.ndarray, "*batch seq"], *, start: int, pad: int | None = None
-) -> Integer[Array | np.ndarray, "*batch seq"]:
+) -> Any:
     """A decoder's input tokens for its labels: each token is followed by its label.
 
     ```python

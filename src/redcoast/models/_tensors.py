@@ -137,13 +137,15 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
     return {f: size for f, size in sizes.items() if size is not None}
 
 
+def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
+    """The name of the tensor at an index of a leaf's leading dimensions."""
+    return tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
+
+
 def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:
     """The names of a leaf's tensors, by their index in its leading dimensions."""
     counts = map(range, leaf_shape[: len(tensor.fields)])
-    return {
-        index: tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
-        for index in it.product(*counts)
-    }
+    return {index: tensor_name(tensor, index) for index in it.product(*counts)}
 
 
 def tensor_shape(tensor: Tensor, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:

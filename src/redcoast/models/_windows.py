@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._tensors import Tensor, factor_sizes, tensor_names
+from ._tensors import Tensor, factor_sizes, tensor_name
 
 Box = tuple[slice, ...]
 Span = tuple[int, int]
@@ -48,10 +48,8 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     sizes = factor_sizes(tensor, leaf_shape)
     box = tuple(slice(*part.indices(n)[:2]) for part, n in zip(box, leaf_shape, strict=True))
     lead = len(tensor.fields)
-    names = tensor_names(tensor, leaf_shape)
-    read = tuple(
-        names[index] for index in it.product(*(range(s.start, s.stop) for s in box[:lead]))
-    )
+    at = it.product(*(range(part.start, part.stop) for part in box[:lead]))
+    read = tuple(tensor_name(tensor, index) for index in at)
     right = [_part(g, part, sizes) for g, part in zip(tensor.right, box[lead:], strict=True)]
     spans = {f: (i[0], i[0] + 1) for f, i in tensor.fixed if isinstance(i, tuple)}
     spans = spans | {"1": (0, 1)} | {f: span for found, _, _ in right for f, span in found.items()}

@@ -1,7 +1,6 @@
 """The BART encoder-decoder: learned positions, and layer norms behind each part."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -9,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._activations import ACTIVATIONS, check_activation
+from ._activations import ACTIVATIONS
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._cache import admit, cached_view, empty_cache, extend
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._checks import check_length
+from ._configs.bart import BartConfig as BartConfig
 from ._cross import CrossCache, DecoderMask, cross_cache, cross_view
 from ._dropout import dropout, split_key
 from ._init import normal
-from ._layers import Remat, scan_layers
+from ._layers import scan_layers
 from ._norms import layer_norm
 from ._product import product
 from ._published import bart as published
@@ -25,70 +25,7 @@ from ._published import bart as published
 _UNUSED = 2
 _EPS = 1e-5
 
-
-@dataclass(frozen=True)
-class BartConfig:
-    """The sizes of a `Bart`.
-
-    **Arguments:**
-
-    - `vocab`, `width`: how many different tokens, and the size of the residual stream.
-    - `layers`, `decoder_layers`: how many layers the encoder and the decoder have.
-    - `heads`, `hidden`: how many heads, and the hidden size of the feed-forward network.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `scale_embedding`: whether tokens' embeddings are multiplied with the root of the width.
-    - `dropout`, `attention_dropout`, `activation_dropout`: the rates at which are dropped: the
-      embeddings and what is added to the residual stream; attention weights; and the hidden
-      features of the feed-forward network.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `decoder_start`: the token that the decoder begins with.
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
-
-    **Raises:**
-
-    `ValueError` if the sizes do not fit together.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    decoder_layers: int
-    heads: int
-    hidden: int
-    positions: int = 1024
-    activation: str = "gelu"
-    scale_embedding: bool = False
-    dropout: int | float = 0.1
-    attention_dropout: int | float = 0.0
-    activation_dropout: int | float = 0.0
-    remat: Remat = "none"
-    decoder_start: int = 2
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-
-    def __post_init__(self):
-        sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden", "positions")
-        check_config(self, *sizes)
-        check_heads(self)
-        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
-        check_activation(self.activation)
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "BartConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
+Memory = Float[Array, "batch memory width"]
 
 
 class BartAttention(eqx.Module):
@@ -209,8 +146,7 @@ class Bart(eqx.Module):
           as `shift_right` makes it; below the vocabulary's size; one that is not gets NaN.
         - `mask`, `decoder_mask`: 1 at real tokens, 0 at padding on either side. The logits of
           real tokens do not depend on padding; those of padding mean nothing.
-        - `segments`, `decoder_segments`: of several texts packed into one row, the number of each
-          token's own; it sees no other. Both, or neither.
+        - `segments`, `decoder_segments`: of texts packed into one row, the number of each.
         - `key`: of the dropout; without it there is none.
 
         **Raises:**
@@ -257,12 +193,7 @@ class Bart(eqx.Module):
         return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
 
     def init_cache(
-        self,
-        batch: int,
-        length: int,
-        *,
-        memory: Float[Array, "batch memory width"],
-        memory_mask: Mask | None = None,
+        self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
     ) -> CrossCache:
         """An empty cache for `length` of the decoder's tokens in each of `batch` rows, beside the
         keys and values of the memory, what `encode` gave; and which of it is real."""

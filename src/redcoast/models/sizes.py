@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
+from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
@@ -32,8 +33,9 @@ class Named(Protocol[Model]):
 
 
 def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
+    make: Any = model
     config: Any = _CONFIGS[model](*sizes, **more)
-    return lambda *, key, **changes: model(replace(config, **changes), key=key)
+    return lambda *, key, **changes: make(replace(config, **changes), key=key)
 
 
 _CONFIGS: dict[Any, Any] = {
@@ -41,12 +43,16 @@ _CONFIGS: dict[Any, Any] = {
     GPT2: GPT2Config,
     GPTJ: GPTJConfig,
     OPT: OPTConfig,
+    Gemma: GemmaConfig,
     Mixtral: MixtralConfig,
     T5: T5Config,
     Bart: BartConfig,
     Bert: BertConfig,
     ViT: ViTConfig,
 }
+
+_GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
+_GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
 
 # fmt: off
 llama_7b = _named(Llama, 32000, 4096, 32, 32, 32, 11008, norm_eps=1e-6, bos=1, eos=(2,))
@@ -106,6 +112,26 @@ opt_6_7b = _named(OPT, 50272, 4096, 32, 32, 16384, pad=1, bos=2, eos=(2,))
 opt_13b = _named(OPT, 50272, 5120, 40, 40, 20480, pad=1, bos=2, eos=(2,))
 opt_30b = _named(OPT, 50272, 7168, 48, 56, 28672, pad=1, bos=2, eos=(2,))
 opt_66b = _named(OPT, 50272, 9216, 64, 72, 36864, pad=1, bos=2, eos=(2,))
+
+gemma_2b = _named(Gemma, 256000, 2048, 18, 8, 1, 16384, **_GEMMA)
+gemma_7b = _named(Gemma, 256000, 3072, 28, 16, 16, 24576, **_GEMMA)
+gemma2_2b = _named(
+    Gemma, 256000, 2304, 26, 8, 4, 9216,
+    local=(True, False) * 13, score_scale=256, **_GEMMA2,
+)
+gemma2_9b = _named(
+    Gemma, 256000, 3584, 42, 16, 8, 14336,
+    local=(True, False) * 21, score_scale=256, **_GEMMA2,
+)
+gemma2_27b = _named(
+    Gemma, 256000, 4608, 46, 32, 16, 36864,
+    head_dim=128, local=(True, False) * 23, score_scale=144, **_GEMMA2,
+)
+gemma3_1b = _named(
+    Gemma, 262144, 1152, 26, 4, 1, 6912,
+    local=(*((True,) * 5 + (False,)) * 4, True, True), window=512, rope_base=1e6,
+    local_rope_base=1e4, post_norms=True, qk_norm=True, score_scale=256, context=32768, **_GEMMA,
+)
 
 mixtral_8x7b = _named(Mixtral, 32000, 4096, 32, 32, 8, 14336, bos=1, eos=(2,))
 mixtral_8x22b = _named(Mixtral, 32000, 6144, 56, 48, 8, 16384, context=65536, bos=1, eos=(2,))

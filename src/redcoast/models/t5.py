@@ -1,107 +1,27 @@
 """The T5 encoder-decoder: positions as distances between tokens, and RMSNorm; with a gated
 feed-forward network and a head of its own it is T5 v1.1, FLAN-T5, ByT5 and mT5."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._activations import ACTIVATIONS, check_activation
+from ._activations import ACTIVATIONS
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._cache import admit, cached_view, empty_cache, extend
-from ._checks import check_config, check_heads, check_rates
+from ._configs.t5 import T5Config as T5Config
 from ._cross import CrossCache, DecoderMask, cross_cache, cross_view
-from ._distances import check_buckets, relative_bias
+from ._distances import relative_bias
 from ._dropout import dropout, split_key
 from ._init import normal
-from ._layers import Remat, scan_layers
+from ._layers import scan_layers
 from ._norms import rms_norm
 from ._product import product
 from ._published import t5 as published
 
-
-@dataclass(frozen=True)
-class T5Config:
-    """The sizes of a `T5`.
-
-    **Arguments:**
-
-    - `vocab`, `width`: how many different tokens, and the size of the residual stream.
-    - `layers`, `decoder_layers`: how many layers the encoder and the decoder have.
-    - `heads`, `hidden`: how many heads, and the hidden size of the feed-forward network.
-    - `head_size`: the size of a head; `width / heads` by default.
-    - `buckets`, `distance`: how many ranges of distances between tokens are told apart, at least
-      4; and the distance from which on all are one range, more than half as much.
-    - `activation`, `gated`: of the feed-forward network, by its name in `config.json` files; and
-      whether what it gives is multiplied with a second product.
-    - `norm_eps`: what RMSNorm adds to the mean square.
-    - `tied`: whether the head is the embedding.
-    - `scale_head`: whether what goes into the head is divided by the root of the width; by
-      default that of a tied head is.
-    - `dropout`: the rate at which embeddings, attention weights, the feed-forward network's
-      hidden features, and what is added to the residual stream or leaves it are dropped.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `kind`: by what name `config.json` files are written; nothing is computed from it.
-    - `decoder_start`: the token that the decoder begins with.
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
-
-    **Raises:**
-
-    `ValueError` if the sizes do not fit together.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    decoder_layers: int
-    heads: int
-    hidden: int
-    head_size: int | None = None
-    buckets: int = 32
-    distance: int = 128
-    activation: str = "relu"
-    gated: bool = False
-    norm_eps: int | float = 1e-6
-    tied: bool = True
-    scale_head: bool | None = None
-    dropout: int | float = 0.1
-    remat: Remat = "none"
-    kind: Literal["t5", "mt5"] = "t5"
-    decoder_start: int = 0
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-
-    def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "decoder_layers", "heads", "hidden")
-        check_heads(self)
-        check_rates(self, "dropout")
-        check_activation(self.activation)
-        check_buckets(self.buckets, self.distance)
-        if self.scale_head and not self.tied:
-            raise ValueError("Only a tied head is scaled: with `scale_head` set `tied`.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.width // self.heads
-
-    @property
-    def scaled(self) -> bool:
-        return self.tied if self.scale_head is None else self.scale_head
-
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "T5Config":
-        """The configuration that a parsed `config.json` of T5 or mT5 says; a `ValueError` names
-        every setting that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
+Memory = Float[Array, "batch memory width"]
 
 
 class T5Attention(eqx.Module):
@@ -215,13 +135,10 @@ class T5(eqx.Module):
           as `shift_right` makes it; below the vocabulary's size; one that is not gets NaN.
         - `mask`, `decoder_mask`: 1 at real tokens, 0 at padding on either side. The logits of
           real tokens do not depend on padding; those of padding mean nothing.
-        - `segments`, `decoder_segments`: of several texts packed into one row, the number of each
-          token's own; it sees no other. Both, or neither.
+        - `segments`, `decoder_segments`: of texts packed into one row, the number of each.
         - `key`: of the dropout; without it there is none.
 
-        **Raises:**
-
-        `ValueError` if not both have as many rows, or just one has segments.
+        Both must have as many rows, and both segments or none: otherwise a `ValueError`.
         """
         options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
         options |= {"segments": segments, "decoder_segments": decoder_segments}
@@ -265,12 +182,7 @@ class T5(eqx.Module):
         return self._run(self.encoder, tokens, bias, visible, None, None, key)[0]
 
     def init_cache(
-        self,
-        batch: int,
-        length: int,
-        *,
-        memory: Float[Array, "batch memory width"],
-        memory_mask: Mask | None = None,
+        self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
     ) -> CrossCache:
         """An empty cache for `length` of the decoder's tokens in each of `batch` rows, beside the
         keys and values of the memory, what `encode` gave; and which of it is real."""

@@ -4,7 +4,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..bart import BartConfig
+    from .._configs.bart import BartConfig
 
 BASE_PREFIX = "model."
 BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)

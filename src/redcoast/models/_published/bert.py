@@ -11,7 +11,7 @@ from .._tensors import Tensor, tensor_names
 from .labels import linear, read_architecture, read_labels, write_labels
 
 if TYPE_CHECKING:
-    from ..bert import BertConfig
+    from .._configs.bert import BertConfig
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 

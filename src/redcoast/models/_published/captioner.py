@@ -13,7 +13,7 @@ from . import gpt2, vit
 from .labels import linear, read_architecture
 
 if TYPE_CHECKING:
-    from ..captioner import CaptionerConfig
+    from .._configs.captioner import CaptionerConfig
 
 BUFFERS = tuple(pattern.replace("^", r"^decoder\.", 1) for pattern in gpt2.BUFFERS)
 

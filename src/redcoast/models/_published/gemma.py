@@ -5,7 +5,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..gemma import GemmaConfig
+    from .._configs.gemma import GemmaConfig
 
 BASE_PREFIX = "model."
 

@@ -5,7 +5,7 @@ from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..mixtral import MixtralConfig
+    from .._configs.mixtral import MixtralConfig
 
 BASE_PREFIX = "model."
 

@@ -6,7 +6,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..t5 import T5Config
+    from .._configs.t5 import T5Config
 
 # A table that the first files have, and that nothing reads.
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)

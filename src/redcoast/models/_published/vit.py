@@ -10,7 +10,7 @@ from .._tensors import Tensor, tensor_names
 from .labels import linear, read_architecture, read_labels, write_labels
 
 if TYPE_CHECKING:
-    from ..vit import ViTConfig
+    from .._configs.vit import ViTConfig
 
 _NAMES = {
     "width": "hidden_size",

@@ -1,0 +1,94 @@
+"""How much memory the host needs to load a model, measured in a process of its own."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zlib
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from redcoast._pretrained.match import layout_of, needed_shapes
+from redcoast._pretrained.paths import leaf_paths
+from redcoast._pretrained.safetensors_file import write_safetensors
+from redcoast.models import Llama, LlamaConfig
+
+LARGEST = 10_000 * 2048 * 4
+MEMORY = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+import redcoast as rc
+from redcoast._pretrained import fill_device, load
+
+# What goes to an accelerator in pieces stays in the host's memory here, too.
+if sys.argv[3] == "as accelerators":
+    load.fill_host = fill_device.fill_device
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+path, mesh = sys.argv[1], json.loads(sys.argv[2])
+mesh = rc.make_mesh(**mesh) if mesh else None
+jax.numpy.zeros(()).block_until_ready()
+before = status("VmRSS")
+model = jax.block_until_ready(rc.load_pretrained(path, mesh=mesh))
+show = lambda p: jax.tree_util.keystr(p, simple=True, separator="/")
+leaves = [(show(p), x) for p, x in jax.tree_util.tree_leaves_with_path(model)]
+# Devices of this kind may share memory: each address counts once.
+shards = [s.data for x in jax.tree.leaves(model) for s in x.addressable_shards]
+sizes = {s.unsafe_buffer_pointer(): s.nbytes for s in shards}
+above = status("VmHWM") - before - sum(sizes.values())
+corners = {p: np.asarray(x[..., -3:]).reshape(-1, 3)[-1].tolist() for p, x in leaves}
+print(json.dumps({"above": above, "held": sum(sizes.values()), "corners": corners}))
+"""
+
+
+@pytest.fixture(scope="module")
+def gigabyte(tmp_path_factory):
+    """A checkpoint of a gigabyte, of which the largest tensor has 82 MB, written as it is made."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    path.mkdir()
+    config = LlamaConfig(
+        vocab=10_000, width=2048, layers=5, heads=16, kv_heads=16, hidden=5504, tied=True
+    )
+    abstract = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+    shapes = needed_shapes(layout_of(Llama, config), leaf_paths(abstract, jax.ShapeDtypeStruct))
+    kinds = {name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+    arrays = (ramp(name, shape) for name, shape in shapes.items())
+    write_safetensors(path / "model.safetensors", kinds, arrays)
+    (path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    yield path
+    shutil.rmtree(path)
+
+
+def ramp(name, shape):
+    """Numbers that tell tensors, rows and columns apart, and take no time to make."""
+    rows = np.arange(shape[0], dtype=np.float32) + zlib.crc32(name.encode()) % 997
+    columns = np.linspace(0, 1, shape[-1], dtype=np.float32)
+    return rows if len(shape) == 1 else rows[:, None] + columns
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [({}, "as CPU devices"), ({"model": 4}, "as CPU devices"), ({}, "as accelerators")],
+)
+def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
+    assert (gigabyte / "model.safetensors").stat().st_size > 1e9
+    arguments = [str(gigabyte), json.dumps(mesh), how]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["held"] > 0.99e9
+    assert found["above"] < 1.5 * LARGEST
+    corner = lambda name, *shape: ramp(f"model.{name}.weight", shape)[-3:, -3:]
+    up, wo = "layers.4.mlp.up_proj", "layers.4.self_attn.o_proj"
+    assert found["corners"]["layers/up"] == corner(up, 5504, 2048)[:, -1].tolist()
+    assert found["corners"]["layers/wo"] == corner(wo, 2048, 2048)[:, -1].tolist()
+    assert found["corners"]["embed"] == corner("embed_tokens", 10_000, 2048)[-1].tolist()

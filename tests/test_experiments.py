@@ -58,7 +58,9 @@ def only_run(directory):
     return found
 
 
-@pytest.mark.parametrize("name", ["language_modeling", "image_classification", "finetune", "serve_prompt"])
+@pytest.mark.parametrize(
+    "name", ["language_modeling", "image_classification", "finetune", "serve_prompt"]
+)
 def test_help_explains_every_option(name, script, capsys):
     config = script(name).Config
     with pytest.raises(SystemExit) as stopped:
@@ -197,7 +199,7 @@ def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
     output = run("finetune.py", *options, "--learning-rate", 1e-2, "--devices", 8, "--model", 4)
     before = number_after("perplexity before: ", output)
     assert number_after("perplexity after: ", output) < before
-    assert re.search(r"Sample before:\nText.*Sample after:\nText", output.replace(" ", ""), re.DOTALL)
+    assert re.search(r"Sample before:\nT e x t.*Sample after:\nT e x t", output, re.DOTALL)
     saved = only_run(tmp_path / "runs") / "model"
     assert (saved / "tokenizer.json").exists()
     changed = rc.load_pretrained(saved).embed - rc.load_pretrained(weights).embed
@@ -221,9 +223,10 @@ def test_adapters_are_tuned_on_chats(weights, tmp_path):
 
 def test_only_what_the_assistant_says_is_learned(script):
     corpus = script("_corpus")
-    template = lambda messages, add_generation_prompt: "".join(
-        f"<{m['role']}>{m['content']}" for m in messages
-    ) + ("<assistant>" if add_generation_prompt else "")
+    template = lambda messages, add_generation_prompt: (
+        "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        + ("<assistant>" if add_generation_prompt else "")
+    )
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     ((tokens, learned),) = corpus.chat_windows([chat], template, str.encode, 40)
     assert bytes(tokens[tokens >= 0].tolist()) == b"<user>hello<assistant>yes"

@@ -123,6 +123,9 @@ def test_an_encoder_decoder_goes_on_from_its_start():
     want = [slow_greedy(model, [4], 9, memory=slow_memory(model, row)) for (row,) in rows]
     for tokens, mask in ((LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK)):
         np.testing.assert_array_equal(generate(model, tokens, mask=mask, max_new_tokens=9), want)
+    streamed = []
+    generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=9, stream=streamed.append)
+    np.testing.assert_array_equal(np.stack(streamed, axis=1), want)
 
 
 def test_an_encoder_may_read_images():

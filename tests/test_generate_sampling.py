@@ -127,14 +127,14 @@ def test_draws_do_not_depend_on_how_they_are_made():
     drawn = np.asarray(draw(MODEL, LEFT, mask=LEFT_MASK))
     assert len(np.unique(drawn)) > 4
     streamed = []
+    more, more_mask = (np.pad(x, ((0, 0), (12, 0))) for x in (LEFT, LEFT_MASK))
     found = {
         "padded on the right": draw(MODEL, RIGHT, mask=RIGHT_MASK),
-        "padded more": draw(
-            MODEL, np.pad(LEFT, ((0, 0), (12, 0))), mask=np.pad(LEFT_MASK, ((0, 0), (12, 0)))
-        ),
         "traced": eqx.filter_jit(draw)(MODEL, LEFT, mask=LEFT_MASK),
         "streamed": draw(MODEL, LEFT, mask=LEFT_MASK, stream=streamed.append),
-        "of more": generate(MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=20, **options)[:, :9],
+        "of longer rows, and more": generate(
+            MODEL, more, mask=more_mask, max_new_tokens=20, **options
+        )[:, :9],
         "of fewer rows": draw(MODEL, LEFT[:2], mask=LEFT_MASK[:2]),
     }
     for how, tokens in found.items():
@@ -150,6 +150,8 @@ def test_rows_steps_and_keys_draw_differently():
     assert len(np.unique(one, axis=1).T) == 16
     assert (one != other).mean() > 0.7
     np.testing.assert_array_equal(one, draw(key=KEY))
+    # Keys of the older kind draw the same.
+    np.testing.assert_array_equal(one, draw(key=jax.random.key_data(KEY)))
 
 
 def test_at_temperature_zero_filters_and_key_change_nothing():

@@ -2,7 +2,7 @@ import statistics
 import subprocess
 import sys
 
-HEAVY = ("wandb", "orbax", "grain", "safetensors", "tyro", "tqdm", "matplotlib")
+HEAVY = ("wandb", "orbax", "grain", "safetensors", "gguf", "tyro", "tqdm", "matplotlib")
 
 
 def run(program):

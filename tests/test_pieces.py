@@ -5,8 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from redcoast._pretrained.pieces import ahead, split_box
-from redcoast._pretrained.safetensors_file import read_safetensors
-from redcoast._pretrained.stored import MAPPED_BYTES
+from redcoast._pretrained.safetensors_file import MAPPED_BYTES, read_safetensors
 
 
 def test_reading_what_no_mapping_may_hold_at_once(tmp_path):

@@ -76,7 +76,10 @@ def test_parameters_are_those_published(name):
     model = eqx.filter_eval_shape(getattr(sizes, name), key=jax.random.key(0))
     # What BART adds to its logits is stored with the parameters, but is none.
     model = eqx.filter(model, lambda x: x is not getattr(model, "logits_bias", None))
-    assert sum(x.size for x in jax.tree.leaves(model) if eqx.is_array_like(x) or hasattr(x, "size")) == PUBLISHED[name]
+    assert (
+        sum(x.size for x in jax.tree.leaves(model) if eqx.is_array_like(x) or hasattr(x, "size"))
+        == PUBLISHED[name]
+    )
 
 
 def test_changes_take_the_place_of_published_values():

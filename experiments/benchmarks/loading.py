@@ -26,7 +26,7 @@ from safetensors import safe_open
 import redcoast as rc
 
 sys.path.append(str(Path(__file__).parents[1]))
-from _published import smollm2  # noqa: E402
+from _published import smollm2
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import transformers
 import redcoast as rc
 
 sys.path.append(str(Path(__file__).parents[1]))
-from _published import smollm2  # noqa: E402
+from _published import smollm2
 
 THREADS = len(os.sched_getaffinity(0))
 

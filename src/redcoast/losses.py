@@ -37,10 +37,13 @@ def cross_entropy(
     !!! Example
 
         ```python
+        from redcoast.losses import cross_entropy
+
         def loss_fn(model, batch, key):
-            tokens, mask = batch["tokens"], batch["mask"][:, 1:]
-            logits = model(tokens, mask=batch["mask"], key=key)[:, :-1]
-            loss = rc.losses.cross_entropy(logits, tokens[:, 1:], mask=mask)
+            tokens, real = batch["tokens"], batch["mask"]
+            mask = real[:, 1:] * real[:, :-1]  # real tokens behind real ones
+            logits = model(tokens, mask=real, key=key)[:, :-1]
+            loss = cross_entropy(logits, tokens[:, 1:], mask=mask)
             return loss, {"weight": jnp.sum(mask)}
         ```
     """
@@ -82,10 +85,13 @@ def chunked_cross_entropy(
     !!! Example
 
         ```python
+        from redcoast.losses import chunked_cross_entropy
+
         def loss_fn(model, batch, key):
-            tokens, mask = batch["tokens"], batch["mask"][:, 1:]
-            hidden = model.hidden(tokens, mask=batch["mask"], key=key)[:, :-1]
-            loss = rc.losses.chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], mask=mask)
+            tokens, real = batch["tokens"], batch["mask"]
+            mask = real[:, 1:] * real[:, :-1]  # real tokens behind real ones
+            hidden = model.hidden(tokens, mask=real, key=key)[:, :-1]
+            loss = chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], mask=mask)
             return loss, {"weight": jnp.sum(mask)}
         ```
     """

@@ -35,7 +35,7 @@ CASES = [
     Case(
         "gemma2 capped low",
         Gemma2ForCausalLM,
-        SIZES | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.0},
+        SIZES | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 8.0},
     ),
     Case(
         "gemma2 without caps",
@@ -55,7 +55,7 @@ CASES = [
         | {
             "rope_parameters": {"sliding_attention": NEAR, "full_attention": FAR},
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "final_logit_softcapping": 2.0,
+            "final_logit_softcapping": 8.0,
             "tie_word_embeddings": False,
         },
     ),

@@ -7,7 +7,6 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-
 # From outside of a program, NumPy's.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 

@@ -58,12 +58,12 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: Any, path: str | Path, *, max_file_bytes: int | float = 5_000_000_000
+    model: Any, path: str | Path, *, max_file_bytes: int | float = 2_000_000_000
 ) -> None:
     """Saves a model of `redcoast.models` as `transformers` loads it.
 
     Writes `config.json` and `model.safetensors`, or several files and their index. The model may
-    be split over any mesh; the host holds one tensor at a time. Of several processes all have to
+    be split over any mesh; the host holds one file at a time, twice. Of several processes all have to
     call this, with a `path` that they share; they write different files. The directory appears
     under its name only when it is whole.
 

@@ -1,37 +1,36 @@
-"""Files of safetensors: the length of a header, the header in JSON, and one array after the other
-(<https://github.com/huggingface/safetensors#format>)."""
+"""Files of safetensors."""
 
 import functools as ft
-import json
-import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from .stored import Stored, read_file
+from .stored import Box, Stored
 
+# What is mapped counts as memory of the process until it is closed: so much is read at once.
+MAPPED_BYTES = 2**22
 _DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "BOOL": np.bool_,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -41,30 +40,32 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
     `ValueError` if the file is damaged, or has a dtype that is not known.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= size - 8 else b""
     try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        return {name: _stored(path, 8 + length, size, **entry) for name, entry in entries.items()}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        with safe_open(path, "numpy") as file:
+            return {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of safetensors: {error}. Fetch or save it again."
         ) from error
 
 
-def _stored(
-    path: Path, begin: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]
-) -> Stored:
-    if dtype not in _DTYPES:
-        raise ValueError(f"it holds the dtype {dtype}, and known are {', '.join(_DTYPES)}")
-    start, stop = data_offsets
-    kind, dims = _DTYPES[dtype], tuple(shape)
-    if stop - start != prod(dims) * kind.itemsize or start < 0 or begin + stop > size:
-        raise ValueError(f"an array of shape {dims} in {dtype} is not at bytes {start} to {stop}")
-    return Stored(dims, kind, ft.partial(read_file, path, begin + start, dims))
+def _stored(path: Path, name: str, header) -> Stored:
+    shape = tuple(header.get_shape())
+    return Stored(shape, np.dtype(_DTYPES[header.get_dtype()]), ft.partial(_read, path, name))
+
+
+def _read(path: Path, name: str, box: Box, out: np.ndarray) -> None:
+    if not box:
+        with safe_open(path, "numpy") as file:
+            out[...] = file.get_tensor(name)
+        return
+    row = max(1, prod(out.shape[1:]) * out.itemsize)
+    step = max(1, MAPPED_BYTES // row)
+    for low in range(box[0].start, box[0].stop, step):
+        high = min(low + step, box[0].stop)
+        with safe_open(path, "numpy") as file:
+            rows = file.get_slice(name)[slice(low, high), *box[1:]]
+        out[low - box[0].start : high - box[0].start] = rows
 
 
 def write_safetensors(
@@ -72,7 +73,7 @@ def write_safetensors(
     shapes: dict[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterator[np.ndarray],
 ) -> None:
-    """Writes a file, holding one array at a time.
+    """Writes a file.
 
     **Arguments:**
 
@@ -80,16 +81,5 @@ def write_safetensors(
     - `shapes`: shape and dtype of each array.
     - `arrays`: the arrays in the same order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what `transformers` asks for
-    end = 0
-    for name, (shape, dtype) in shapes.items():
-        start, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+    found = {name: np.ascontiguousarray(x) for name, x in zip(shapes, arrays, strict=True)}
+    save_file(found, path, metadata={"format": "pt"})  # what `transformers` asks for

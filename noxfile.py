@@ -1,4 +1,4 @@
-"""The checks of this repository: `nox -s tests`, `parity`, `lint`, `docs`, `bench` and `bench_torch`."""
+"""The checks of this repository: `nox --list` names them."""
 
 import nox
 

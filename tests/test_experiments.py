@@ -58,9 +58,10 @@ def only_run(directory):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["language_modeling", "image_classification", "finetune", "serve_prompt"]
-)
+SCRIPTS = ["language_modeling", "image_classification", "finetune", "serve_prompt"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_option(name, script, capsys):
     config = script(name).Config
     with pytest.raises(SystemExit) as stopped:

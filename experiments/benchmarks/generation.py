@@ -7,6 +7,8 @@ Needs torch, transformers and gguf (`nox -s bench_torch`).
     python experiments/benchmarks/generation.py
 """
 
+# pyright: reportMissingImports=false
+
 from dataclasses import dataclass
 
 import numpy as np

@@ -7,6 +7,7 @@ and neither checks, transposes, stacks nor hands anything to a device. Needs ggu
     python experiments/benchmarks/loading.py
 """
 
+import functools as ft
 import statistics
 import sys
 import tempfile
@@ -43,12 +44,13 @@ def main(c: Config) -> None:
             ("GGUF, quantised", path, dequantise),
             ("safetensors, bfloat16", directory, widen),
         ):
-            load = lambda where=where: rc.load_pretrained(where, dtype=jnp.float32)
-            times = [(seconds(load), seconds(lambda: convert(where))) for _ in range(c.rounds)]
+            load = ft.partial(rc.load_pretrained, where, dtype=jnp.float32)
+            bare = ft.partial(convert, where)
+            times = [(seconds(load), seconds(bare)) for _ in range(c.rounds)]
             ratio = statistics.median(a / b for a, b in times)
-            ours, bare = (statistics.median(x) for x in zip(*times, strict=True))
+            here, alone = (statistics.median(x) for x in zip(*times, strict=True))
             print(
-                f"{name}: {ours:.2f} s, reading and converting alone {bare:.2f} s, ratio "
+                f"{name}: {here:.2f} s, reading and converting alone {alone:.2f} s, ratio "
                 f"{ratio:.2f} (at most 1.5)",
                 flush=True,
             )
@@ -66,7 +68,7 @@ def dequantise(path: Path) -> list[np.ndarray]:
 
 def widen(directory: Path) -> list[np.ndarray]:
     with safe_open(directory / "model.safetensors", framework="numpy") as file:
-        return [file.get_tensor(name).astype(np.float32) for name in file.keys()]
+        return [file.get_tensor(name).astype(np.float32) for name in file.keys()]  # noqa: SIM118
 
 
 if __name__ == "__main__":

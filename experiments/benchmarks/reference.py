@@ -1,5 +1,7 @@
 """SmolLM2-135M here and in `transformers`, with the same weights, in one process."""
 
+# pyright: reportMissingImports=false
+
 import os
 import statistics
 import sys
@@ -36,7 +38,8 @@ def both_models() -> tuple[Any, Any]:
 
 def take_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> dict[str, float]:
     """The median seconds of each, and the median of theirs over ours in the same round."""
-    ours(), theirs()  # compiles
+    for run in (ours, theirs):  # compiles
+        run()
     times = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
     return {
         "ours": statistics.median(a for a, _ in times),

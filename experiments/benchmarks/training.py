@@ -7,6 +7,8 @@ torch, transformers and gguf (`nox -s bench_torch`).
     python experiments/benchmarks/training.py
 """
 
+# pyright: reportMissingImports=false
+
 import functools as ft
 from dataclasses import dataclass
 

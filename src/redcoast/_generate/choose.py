@@ -83,7 +83,7 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Scalar) -> Float[Array
 
 def _ordered(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
     """Integers in the order of the numbers: of negative ones the bits run the other way."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 is 0.0
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 

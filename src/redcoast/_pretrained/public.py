@@ -63,9 +63,9 @@ def save_pretrained(
     """Saves a model of `redcoast.models` as `transformers` loads it.
 
     Writes `config.json` and `model.safetensors`, or several files and their index. The model may
-    be split over any mesh; the host holds one file at a time, twice. Of several processes all have to
-    call this, with a `path` that they share; they write different files. The directory appears
-    under its name only when it is whole.
+    be split over any mesh; the host holds one file at a time, twice. Of several processes all
+    have to call this, with a `path` that they share; they write different files. The directory
+    appears under its name only when it is whole.
 
     **Arguments:**
 

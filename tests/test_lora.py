@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 import json
+import re
 
 import equinox as eqx
 import jax
@@ -13,9 +14,12 @@ import pytest
 from decoder_checks import assert_close, logits_of, loss_of, make_model, make_tokens
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from published import apply, make_batch
+from test_fixtures import FIXTURES
 
 import redcoast as rc
 from redcoast import lora
+from redcoast._pretrained.families import find_family
 from redcoast._pretrained.safetensors_file import read_safetensors, write_safetensors
 from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.models.llama import Llama, LlamaConfig
@@ -25,6 +29,7 @@ CONFIG = LlamaConfig(vocab=16, width=16, layers=2, heads=4, kv_heads=2, hidden=2
 MODEL = make_model(Llama, CONFIG)
 TOKENS = make_tokens(CONFIG)
 KEY = jax.random.key(0)
+KINDS = {case["settings"]["model_type"]: name for name, case in FIXTURES.items()}.values()
 GPT2_CONFIG = GPT2Config(vocab=16, width=16, layers=2, heads=4, hidden=24, positions=8)
 
 
@@ -79,6 +84,20 @@ def test_each_expert_has_an_adapter_of_its_own():
     model = adapted(make_model(Mixtral, config), "gate|down")
     assert model.layers.gate.a.shape == (1, 4, 16, 3)
     assert_close(logits_of(lora.merge(model), TOKENS), logits_of(model, TOKENS))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_matrices_of_every_family_are_multiplied_by(name):
+    # Whatever else a model did with an adapted weight would raise.
+    case = FIXTURES[name]
+    model_class, config = find_family(case["settings"], name)
+    model = eqx.filter_eval_shape(model_class, config, key=KEY)
+    model = eqx.filter_eval_shape(lora.add_adapters, model, 2, targets=".", key=KEY)
+    batch = make_batch(case["settings"], pixels=case["pixels"], text=case["text"])
+    assert eqx.filter_eval_shape(apply, model, batch).dtype == jnp.float32
+    rest = {path.rpartition("/")[2] for path in paths(model)} - {"weight", "a", "b"}
+    vectors_and_tables = re.compile("embed|norm|shift|bias|^b[qkvo]$|cls_token")
+    assert all(map(vectors_and_tables.search, rest)), rest
 
 
 def test_linear_layers_are_adapted_anywhere():

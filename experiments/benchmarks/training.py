@@ -37,8 +37,8 @@ def main(c: Config) -> None:
     print(describe())
 
     def loss_fn(model, batch, key):
-        hidden = model.hidden(batch)[:, :-1]
-        return losses.chunked_cross_entropy(hidden, model.unembed, batch[:, 1:])
+        logits = model.unembed(model.hidden(batch)[:, :-1])
+        return losses.cross_entropy(logits, batch[:, 1:])
 
     optimizer = optax.adamw(1e-5, weight_decay=0.01)
     mesh = rc.make_mesh(devices=jax.devices()[:1])
@@ -63,7 +63,7 @@ def main(c: Config) -> None:
         loss.backward()
         adamw.step()
         adamw.zero_grad()
-        seen.setdefault("theirs", []).append(float(loss))
+        seen.setdefault("theirs", []).append(loss.item())
 
     times = take_turns(step_here, step_there, c.rounds)
     print(

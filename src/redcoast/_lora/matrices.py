@@ -55,7 +55,8 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
         return None
     inputs = inputs_of(tensor)
     count = sum(set(group) <= set(inputs) for group in tensor.right)
-    return Matrix(len(tensor.fields), count)
+    # A vector may be published as a matrix with one row.
+    return Matrix(len(tensor.fields), count) if count < len(tensor.right) else None
 
 
 def inputs_of(tensor: Tensor) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import optax
+
 import redcoast as rc
 
 
@@ -41,3 +43,12 @@ def plot_metric(directory: Path, name: str) -> float:
     plt.close(figure)
     # A run that was interrupted early has none.
     return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
+
+
+def make_optimizer(c: Any, examples: int, **adamw: float) -> optax.GradientTransformation:
+    """AdamW with clipped gradients and the learning rate of `c`, which the log shows."""
+    learning_rate = rc.learning_rate_schedule(
+        c.learning_rate, examples=examples, batch_size=c.batch_size, steps=c.steps
+    )
+    adamw_with_rate = optax.inject_hyperparams(optax.adamw)(learning_rate, **adamw)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw_with_rate)

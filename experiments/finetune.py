@@ -9,9 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import tyro
-from _common import run_directory
+from _common import make_optimizer, run_directory
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
@@ -70,17 +69,12 @@ def main(c: Config) -> None:
 
     collate_fn = lambda rows: tuple(map(np.stack, zip(*rows, strict=True)))
     measured = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": c.batch_size}
-    before = math.exp(rc.evaluate(model, valid, mesh=mesh, **measured)["loss"])
-    text = sample(model, tokenizer, c)
-    print(f"Held-out perplexity before: {before:.2f}\nSample before:\n{text}\n")
+    before = rc.evaluate(model, valid, mesh=mesh, **measured)["loss"]
+    report("before", before, model, tokenizer, c)
 
-    learning_rate = rc.learning_rate_schedule(
-        c.learning_rate, examples=len(train), batch_size=c.batch_size, steps=c.steps
-    )
-    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate, weight_decay=0.01)
     state = rc.fit(
         model,
-        optax.chain(optax.clip_by_global_norm(1.0), adamw),
+        make_optimizer(c, len(train), weight_decay=0.01),
         train,
         **measured,
         steps=c.steps,
@@ -94,9 +88,8 @@ def main(c: Config) -> None:
         compute_dtype=jnp.dtype(c.dtype),
     )
 
-    after = math.exp(rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"])
-    text = sample(state.model, tokenizer, c)
-    print(f"Held-out perplexity after: {after:.2f} (before: {before:.2f})\nSample after:\n{text}")
+    after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
+    report("after", after, state.model, tokenizer, c)
     save(state.model, tokenizer, directory, c)
 
 
@@ -111,10 +104,11 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
     return [(x, x >= 0) for x in train], [(x, x >= 0) for x in valid[:64]]
 
 
-def sample(model, tokenizer, c: Config) -> str:
+def report(when: str, loss: float, model, tokenizer, c: Config) -> None:
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
-    return tokenizer.decode([*tokens, *new.tolist()])
+    text = tokenizer.decode([*tokens, *new.tolist()])
+    print(f"Held-out perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
 
 
 def save(model, tokenizer, directory: Path, c: Config) -> None:

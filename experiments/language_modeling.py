@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import plot_metric, run_directory
+from _common import make_optimizer, plot_metric, run_directory
 from _corpus import read_texts, windows
 from tokenizers import ByteLevelBPETokenizer
 
@@ -66,11 +66,7 @@ def main(c: Config) -> None:
 
     # Model and optimizer, planned first and then made, split over the devices from the beginning.
     sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
-    learning_rate = rc.learning_rate_schedule(
-        c.learning_rate, examples=len(train), batch_size=c.batch_size, steps=c.steps
-    )
-    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate, b2=0.95, weight_decay=0.1)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    optimizer = make_optimizer(c, len(train), b2=0.95, weight_decay=0.1)
     key = jax.random.key(c.seed)
     create = eqx.Partial(rc.init_state, lambda key: Llama(sizes, key=key), optimizer, key=key)
     state = create(shardings=rc.infer_shardings(eqx.filter_eval_shape(create), mesh))

@@ -63,7 +63,7 @@ def numpy_logits(model, tokens, decoder_tokens):
         return vector / np.sqrt(np.mean(vector**2) + config.norm_eps) * scale
 
     def attention(part, index, stream, memory, bias):
-        w = {name: value[index] for name, value in vars(part).items()}
+        w = {name: value[index] for name, value in vars(part).items() if value is not None}
         queries = [norm(x, w["norm"]) for x in stream]
         added = [0.0 for _ in stream]
         for i, query in enumerate(queries):

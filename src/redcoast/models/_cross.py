@@ -1,7 +1,5 @@
 """The cache of a decoder that attends to a memory, such as an encoder's hidden states."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,8 +7,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from ._attention import full_view, real_tokens
 from ._cache import Cache
-from ._product import product
+from ._projections import Projections, keys_values
 
+Memory = Float[Array, "batch memory width"]
 MemoryMask = Bool[Array, "batch memory"] | Integer[Array, "batch memory"]
 DecoderMask = Bool[Array, "batch decoder_seq"] | Integer[Array, "batch decoder_seq"]
 
@@ -33,31 +32,11 @@ class CrossCache(eqx.Module):
         return CrossCache(own, self.k, self.v, self.mask)
 
 
-def cross_cache(
-    own: Cache,
-    memory: Float[Array, "batch memory memory_width"],
-    mask: MemoryMask | None,
-    *,
-    wk: Any,
-    wv: Any,
-    bk: Float[Array, "layers heads head_dim"] | None = None,
-    bv: Float[Array, "layers heads head_dim"] | None = None,
-) -> CrossCache:
-    """A cache whose part of the memory is computed here, once; `own` is the decoder's own, and
-    the other arguments are those of `read_memory`."""
-    rows = own.mask.shape[0]
-    return CrossCache(own, *read_memory(rows, memory, mask, wk=wk, wv=wv, bk=bk, bv=bv))
-
-
 def read_memory(
+    layers: Projections,
     rows: int,
     memory: Float[Array, "batch memory memory_width"],
     mask: MemoryMask | None,
-    *,
-    wk: Any,
-    wv: Any,
-    bk: Float[Array, "layers heads head_dim"] | None = None,
-    bv: Float[Array, "layers heads head_dim"] | None = None,
 ) -> tuple[
     Float[Array, "layers batch memory heads head_dim"],
     Float[Array, "layers batch memory heads head_dim"],
@@ -67,9 +46,9 @@ def read_memory(
 
     **Arguments:**
 
+    - `layers`: the attentions to it.
     - `rows`: how many rows of tokens attend to it.
     - `memory`, `mask`: what is attended to, and which of it is real; all by default.
-    - `wk`, `wv`, `bk`, `bv`: of all layers, "layers memory_width heads head_dim" the weights.
 
     **Raises:**
 
@@ -85,9 +64,8 @@ def read_memory(
             f"The memory is of shape {memory.shape}, but its mask is of shape {mask.shape}. It "
             f"must be of shape {memory.shape[:2]}."
         )
-    project = jax.vmap(lambda weight, bias: product("bmd,dhk->bmhk", memory, weight, bias))
     real = jnp.broadcast_to(real_tokens(memory.shape, mask), memory.shape[:2])
-    return project(wk, bk), project(wv, bv), real
+    return *jax.vmap(keys_values, in_axes=(0, None))(layers, memory), real
 
 
 def cross_view(

@@ -13,51 +13,25 @@ from ._attention import Mask, attend, causal_view, count_positions, full_view, r
 from ._cache import admit, cached_view, empty_cache, extend
 from ._checks import check_length
 from ._configs.bart import BartConfig as BartConfig
-from ._cross import CrossCache, DecoderMask, cross_cache, cross_view
+from ._cross import CrossCache, DecoderMask, Memory, cross_view, read_memory
 from ._dropout import dropout, split_key
 from ._init import normal
 from ._layers import scan_layers
 from ._norms import layer_norm
 from ._product import product
+from ._projections import Projections, keys_values, outputs, queries
 from ._published import bart as published
 
 # What the published tables of positions begin with, and no token has.
 _UNUSED = 2
 _EPS = 1e-5
 
-Memory = Float[Array, "batch memory width"]
-
-
-class BartAttention(eqx.Module):
-    """The projections and biases of an attention in all layers, stacked, and the norm behind."""
-
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"]
-    bk: Float[Array, "layers heads head_dim"]
-    bv: Float[Array, "layers heads head_dim"]
-    bo: Float[Array, "layers width"]
-    norm: Float[Array, "layers width"]
-    norm_shift: Float[Array, "layers width"]
-
-    def __init__(self, config: BartConfig, layers: int, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo = jax.random.split(key, 4)
-        into, out = (layers, c.width, c.heads, c.head_dim), (layers, c.heads, c.head_dim, c.width)
-        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
-        self.wo = _normal(wo, out)
-        self.bq, self.bk, self.bv = (jnp.zeros(out[:3]) for _ in range(3))
-        self.bo, self.norm_shift = (jnp.zeros(into[:2]) for _ in range(2))
-        self.norm = jnp.ones(into[:2])
-
 
 class BartLayers(eqx.Module):
     """The parameters of all layers of the encoder or the decoder, stacked."""
 
-    attention: BartAttention
-    cross: BartAttention | None
+    attention: Projections
+    cross: Projections | None
     up: Float[Array, "layers width hidden"]
     up_bias: Float[Array, "layers hidden"]
     down: Float[Array, "layers hidden width"]
@@ -68,8 +42,9 @@ class BartLayers(eqx.Module):
     def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
         attention, cross, up, down = jax.random.split(key, 4)
         stream, hidden = (layers, config.width), (layers, config.hidden)
-        self.attention = BartAttention(config, layers, key=attention)
-        self.cross = BartAttention(config, layers, key=cross) if decoder else None
+        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4)
+        self.attention = create(key=attention)
+        self.cross = create(key=cross) if decoder else None
         self.up, self.up_bias = _normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
         self.down, self.down_bias = _normal(down, (*hidden, config.width)), jnp.zeros(stream)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
@@ -200,8 +175,7 @@ class Bart(eqx.Module):
         c = self.config
         cross: Any = self.decoder.layers.cross
         own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-        weights = {"wk": cross.wk, "wv": cross.wv, "bk": cross.bk, "bv": cross.bv}
-        return cross_cache(own, memory, memory_mask, **weights)
+        return CrossCache(own, *read_memory(cross, batch, memory, memory_mask))
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
@@ -234,15 +208,16 @@ class Bart(eqx.Module):
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
         x = dropout(x, c.dropout, embed_key)
         # The keys and values of the memory are in a cache, or computed in each layer.
-        memory, stored, seen = cross or (None, None, None)
+        nothing: Any = (None, None, None)
+        memory, stored, seen = cross or nothing
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
             keys = split_key(key, 3)
-            cache, *own = extend(cache, index, *_keys(layer.attention, x))
+            cache, *own = extend(cache, index, *keys_values(layer.attention, x))
             x = _attention(layer.attention, x, own, visible, keys[0], c)
             if layer.cross is not None:
-                kv = _keys(layer.cross, memory) if kv is None else kv
+                kv = keys_values(layer.cross, memory) if kv is None else kv
                 x = _attention(layer.cross, x, kv, seen, keys[1], c)
             return _mlp(layer, x, keys[2], c), cache
 
@@ -250,16 +225,11 @@ class Bart(eqx.Module):
         return scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
 
 
-def _keys(layer, x):
-    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
-    return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
-
-
 def _attention(layer, x, kv, visible, key, config):
     weights_key, key = split_key(key, 2)
-    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
-    out = attend(q, *kv, visible=visible, rate=config.attention_dropout, key=weights_key)
-    out = dropout(product("bshk,hkd->bsd", out, layer.wo, layer.bo), config.dropout, key)
+    rate = config.attention_dropout
+    out = attend(queries(layer, x), *kv, visible=visible, rate=rate, key=weights_key)
+    out = dropout(outputs(layer, out), config.dropout, key)
     return layer_norm(x + out, layer.norm, layer.norm_shift, _EPS)
 
 

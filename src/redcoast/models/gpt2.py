@@ -14,45 +14,22 @@ from ._attention import Mask, attend, causal_view, count_positions, full_view, r
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._checks import check_length
 from ._configs.gpt2 import GPT2Config as GPT2Config
-from ._cross import CrossCache, MemoryMask, read_memory
+from ._cross import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
+from ._init import normal
 from ._layers import scan_layers
 from ._norms import layer_norm
 from ._product import product
+from ._projections import Projections, keys_values, outputs, queries
 from ._published import gpt2 as published
 from ._published.examples import example_inputs
-
-
-class GPT2Attention(eqx.Module):
-    """The norm, projections and biases of an attention in all layers, stacked."""
-
-    norm: Float[Array, "layers width"]
-    norm_shift: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"]
-    bk: Float[Array, "layers heads head_dim"]
-    bv: Float[Array, "layers heads head_dim"]
-    bo: Float[Array, "layers width"]
-
-    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo = jax.random.split(key, 4)
-        into = (c.layers, c.width, c.heads, c.head_dim)
-        self.norm, self.norm_shift = jnp.ones(into[:2]), jnp.zeros(into[:2])
-        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
-        self.wo = _normal(wo, (c.layers, c.heads, c.head_dim, c.width), _outputs(c))
-        self.bq, self.bk, self.bv = (jnp.zeros((c.layers, *into[2:])) for _ in range(3))
-        self.bo = jnp.zeros(into[:2])
 
 
 class GPT2Layers(eqx.Module):
     """The parameters of all the layers, each stacked along its first dimension."""
 
-    attention: GPT2Attention
-    cross: GPT2Attention | None
+    attention: Projections
+    cross: Projections | None
     mlp_norm: Float[Array, "layers width"]
     mlp_norm_shift: Float[Array, "layers width"]
     up: Float[Array, "layers width hidden"]
@@ -63,8 +40,11 @@ class GPT2Layers(eqx.Module):
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         c = config
         attention, cross, up, down = jax.random.split(key, 4)
-        self.attention = GPT2Attention(c, key=attention)
-        self.cross = GPT2Attention(c, key=cross) if c.cross_attention else None
+        create = eqx.Partial(
+            Projections, c, c.layers, scales=(0.02, 0.02, 0.02, 0.02 * _outputs(c))
+        )
+        self.attention = create(key=attention)
+        self.cross = create(key=cross) if c.cross_attention else None
         stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
         self.up = _normal(up, (c.layers, c.width, c.hidden))
@@ -73,7 +53,7 @@ class GPT2Layers(eqx.Module):
 
 
 def _normal(key, shape, scale=1.0):
-    return jax.random.normal(key, shape) * (0.02 * scale)
+    return normal(key, shape, fan_in=1, scale=0.02 * scale)
 
 
 def _outputs(config):
@@ -107,8 +87,8 @@ class GPT2(eqx.Module):
     buffers = published.BUFFERS
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02; those of
-        the layers' outputs divided by sqrt(2 * layers)."""
+        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02,
+        truncated at three of them; those of the layers' outputs divided by sqrt(2 * layers)."""
         embed, positions, layers, head = jax.random.split(key, 4)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.position_embed = _normal(positions, (config.positions, config.width))
@@ -124,7 +104,7 @@ class GPT2(eqx.Module):
         mask: Mask | None = None,
         segments: Integer[Array, "batch seq"] | None = None,
         positions: Integer[Array, "#batch seq"] | None = None,
-        memory: Float[Array, "batch memory width"] | None = None,
+        memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
@@ -158,7 +138,7 @@ class GPT2(eqx.Module):
         mask: Mask | None = None,
         segments: Integer[Array, "batch seq"] | None = None,
         positions: Integer[Array, "#batch seq"] | None = None,
-        memory: Float[Array, "batch memory width"] | None = None,
+        memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
@@ -176,7 +156,7 @@ class GPT2(eqx.Module):
         batch: int,
         length: int,
         *,
-        memory: Float[Array, "batch memory width"] | None = None,
+        memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
     ) -> Cache | CrossCache:
         """An empty cache for `length` tokens in each of `batch` rows; with `cross_attention`,
@@ -209,8 +189,7 @@ class GPT2(eqx.Module):
             raise ValueError("With `cross_attention` a `memory` is needed, and without it none.")
         if (layers := self.layers.cross) is None:
             return None
-        weights = {"wk": layers.wk, "wv": layers.wv, "bk": layers.bk, "bv": layers.bv}
-        return read_memory(rows, memory, mask, **weights)
+        return read_memory(layers, rows, memory, mask)
 
     def _run(self, tokens, positions, visible, cross, cache=None, key=None):
         c = self.config
@@ -238,17 +217,14 @@ class GPT2(eqx.Module):
 def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
     weights_key, key = split_key(key, 2)
     x = layer_norm(x, layer.norm, layer.norm_shift, config.norm_eps)
-    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
+    q = queries(layer, x)
     if kv is None:
-        k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
-        v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
-        cache, *kv = extend(cache, index, k, v)
+        cache, *kv = extend(cache, index, *keys_values(layer, x))
     if config.scale_by_layer:
         q = q / (index + 1).astype(q.dtype)
     scale, rate = None if config.scale_scores else 1.0, config.attention_dropout
     out = attend(q, *kv, visible=visible, scale=scale, rate=rate, key=weights_key)
-    out = product("bshk,hkd->bsd", out, layer.wo, layer.bo)
-    return dropout(out, config.residual_dropout, key), cache
+    return dropout(outputs(layer, out), config.residual_dropout, key), cache
 
 
 def _mlp(layer, x, key, config):

@@ -12,44 +12,22 @@ from ._activations import ACTIVATIONS
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._cache import admit, cached_view, empty_cache, extend
 from ._configs.t5 import T5Config as T5Config
-from ._cross import CrossCache, DecoderMask, cross_cache, cross_view
+from ._cross import CrossCache, DecoderMask, Memory, cross_view, read_memory
 from ._distances import relative_bias
 from ._dropout import dropout, split_key
 from ._init import normal
 from ._layers import scan_layers
 from ._norms import rms_norm
 from ._product import product
+from ._projections import Projections, keys_values, outputs, queries
 from ._published import t5 as published
-
-Memory = Float[Array, "batch memory width"]
-
-
-class T5Attention(eqx.Module):
-    """The norm and the projections of an attention in all layers, stacked."""
-
-    norm: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-
-    def __init__(self, config: T5Config, layers: int, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo = jax.random.split(key, 4)
-        into, out = (layers, c.width, c.heads, c.head_dim), (layers, c.heads, c.head_dim, c.width)
-        self.norm = jnp.ones((layers, c.width))
-        # Scores are not divided by the root of a head's size, so queries are that much smaller.
-        self.wq = normal(wq, into, fan_in=c.width * c.head_dim)
-        self.wk = normal(wk, into, fan_in=c.width)
-        self.wv = normal(wv, into, fan_in=c.width)
-        self.wo = normal(wo, out, fan_in=c.heads * c.head_dim)
 
 
 class T5Layers(eqx.Module):
     """The parameters of all layers of the encoder or the decoder, stacked."""
 
-    attention: T5Attention
-    cross: T5Attention | None
+    attention: Projections
+    cross: Projections | None
     mlp_norm: Float[Array, "layers width"]
     gate: Float[Array, "layers width hidden"] | None
     up: Float[Array, "layers width hidden"]
@@ -59,8 +37,12 @@ class T5Layers(eqx.Module):
         c = config
         attention, cross, gate, up, down = jax.random.split(key, 5)
         into = (layers, c.width, c.hidden)
-        self.attention = T5Attention(c, layers, key=attention)
-        self.cross = T5Attention(c, layers, key=cross) if decoder else None
+        # Scores are not divided by the root of a head's size, so queries are that much smaller.
+        fan_in = (c.width * c.head_dim, c.width, c.width, c.heads * c.head_dim)
+        scales = tuple(x**-0.5 for x in fan_in)
+        create = eqx.Partial(Projections, c, layers, scales=scales, biased=False)
+        self.attention = create(key=attention)
+        self.cross = create(key=cross) if decoder else None
         self.mlp_norm = jnp.ones((layers, c.width))
         self.gate = normal(gate, into, fan_in=c.width) if c.gated else None
         self.up = normal(up, into, fan_in=c.width)
@@ -189,7 +171,7 @@ class T5(eqx.Module):
         c = self.config
         cross: Any = self.decoder.layers.cross
         own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-        return cross_cache(own, memory, memory_mask, wk=cross.wk, wv=cross.wv)
+        return CrossCache(own, *read_memory(cross, batch, memory, memory_mask))
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
@@ -220,17 +202,18 @@ class T5(eqx.Module):
         # Indexing would give a token that is not in the vocabulary the embedding of one that is.
         x = dropout(jnp.take(self.embed, tokens, axis=0), c.dropout, embed_key)
         # The keys and values of the memory are in a cache, or computed in each layer.
-        memory, stored, seen = cross or (None, None, None)
+        nothing: Any = (None, None, None)
+        memory, stored, seen = cross or nothing
 
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
             keys = split_key(key, 3)
             y = rms_norm(x, layer.attention.norm, c.norm_eps)
-            cache, *own = extend(cache, index, *_keys(layer.attention, y))
+            cache, *own = extend(cache, index, *keys_values(layer.attention, y))
             x = x + _attention(layer.attention, y, own, visible, bias, keys[0], c)
             if layer.cross is not None:
                 y = rms_norm(x, layer.cross.norm, c.norm_eps)
-                kv = _keys(layer.cross, memory) if kv is None else kv
+                kv = keys_values(layer.cross, memory) if kv is None else kv
                 x = x + _attention(layer.cross, y, kv, seen, None, keys[1], c)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             return x + _mlp(layer, y, keys[2], c), cache
@@ -240,16 +223,11 @@ class T5(eqx.Module):
         return dropout(rms_norm(x, stack.norm, c.norm_eps), c.dropout, last_key), cache
 
 
-def _keys(layer, x):
-    return product("bsd,dhk->bshk", x, layer.wk), product("bsd,dhk->bshk", x, layer.wv)
-
-
 def _attention(layer, x, kv, visible, bias, key, config):
     weights_key, key = split_key(key, 2)
-    q = product("bsd,dhk->bshk", x, layer.wq)
-    rate = config.dropout
+    q, rate = queries(layer, x), config.dropout
     out = attend(q, *kv, visible=visible, bias=bias, scale=1.0, rate=rate, key=weights_key)
-    return dropout(product("bshk,hkd->bsd", out, layer.wo), rate, key)
+    return dropout(outputs(layer, out), rate, key)
 
 
 def _mlp(layer, x, key, config):

@@ -1,7 +1,7 @@
 """Fine-tunes a published language model on texts or chats, all of it or low-rank adapters."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from _common import make_optimizer, run_directory
+from _common import Hosts, leave_if_stopped, make_optimizer, run_directory, say
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
@@ -30,21 +30,21 @@ class Config:
     accumulate: int = 1  # microbatches that a batch is split into, to save memory
     steps: int = 50  # number of training steps
     learning_rate: float = 1e-4  # at its peak, after the warm-up; adapters bear ten times as much
+    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
     data: int = -1  # devices the batch is split over; -1 takes what the other two leave
     fsdp: int = 1  # devices the batch and the storage of the model are split over
     model: int = 1  # devices the model and its arithmetic are split over
-    devices: int | None = None  # emulate so many devices on the CPU
     directory: Path = Path("runs/finetune")  # each run gets a directory in it
     prompt: str = "def read_lines(path"  # what the samples begin with
     new_tokens: int = 48  # the length of the samples
     wandb: bool = False  # log to Weights & Biases; without an account, to a local file
     seed: int = 0  # decides the adapters, the order of the data and nothing else
+    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
 def main(c: Config) -> None:
-    if c.devices:
-        rc.emulate_devices(c.devices)
+    rc.initialize(**vars(c.hosts))
     mesh = rc.make_mesh(data=c.data, fsdp=c.fsdp, model=c.model)
     directory = run_directory(c.directory, resume=False, config=c)
     key = jax.random.key(c.seed)
@@ -52,7 +52,7 @@ def main(c: Config) -> None:
     # Weights, read straight into the devices that need them.
     weights = c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
-    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32)
+    model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
     if c.lora:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=key)
     trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
@@ -88,6 +88,7 @@ def main(c: Config) -> None:
         compute_dtype=jnp.dtype(c.dtype),
     )
 
+    leave_if_stopped(int(state.step), c.steps)
     after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
     report("after", after, state.model, tokenizer, c)
     save(state.model, tokenizer, directory, c)
@@ -108,7 +109,7 @@ def report(when: str, loss: float, model, tokenizer, c: Config) -> None:
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
-    print(f"Held-out perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
+    say(f"Held-out perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
 
 
 def save(model, tokenizer, directory: Path, c: Config) -> None:
@@ -117,8 +118,9 @@ def save(model, tokenizer, directory: Path, c: Config) -> None:
         lora.save_adapters(model, directory / "adapters")
         model = lora.merge(model)
     rc.save_pretrained(model, directory / "model")
-    tokenizer.save(str(directory / "model" / "tokenizer.json"))
-    print(f"Model: {directory / 'model'}")
+    if jax.process_index() == 0:
+        tokenizer.save(str(directory / "model" / "tokenizer.json"))
+    say(f"Model: {directory / 'model'}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Published weights to models: every number where it belongs, and every mismatch named."""
 
+import dataclasses
 import json
 
 import equinox as eqx
@@ -195,6 +196,17 @@ def test_a_dtype_that_is_asked_for(directory, monkeypatch, fill):
     check(rc.load_pretrained(directory, dtype="bfloat16"), jnp.bfloat16)
     with pytest.raises(ValueError, match="floating type.*int32"):
         rc.load_pretrained(directory, dtype=jnp.int32)
+
+
+def test_options_are_those_of_the_configuration(directory):
+    plain, other = rc.load_pretrained(directory), rc.load_pretrained(directory, remat="full")
+    assert (plain.config.remat, other.config.remat) == ("none", "full")
+    assert other.config == dataclasses.replace(plain.config, remat="full")
+    assert eqx.tree_equal(jax.tree.leaves(plain), jax.tree.leaves(other))
+    with pytest.raises(TypeError, match="LlamaConfig has no field rematerialise. It has: vocab"):
+        rc.load_pretrained(directory, rematerialise=True)
+    with pytest.raises(ValueError, match="does not hold the tensors of the model"):
+        rc.load_pretrained(directory, width=48)
 
 
 def test_float64_is_what_jax_makes_of_it(directory):

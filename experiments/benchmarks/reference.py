@@ -24,10 +24,10 @@ from _published import smollm2
 THREADS = len(os.sched_getaffinity(0))
 
 
-def both_models() -> tuple[Any, Any]:
-    """The model of `redcoast.models` and that of `transformers`, in float32."""
+def both_models(**options: Any) -> tuple[Any, Any]:
+    """The model of `redcoast.models`, with these options, and that of `transformers`, in float32."""
     torch.set_num_threads(THREADS)
-    ours = rc.load_pretrained(smollm2(), dtype=jnp.float32)
+    ours = rc.load_pretrained(smollm2(), dtype=jnp.float32, **options)
     with tempfile.TemporaryDirectory() as directory:
         rc.save_pretrained(ours, Path(directory) / "model")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(

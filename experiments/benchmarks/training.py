@@ -1,8 +1,10 @@
 """A training step here against torch's eager mode: SmolLM2-135M on the CPU.
 
 Both have the same weights in float32 and the same threads, and take turns in one process at steps
-of AdamW on 4 sequences of 256 tokens. A ratio above 1 means that the step here is faster. Needs
-torch, transformers and gguf (`nox -s bench_torch`).
+of AdamW on 4 sequences of 256 tokens. A ratio above 1 means that the step here is faster. Here the
+backward pass computes all but the products with weights again (`remat="dots"`): on a CPU that takes
+less time than to write it all to memory and to read it again. Needs torch, transformers and gguf
+(`nox -s bench_torch`).
 
     python experiments/benchmarks/training.py
 """
@@ -11,6 +13,7 @@ torch, transformers and gguf (`nox -s bench_torch`).
 
 import functools as ft
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +31,12 @@ from redcoast import losses
 class Config:
     batch_size: int = 4  # sequences in a batch
     seq: int = 256  # tokens of a sequence
+    remat: Literal["none", "dots", "full"] = "dots"  # what the step here computes again
     rounds: int = 7  # how often each takes its turn
 
 
 def main(c: Config) -> None:
-    ours, theirs = both_models()
+    ours, theirs = both_models(remat=c.remat)
     tokens = np.random.default_rng(0).integers(0, 49152, (c.batch_size, c.seq))
     print(describe())
 

@@ -1,5 +1,6 @@
 """From published weights to a model."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,12 +25,19 @@ from .stored import Stored
 from .where import choose_shardings
 
 
-def load(path: Path, mesh: Mesh | None, shardings: PyTree | None, dtype: Any) -> Any:
+def load(
+    path: Path,
+    mesh: Mesh | None,
+    shardings: PyTree | None,
+    dtype: Any,
+    options: Mapping[str, Any],
+) -> Any:
     """The model at a path, with its arrays where they are to be."""
     source = open_source(path)
     model_class, config = find_family(source.settings, path)
     if settle := getattr(model_class, "settle", None):
         config = settle(config, source.stored.keys())
+    config = _with_options(config, options)
     key = jax.eval_shape(lambda: jax.random.key(0))
     abstract = eqx.filter_eval_shape(model_class, config, key=key)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
@@ -44,6 +52,16 @@ def load(path: Path, mesh: Mesh | None, shardings: PyTree | None, dtype: Any) ->
     fill, piece = (fill_host, 2**22) if on_host else (fill_device, 2**24)
     made = fill(targets, stored, most=_piece_elements(stored, dtype, piece))
     return join([made[p] for p in arrays], static)
+
+
+def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
+    fields = [field.name for field in dataclasses.fields(config)]
+    if unknown := sorted(options.keys() - set(fields)):
+        raise TypeError(
+            f"{type(config).__name__} has no field {', '.join(unknown)}. It has: "
+            f"{', '.join(fields)}."
+        )
+    return dataclasses.replace(config, **options)
 
 
 def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:

@@ -13,6 +13,7 @@ def load_pretrained(
     mesh: Mesh | None = None,
     shardings: PyTree | None = None,
     dtype: Any = None,
+    **options: Any,
 ) -> Any:
     """Loads published weights into a model of `redcoast.models`.
 
@@ -31,6 +32,8 @@ def load_pretrained(
         puts new ones.
     - `dtype`: of the arrays. By default that of the files; if they have several, the one that
         most bytes have. What a `.gguf` file holds quantised counts as float32.
+    - `options`: what of the model's configuration is to be otherwise than published: `remat`, say,
+        or a rate of dropout.
 
     **Returns:**
 
@@ -41,20 +44,20 @@ def load_pretrained(
     `ValueError` if there is no model at `path`, or one of an unknown architecture or with settings
     that are not implemented; if weights are pickled, since opening a pickle runs code; and if the
     files do not hold exactly the tensors of the model: all that are missing, unexpected or
-    misshapen are listed.
+    misshapen are listed. `TypeError` if the configuration has no such field.
 
     !!! Example
 
         ```python
         config = LlamaConfig(vocab=256, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
         rc.save_pretrained(Llama(config, key=key), "tiny-llama")
-        model = rc.load_pretrained("tiny-llama", mesh=mesh, dtype="bfloat16")
+        model = rc.load_pretrained("tiny-llama", mesh=mesh, dtype="bfloat16", remat="dots")
         logits = model(jnp.zeros((4, 16), jnp.int32))
         ```
     """
     from .load import load
 
-    return load(Path(path).expanduser().absolute(), mesh, shardings, dtype)
+    return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, options)
 
 
 def save_pretrained(

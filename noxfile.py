@@ -1,5 +1,8 @@
 """The checks of this repository: `nox --list` names them."""
 
+import os
+import shutil
+
 import nox
 
 nox.options.sessions = ["lint", "tests", "docs"]
@@ -35,6 +38,42 @@ def weights(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """A run that is killed at thirty random instants, and all else that takes minutes."""
+    install(session, "tests")
+    session.run("pytest", "-m", "faults", *session.posargs)
+
+
+@nox.session
+def hosts(session: nox.Session) -> None:
+    """Runs of 1, 2 and 4 processes with 1, 2 and 4 devices each, and what may befall them."""
+    install(session, "tests")
+    session.run("pytest", "-m", "hosts", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damaged and hostile files for ten minutes, to every function that reads files."""
+    install(session, "tests")
+    session.run("pytest", "-m", "fuzz", *session.posargs)
+
+
+@nox.session
+def slurm(session: nox.Session) -> None:
+    """Jobs of a real SLURM on this machine alone; on Debian, as root, it is installed first."""
+    install(session, "tests")
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        if shutil.which("apt-get") is None or os.geteuid() != 0:
+            session.error("Install slurmctld, slurmd, slurm-client and munge first, or be root.")
+        session.run("apt-get", "update", external=True)
+        packages = ("slurm-wlm", "munge")
+        options = ("install", "--yes", "--no-install-recommends")
+        silent = {"DEBIAN_FRONTEND": "noninteractive"}
+        session.run("apt-get", *options, *packages, external=True, env=silent)
+    session.run("pytest", "tests/slurm", "-o", "python_files=*_slurm.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting and types."""
     install(session, "tests", "lint")
@@ -54,7 +93,12 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The measurements that the README and the docs quote."""
     install(session)
-    for script, *options in (("loop.py",), ("resume.py",), ("collectives.py", "--fast")):
+    for script, *options in (
+        ("loop.py",),
+        ("resume.py",),
+        ("faults.py",),
+        ("collectives.py", "--fast"),
+    ):
         session.run("python", f"experiments/benchmarks/{script}", *options, *session.posargs)
 
 

@@ -1,32 +1,69 @@
-"""What the experiments share: the directory of a run, and a plot of its metrics."""
+"""What the experiments share: their processes, the directory of a run, a plot of its metrics."""
 
 import json
 import math
+import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import optax
+from jax.experimental.multihost_utils import broadcast_one_to_all
 
 import redcoast as rc
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Several processes that run one script together; see docs/hosts.md."""
+
+    coordinator: str | None = None  # host:port of process 0; by default what a launcher says
+    processes: int | None = None  # how many there are; by default what a launcher says
+    process_id: int | None = None  # which of them this is, from 0
+    local_devices: int | None = None  # emulate so many devices on the CPU of each process
+
+
 def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     """A new directory named by the time, with the configuration in it, or the newest one."""
-    runs = sorted(path.parent for path in root.glob("*/config.json"))
-    if resume and not runs:
+    # Process 0 decides for all: clocks differ, and so do views of a file system that is shared.
+    runs = sorted(path.parent.name for path in root.glob("*/config.json"))
+    name = from_first((runs or [""])[-1] if resume else time.strftime("%Y%m%d-%H%M%S"))
+    if not name:
         raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
-    if resume:
-        return runs[-1]
-    directory = root / time.strftime("%Y%m%d-%H%M%S")
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(asdict(config), default=str, indent=2))
-    return directory
+    if not resume and jax.process_index() == 0:
+        (root / name).mkdir(parents=True)
+        text = json.dumps(asdict(config), default=str, indent=2)
+        (root / name / "config.json").write_text(text)
+    return root / name
+
+
+def from_first(text: str) -> str:
+    """The text that process 0 has, on all."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    room = np.zeros(int(broadcast_one_to_all(np.int32(encoded.size))), np.uint8)
+    room[: encoded.size] = encoded[: room.size]
+    return bytes(np.asarray(broadcast_one_to_all(room), np.uint8)).decode(errors="replace")
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Prints it once, and not from each process."""
+    if jax.process_index() == 0:
+        print(text, end=end, flush=True)
+
+
+def leave_if_stopped(steps_done: int, steps: int) -> None:
+    """Says to whoever started the script that the run was stopped, and goes on if started again."""
+    if steps_done < steps:
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 def plot_metric(directory: Path, name: str) -> float:
     """Draws a metric of training and evaluation to a PNG; returns its last value in evaluation."""
+    if jax.process_index() > 0:
+        return math.nan  # process 0 has the metrics
     import matplotlib
 
     matplotlib.use("Agg")  # there may be no display

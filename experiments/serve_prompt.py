@@ -1,12 +1,13 @@
 """Talks with a published language model in the terminal; the answers come word by word."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from _common import Hosts, from_first, say
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -22,13 +23,12 @@ class Config:
     new_tokens: int = 256  # the greatest length of an answer in tokens
     fsdp: int = 1  # devices the storage of the model is split over
     model: int = 1  # devices the model and its arithmetic are split over
-    devices: int | None = None  # emulate so many devices on the CPU
     seed: int = 0  # decides the draws
+    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
 def main(c: Config) -> None:
-    if c.devices:
-        rc.emulate_devices(c.devices)
+    rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
     mesh = rc.make_mesh(fsdp=c.fsdp, model=c.model)
@@ -44,21 +44,22 @@ def main(c: Config) -> None:
         drawn = drawn if c.temperature else {}
         printer = Printer(tokenizer)
         rc.generate(model, tokens, max_new_tokens=c.new_tokens, stream=printer, **drawn)
-        print()
+        say("")
         chat.append({"role": "assistant", "content": printer.text})
 
 
 def lines():
     """What is typed, line by line, until the end of the input or an empty line."""
-    print("Say something; an empty line ends the talk.")
-    while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
-            return
-        if not text:
-            return
+    say("Say something; an empty line ends the talk.")
+    while text := from_first(typed() if jax.process_index() == 0 else ""):
         yield text
+
+
+def typed() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
 
 
 class Printer:
@@ -72,7 +73,7 @@ class Printer:
         text = self.tokenizer.decode(self.tokens)
         # A character may take several tokens.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[len(self.text) :], end="", flush=True)
+            say(text[len(self.text) :], end="")
             self.text = text
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 import tyro
 from PIL import Image
+from processes import run_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import redcoast as rc
+from redcoast._signals import STOPPED
 from redcoast.models import Llama, LlamaConfig
 
 FOLDER = Path(__file__).parents[1] / "experiments"
@@ -68,14 +71,26 @@ def test_help_explains_every_option(name, script, capsys):
         tyro.cli(config, args=["--help"])
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for field in config.__dataclass_fields__:
+    hosts = script("_common").Hosts.__dataclass_fields__
+    for field in hosts | config.__dataclass_fields__:
+        if field == "hosts":  # which stands for its own
+            continue
         option = "--" + field.replace("_", "-")
         # The option, then its type, then words that explain it, then the default.
         assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
 
 
 def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
-    options = ["--text", texts, "--directory", tmp_path / "runs", "--devices", 8, "--model", 4]
+    options = [
+        "--text",
+        texts,
+        "--directory",
+        tmp_path / "runs",
+        "--local-devices",
+        8,
+        "--model",
+        4,
+    ]
     first = run("language_modeling.py", *options, *SMALL, "--steps", 4, "--fsdp", 2)
     assert re.search(r"embed .*\(.*model.*\)", first)
     assert "Sample:\ndef main" in first
@@ -115,6 +130,37 @@ def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
 def test_resuming_nothing_says_so(script, tmp_path):
     with pytest.raises(SystemExit, match="There is no run to resume"):
         script("_common").run_directory(tmp_path, resume=True, config=None)
+
+
+def test_stopped_runs_ask_to_be_run_again(script):
+    script("_common").leave_if_stopped(10, 10)
+    with pytest.raises(SystemExit) as stopped:
+        script("_common").leave_if_stopped(9, 10)
+    assert stopped.value.code == STOPPED
+
+
+def test_processes_take_directory_and_text_of_the_first():
+    program = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(FOLDER)!r})
+from _common import Hosts, from_first, run_directory, say
+import redcoast as rc
+rc.initialize()
+import jax
+own = jax.process_index()
+time.sleep(2 * own)  # so that their clocks say different seconds
+directory = run_directory(Path(sys.argv[1]), resume=False, config=Hosts())
+assert run_directory(Path(sys.argv[1]), resume=True, config=None) == directory
+assert from_first(["Größe", "long" * own][own]) == "Größe"
+say("said by %d" % own)
+"""
+    with tempfile.TemporaryDirectory() as runs:
+        first, second = run_processes(program, runs, processes=2)
+        assert first.returncode == second.returncode == 0, first.output + second.output
+        assert len(os.listdir(runs)) == 1
+    assert "said by 0" in first.output
+    assert "said by" not in second.output
 
 
 def test_windows_predict_every_token_once(script):
@@ -197,7 +243,9 @@ TUNING = ["--steps", 2, "--batch-size", 4, "--seq", 32, "--new-tokens", 4, "--pr
 
 def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
     options = ["--weights", weights, "--text", texts, "--directory", tmp_path / "runs", *TUNING]
-    output = run("finetune.py", *options, "--learning-rate", 1e-2, "--devices", 8, "--model", 4)
+    output = run(
+        "finetune.py", *options, "--learning-rate", 1e-2, "--local-devices", 8, "--model", 4
+    )
     before = number_after("perplexity before: ", output)
     assert number_after("perplexity after: ", output) < before
     assert re.search(r"Sample before:\nT e x t.*Sample after:\nT e x t", output, re.DOTALL)
@@ -238,4 +286,9 @@ def test_a_prompt_is_answered_word_by_word(weights):
     options = ["--weights", weights, "--prompt", "Hello", "--new-tokens", 6]
     drawn = run("serve_prompt.py", *options)
     assert drawn.strip()
-    assert run("serve_prompt.py", *options, "--devices", 2, "--model", 2) == drawn
+    assert run("serve_prompt.py", *options, "--local-devices", 2, "--model", 2) == drawn
+
+
+def test_page_about_hosts_shows_the_job_as_it_is():
+    job = (FOLDER / "language_modeling.sbatch").read_text("utf-8")
+    assert f"```bash\n{job}```" in (FOLDER.parent / "docs" / "hosts.md").read_text("utf-8")

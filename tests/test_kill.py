@@ -1,5 +1,7 @@
 """A run that is killed goes on as if it never had been."""
 
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,67 +12,83 @@ import pytest
 
 import redcoast as rc
 
+# Steps of a few milliseconds, so that it is saving, deleting or evaluating most of the time.
 SCRIPT = """
 import sys, time
 import equinox as eqx, jax, optax
 import redcoast as rc
 from problem import collate_fn, loss_fn, make_examples, make_model
 
-directory, slow = sys.argv[1], float(sys.argv[2])
+directory, steps, slow = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 
 def collate(examples):
     time.sleep(slow)
     return collate_fn(examples)
 
 rc.fit(
-    make_model(width=700), optax.adamw(1e-3), make_examples(400),
-    collate_fn=collate, loss_fn=loss_fn, batch_size=16, epochs=2,
-    mesh=rc.make_mesh(data=2, fsdp=2, model=2), eval_examples=make_examples(40, seed=1),
-    checkpoints=rc.Checkpoints(directory, every=6, keep=2),
+    make_model(width=300), optax.adamw(1e-3), make_examples(400),
+    collate_fn=collate, loss_fn=loss_fn, batch_size=16, steps=steps,
+    mesh=rc.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2]),
+    eval_examples=make_examples(40, seed=1), eval_every=5, progress=False,
+    checkpoints=rc.Checkpoints(directory, every=3, keep=2, best="loss"),
 )
 """
+WHOLE: dict[int, list[tuple[float, float | None]]] = {}
 
 
-def start(directory, slow=0.0):
-    command = [sys.executable, "-c", SCRIPT, str(directory), str(slow)]
-    return subprocess.Popen(
-        command, cwd=Path(__file__).parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def start(directory, steps, slow=0.0):
+    command = [sys.executable, "-c", SCRIPT, str(directory), str(steps), str(slow)]
+    with (directory / "printed").open("ab") as printed:
+        return subprocess.Popen(
+            command, cwd=Path(__file__).parent, stdout=printed, stderr=subprocess.STDOUT
+        )
 
 
-def losses(directory):
+def finish(directory, steps):
+    assert start(directory, steps).wait(300) == 0, (directory / "printed").read_text()
+    return losses(directory, steps)
+
+
+def losses(directory, steps):
     lines = rc.read_metrics(directory / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 51))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return [(line["loss"], line.get("eval/loss")) for line in lines]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("whole")
-    assert start(directory).wait(300) == 0
-    return losses(directory)
+    def of(steps):
+        if steps not in WHOLE:
+            WHOLE[steps] = finish(tmp_path_factory.mktemp("whole"), steps)
+        return WHOLE[steps]
+
+    return of
 
 
 def kill_when(process, condition):
+    """Kills a process as soon as something is so, or says that it came to its end before."""
     deadline = time.monotonic() + 200
     while not condition():
-        assert process.poll() is None, "the run ended before it could be killed"
+        if process.poll() is not None:
+            return False
         assert time.monotonic() < deadline
         time.sleep(0.0005)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    return True
 
 
 def steps_logged(directory):
+    """The steps in the order in which they were logged: those after a kill come twice."""
     file = directory / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    text = file.read_text() if file.exists() else ""
+    return [int(step) for step in re.findall(r'^{"step": (\d+), .*"loss"', text, re.MULTILINE)]
 
 
-def test_killed_in_the_middle_of_an_epoch(tmp_path, expected):
-    process = start(tmp_path, slow=0.05)
-    kill_when(process, lambda: steps_logged(tmp_path) >= 33)
-    assert start(tmp_path).wait(300) == 0
-    assert losses(tmp_path) == expected
+def saved(directory):
+    path = directory / "checkpoints"
+    names = [p.name for p in path.iterdir()] if path.is_dir() else []
+    return [int(name) for name in names if name.isdigit()]
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path, expected):
@@ -80,9 +98,49 @@ def test_killed_in_the_middle_of_a_save(tmp_path, expected):
         names = [p.name for p in checkpoints.iterdir()] if checkpoints.is_dir() else []
         return [n for n in names if "tmp" in n and n.startswith(("12", "18", "24"))]
 
-    process = start(tmp_path, slow=0.02)
-    kill_when(process, unfinished)
+    assert kill_when(start(tmp_path, 120, slow=0.02), unfinished)
     assert unfinished(), "the save had ended"
-    assert start(tmp_path).wait(300) == 0
-    assert losses(tmp_path) == expected
+    assert finish(tmp_path, 120) == expected(120)
     assert not unfinished()
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(3, 120), pytest.param(30, 700, marks=pytest.mark.faults)]
+)
+def test_killed_at_random_instants(tmp_path, expected, kills, steps):
+    draw = random.Random(kills)
+    resumed = {}
+    for kill in range(kills):
+        before = size(tmp_path)
+        process = start(tmp_path, steps, slow=0.003)
+        if kill % 6 == 2:  # while it starts, and restores
+            condition = seconds_after(lambda: True, draw.uniform(0, 6))
+        else:
+            condition = seconds_after(lambda: size(tmp_path) > before, draw.uniform(0, 0.3))  # noqa: B023
+        assert kill_when(process, condition), (tmp_path / "printed").read_text()
+        resumed[len(steps_logged(tmp_path))] = max(saved(tmp_path), default=0) + 1
+    assert finish(tmp_path, steps) == expected(steps)
+    # Each life began where the last checkpoint was, and nowhere else.
+    logged = steps_logged(tmp_path)
+    assert {line: logged[line] for line in resumed} == resumed
+    assert len(logged) > steps
+    text = (tmp_path / "printed").read_text()
+    assert "damaged" not in text
+    assert "could not be" not in text
+
+
+def size(directory):
+    file = directory / "metrics.jsonl"
+    return file.stat().st_size if file.exists() else 0
+
+
+def seconds_after(event, seconds):
+    """Whether so many seconds have gone by since an event was first seen."""
+    since = []
+
+    def condition():
+        if not since and event():
+            since.append(time.monotonic())
+        return bool(since) and time.monotonic() - since[0] >= seconds
+
+    return condition

@@ -2,6 +2,7 @@ import functools
 import inspect
 import json
 import math
+import resource
 import timeit
 
 import jax.numpy as jnp
@@ -76,6 +77,35 @@ def test_sorts_by_step_and_skips_what_is_no_entry(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 10}\n[1]\n{"loss": 1}\n\xff\xfe{\n\n{"step": 9}\n')
     assert read_metrics(path) == [{"step": 9}, {"step": 10}]
+
+
+def test_a_full_disk_is_one_warning(caplog):
+    log = metrics_file("/dev/full")
+    for step in (1, 2, 3):
+        log({"loss": 1.0}, step)
+    log.close()
+    (record,) = caplog.records
+    assert "The metrics of step 1 could not be written to /dev/full" in record.getMessage()
+    assert "No space left" in record.getMessage()
+
+
+def test_lines_go_on_after_a_disk_was_full(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    log = metrics_file(path)
+    log({"loss": 1.0}, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A part of the next line still has room.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
+        for step in (2, 3):
+            log({"loss": 1.0}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for step in (4, 5):
+        log({"loss": 1.0}, step)
+    log.close()
+    assert [entry["step"] for entry in read_metrics(path)] == [1, 4, 5]
+    assert len(caplog.records) == 1
 
 
 def test_no_file(tmp_path):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import redcoast as rc
-from redcoast._retention import Saver, restore_newest, saved_steps
+from redcoast._retention import restore_newest, saved_steps
+from redcoast._saver import Saver
 
 
 def tree(step):

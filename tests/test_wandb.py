@@ -6,8 +6,12 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
+import optax
 import pytest
+from problem import collate_fn, loss_fn, make_examples, make_model
 
+import redcoast as rc
 from redcoast._tracking import RunInfo
 from redcoast._wandb import wandb_logger
 
@@ -40,9 +44,9 @@ class FakeWandb:
         self.behaviour.get("log", lambda: None)()
         self.logged.append(metrics)
 
-    def finish(self):
+    def finish(self, exit_code=None):
         self.behaviour.get("finish", lambda: None)()
-        self.finished = True
+        self.finished, self.exit_code = True, exit_code
 
     def Html(self, text):
         return text
@@ -261,3 +265,66 @@ class Config:
 def test_bad_config(config):
     with pytest.raises(TypeError, match="pass a mapping or a dataclass instance"):
         wandb_logger(project="lm", config=config)
+
+
+def test_a_run_that_failed_is_marked_so(fake):
+    wandb = fake()
+    log = wandb_logger(project="lm")
+    for failed in (True, False):
+        log.start(info())
+        if failed:
+            log.fail(RuntimeError("broken"))
+        log.close()
+        assert wandb.exit_code == failed
+
+
+STEP = 0.01  # seconds
+
+
+@pytest.mark.parametrize("fault", ["fine", "raises", "slow", "hangs", "never starts", "cannot end"])
+def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
+    """Training with a W&B at its worst: what the logger costs, and what the file holds."""
+    slow = lambda: time.sleep(0.2)
+    behaviour = {
+        "fine": {},
+        "raises": {"log": fail},
+        "slow": {"log": slow},
+        "hangs": {"log": hang},
+        "never starts": {"init": hang},
+        "cannot end": {"finish": hang},
+    }
+    fake(**behaviour[fault])
+    log = wandb_logger(project="lm", close_timeout=0.2, queue_size=20)
+    spent = []
+
+    class Timed:
+        start, fail, close = log.start, log.fail, log.close
+
+        def __call__(self, metrics, step):
+            begin = time.perf_counter()
+            log(metrics, step)
+            spent.append(time.perf_counter() - begin)
+
+    def slow_collate(examples):
+        time.sleep(STEP)
+        return collate_fn(examples)
+
+    rc.fit(
+        make_model(),
+        optax.sgd(0.1),
+        make_examples(64),
+        collate_fn=slow_collate,
+        loss_fn=loss_fn,
+        batch_size=8,
+        steps=60,
+        mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        checkpoints=rc.Checkpoints(tmp_path),
+        log=Timed(),
+        progress=False,
+    )
+    assert len(spent) == 60
+    assert sorted(spent)[len(spent) // 2] < 0.05 * STEP
+    assert sum(spent) < 0.05 * STEP * len(spent) + PROMPT  # a busy machine may stop once
+    lines = rc.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert all("loss" in line and "grad_norm" in line for line in lines)

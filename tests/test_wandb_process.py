@@ -1,5 +1,6 @@
 """The real W&B: what a run on disk holds, and how a process ends whose W&B hangs."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -165,3 +166,56 @@ def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
     assert result.returncode == 0
     assert "W&B did not finish within 0.5 seconds" in result.stderr
     assert seconds < 30
+
+
+def services():
+    """W&B's service processes below this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int(path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == os.getpid() and b"wandb-core" in path.joinpath("cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
+    code = KILLED.replace("DIRECTORY", repr(str(tmp_path)))
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    path = f"{Path(__file__).parent}"
+    result, _ = run_python(code, environment={**environment, "PYTHONPATH": path})
+    assert result.returncode == 0, result.stderr
+    slowest, total = map(float, result.stdout.split()[-2:])
+    # Of 3 s.
+    assert total < 0.05 * 3
+    assert slowest < 0.3
+    assert "left alone" in result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 301))
+
+
+KILLED = """
+import faulthandler, os, signal, sys, time
+faulthandler.dump_traceback_later(50, exit=True)
+from redcoast._metrics_file import metrics_file
+from redcoast._wandb import wandb_logger
+from test_wandb_process import services
+
+log, file = wandb_logger(project="lm", close_timeout=5.0), metrics_file(DIRECTORY + "/m.jsonl")
+spent = []
+for step in range(1, 301):
+    time.sleep(0.01)
+    begin = time.perf_counter()
+    log({"loss": 1 / step}, step)
+    spent.append(time.perf_counter() - begin)
+    file({"loss": 1 / step}, step)
+    if step == 50:
+        deadline = time.monotonic() + 30
+        while not services() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in services():
+            os.kill(pid, signal.SIGKILL)
+log.close()
+print(max(spent), sum(spent))
+"""

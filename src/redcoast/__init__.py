@@ -7,6 +7,7 @@ from ._evaluate import evaluate as evaluate
 from ._evaluate import predict_examples as predict_examples
 from ._fit import fit as fit
 from ._generate import generate as generate
+from ._hosts import initialize as initialize
 from ._mesh import emulate_devices as emulate_devices
 from ._mesh import make_mesh as make_mesh
 from ._metrics_file import read_metrics as read_metrics
@@ -14,6 +15,7 @@ from ._predict import predict as predict
 from ._pretrained import load_pretrained as load_pretrained
 from ._pretrained import save_pretrained as save_pretrained
 from ._retention import Checkpoints as Checkpoints
+from ._saver import CheckpointNotSaved as CheckpointNotSaved
 from ._schedule import learning_rate_schedule as learning_rate_schedule
 from ._sharding import Hardware as Hardware
 from ._sharding import Plan as Plan

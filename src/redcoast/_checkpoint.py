@@ -1,6 +1,7 @@
 """Checkpoints are nested dicts of arrays that Orbax writes, and a page of JSON."""
 
-import functools as ft
+import contextlib
+import errno
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
@@ -13,12 +14,26 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
+from ._json_file import read_json
+from ._orbax import (
+    ARRAYS,
+    METADATA,
+    CheckpointDamaged,
+    Names,
+    check_size,
+    get,
+    make_checkpointer,
+    orbax_args,
+    read_arrays,
+    reading,
+    saved_arrays,
+)
+
 FORMAT = 1
-ARRAYS = "state"
-METADATA = "metadata"
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-Names = tuple[str, ...]
 ROOT = "value"  # the name of an array that is the whole tree
 
 
@@ -51,38 +66,37 @@ def save_checkpoint(
         rc.save_checkpoint("models/final", model, metadata={"perplexity": 12.5})
         ```
     """
-    import orbax.checkpoint as ocp
-
     path = Path(path).expanduser().absolute()
-    if path.exists():
+    if path.exists() or path.is_symlink():
         raise ValueError(
             f"{path} exists already, and a checkpoint never overwrites anything. Choose another "
             "path, or remove it first."
         )
-    handler = ocp.CompositeCheckpointHandler()
-    with ocp.Checkpointer(handler) as checkpointer:
+    with make_checkpointer(background=False) as checkpointer:
         checkpointer.save(path, args=save_args(tree, metadata or {}))
 
 
 def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
-    """What Orbax is to write: the arrays in a nested dict, and the JSON beside them."""
-    import orbax.checkpoint as ocp
-
+    """What Orbax is to write of a tree."""
     flat = flatten_arrays(tree)
     if not flat:
         raise ValueError("The tree holds no array, so that there is nothing to save.")
     flat = {_full((), names): x for names, x in flat.items()}
+    for names, x in flat.items():
+        if not _is_key(x) and x.dtype.kind in "OSU":
+            raise TypeError(
+                f"{'/'.join(names)} is an array of {x.dtype}. Only numbers and booleans are saved."
+            )
     keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
     document = {
         "format": FORMAT,
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "prng_keys": keys,
+        "checksums": ALGORITHM,
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
-    arrays = _nest({p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()})
-    return ocp.args.Composite(
-        **{ARRAYS: ocp.args.PyTreeSave(arrays), METADATA: ocp.args.JsonSave(document)}
-    )
+    arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
+    return orbax_args(arrays, document)
 
 
 def _as_number(x: Any) -> Any:
@@ -118,8 +132,9 @@ def load_checkpoint(
 
     **Raises:**
 
-    `ValueError` if there is no checkpoint, if `subtree` is not in it, or if structure, shapes or
-    dtypes differ from those of `like`: the message names the paths that differ.
+    `ValueError` if there is no checkpoint; if it is damaged, of which the message names the file;
+    if `subtree` is not in it; or if structure, shapes or dtypes differ from those of `like`: the
+    message names the paths that differ.
 
     !!! Example
 
@@ -128,44 +143,101 @@ def load_checkpoint(
         ```
     """
     path = Path(path).expanduser().absolute()
-    document = read_metadata(path)
-    everything = _saved_arrays(path)
+    # All of it, as this may be one process of several.
+    check_whole(path)
+    return load_arrays(path, read_metadata(path), like, shardings=shardings, subtree=subtree)
+
+
+def load_arrays(
+    path: Path,
+    document: Mapping[str, Any],
+    like: PyTree | None,
+    *,
+    shardings: PyTree[NamedSharding | None] | None = None,
+    subtree: str | None = None,
+) -> PyTree:
+    """Loads a checkpoint of which the files are known to be whole, and the metadata are read."""
+    verified = document.get("checksums") is not None
+    with reading(path, verified=verified):
+        everything = saved_arrays(path)
     prefix = tuple(subtree.strip("/").split("/")) if subtree else ()
     saved = {p: x for p, x in everything.items() if p[: len(prefix)] == prefix}
     if not saved:
         tops = ", ".join(sorted({p[0] for p in everything}))
         raise CheckpointMismatch(f"{path} has nothing at {subtree!r}; at the top it has {tops}.")
     if like is None:
-        return _unwrap(_read(path, dict.fromkeys(saved)), prefix)
+        check_size(path, saved)
+        with reading(path, verified=verified):
+            return _unwrap(read_arrays(path, dict.fromkeys(saved)), prefix)
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
     _check_same(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
-    found = _read(path, {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()})
-    leaves, structure = jax.tree.flatten(like)
-    names = {_names(p): p for p, _ in jax.tree_util.tree_leaves_with_path(like)}
+    with reading(path, verified=verified):
+        found = read_arrays(
+            path, {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
+        )
     impls = document["prng_keys"]
     read = {
-        names[p]: _typed(x, _get(found, _full(prefix, p)), impls.get("/".join(_full(prefix, p))))
+        p: _typed(x, get(found, _full(prefix, p)), impls.get("/".join(_full(prefix, p))))
         for p, x in flat.items()
     }
-    paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(like)]
-    return structure.unflatten([read.get(p, x) for p, x in zip(paths, leaves, strict=True)])
+    return _fill(like, read)
+
+
+def _fill(like: PyTree, read: Mapping[Names, Any]) -> PyTree:
+    """A tree with the arrays that were read in their places."""
+    return jax.tree_util.tree_map_with_path(lambda p, x: read.get(_names(p), x), like)
+
+
+def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Reads a checkpoint, or one of so many parts of it, and compares with what was written.
+
+    **Raises:**
+
+    `CheckpointDamaged`, a `ValueError`, that names the file.
+    """
+    if not (path / ARRAYS).is_dir():
+        raise CheckpointDamaged(
+            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the directory "
+            "that `save_checkpoint` was given, or one of those below a run's `checkpoints`."
+        )
+    try:
+        problem = find_damage(path, part=part, parts=parts)
+    except OSError as error:
+        # All other errors, such as a missing permission, say nothing of the checkpoint.
+        if error.errno not in DAMAGE:
+            raise
+        problem = str(error)
+    if problem:
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {problem}{_if_newer(path)}")
+
+
+def _if_newer(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        form = read_json(path / METADATA / METADATA).get("format")
+        if type(form) is int and form > FORMAT:
+            return f" It says that it is of format {form}; this version reads up to {FORMAT}."
+    return ""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """The JSON of a checkpoint."""
-    if not (path / ARRAYS).is_dir():
-        raise ValueError(
-            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the directory "
-            "that `save_checkpoint` was given, or one of those below a run's `checkpoints`."
-        )
-    document = json.loads((path / METADATA / METADATA).read_text())
-    if document["format"] > FORMAT:
+    file = path / METADATA / METADATA
+    try:
+        document = read_json(file)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {error}") from error
+    form, parts = document.get("format"), ("versions", "prng_keys", "metadata")
+    if type(form) is not int or not all(isinstance(document.get(part), dict) for part in parts):
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {file} is not of redcoast.")
+    if form > FORMAT:
         raise CheckpointMismatch(
-            f"{path} is of format {document['format']}, written by redcoast "
-            f"{document['versions']['redcoast']}; this version reads up to format {FORMAT}. "
+            f"{path} is of format {form}, written by redcoast "
+            f"{document['versions'].get('redcoast')}; this version reads up to format {FORMAT}. "
             "Install that version or a newer one."
         )
+    if document.get("checksums") not in (None, kind_of_checksums(path)):
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {path / FILE} is missing.")
     return document
 
 
@@ -197,22 +269,8 @@ def _full(prefix: Names, names: Names) -> Names:
     return prefix + names or (ROOT,)
 
 
-def _nest(flat: dict[Names, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for names, x in flat.items():
-        inner = nested
-        for name in names[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[names[-1]] = x
-    return nested
-
-
-def _get(nested: Any, names: Names) -> Any:
-    return ft.reduce(lambda inner, name: inner[name], names, nested)
-
-
 def _unwrap(nested: dict[str, Any], prefix: Names) -> Any:
-    inner = _get(nested, prefix)
+    inner = get(nested, prefix)
     return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
 
 
@@ -234,33 +292,6 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
 
 def _typed(like: Any, found: Any, impl: str | None) -> Any:
     return jax.random.wrap_key_data(found, impl=impl) if _is_key(like) else found
-
-
-def _saved_arrays(path: Path) -> dict[Names, Any]:
-    """Shapes and dtypes of all the arrays in a checkpoint."""
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
-    return {_names(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _read(path: Path, wanted: dict[Names, tuple[Any, Sharding | None] | None]) -> dict[str, Any]:
-    """Reads arrays, each to where it is wanted; as NumPy arrays where nothing is said."""
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    def how(place: tuple[Any, Sharding | None] | None) -> ocp.RestoreArgs:
-        if place is None or place[1] is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=place[1], global_shape=place[0].shape)
-
-    args = ocp.args.PyTreeRestore(
-        item=_nest(dict.fromkeys(wanted, 0)),
-        restore_args=_nest({names: how(place) for names, place in wanted.items()}),
-        partial_restore=True,
-    )
-    return ocp.PyTreeCheckpointHandler().restore(epath.Path(path / ARRAYS), args=args)
 
 
 def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:

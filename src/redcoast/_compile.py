@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ._arguments import check_functions
+from ._distribute import place_batch, put
 from ._grouped import refuse_wrong_gradients
-from ._mesh import place_batch
 from ._parts import ARRAYS, Static, join, split
 
 
@@ -56,6 +57,7 @@ def compile_step(
             state, metrics = step(state, batch)
         ```
     """
+    check_functions(step=step)
     shardings = jax.tree.leaves(state_shardings)
     if not shardings:
         raise ValueError(
@@ -153,7 +155,7 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
     # Arrays that are elsewhere would be moved by the call as well, but by a program of their own.
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
+    return put(x, sharding)
 
 
 def _first_difference(given: PyTree, returned: PyTree) -> str:

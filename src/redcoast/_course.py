@@ -1,13 +1,16 @@
 """Where a run is in its data: steps, positions, epochs."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
+from ._arguments import check_integer
 from ._data import Batch, CollateFn, by_epoch, is_stream, stream_batches, training_batches
-from ._shuffle import data_seed
+from ._notes import listed, noting
+from ._shuffle import data_seed, shuffled
 from ._stream import decode_stream_state
 from ._train import TrainState
 
@@ -22,6 +25,7 @@ class Course(NamedTuple):
     last_step: int | None  # `None`: until a stream ends
     last_position: int | None
     length: int | None  # of an epoch
+    due: bool = False  # whether an evaluation is due before the first step
 
     def ends_epoch(self, before: int, after: int) -> bool:
         """Whether a batch between two positions reaches the end of an epoch."""
@@ -39,8 +43,8 @@ def plan_course(
     """Where the run begins, and where it ends."""
     stream = is_stream(examples)
     for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}. Train for at least one.")
+        if value is not None:
+            check_integer(name, value)
     if epochs is not None and steps is not None:
         raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` say how long; pass one.")
     if epochs is None and steps is None and not stream:
@@ -64,12 +68,14 @@ def plan_course(
             "order of the data is another one.",
             *(data["length"], length),
         )
+    due = bool(data.get("due"))
     if steps is not None:
-        return Course(step, position, steps, position + (steps - step) * batch_size, length)
+        end = position + (steps - step) * batch_size
+        return Course(step, position, steps, end, length, due)
     if epochs is None or length is None:
-        return Course(step, position, None, None, length)
+        return Course(step, position, None, None, length, due)
     left = max(0, epochs * length - position)
-    return Course(step, position, step + -(-left // batch_size), epochs * length, length)
+    return Course(step, position, step + -(-left // batch_size), epochs * length, length, due)
 
 
 def course_batches(
@@ -80,7 +86,7 @@ def course_batches(
     course: Course,
     batch_size: int,
     mesh: Mesh,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The batches of the run, from where it begins."""
     where = {
         "batch_size": batch_size,
@@ -90,10 +96,34 @@ def course_batches(
         "mesh": mesh,
     }
     if course.length is not None:
-        return training_batches(examples, collate_fn, **where)
+        return _numbered(training_batches(examples, collate_fn, **where), course.step)
     if saved:
         examples.set_state(decode_stream_state(saved["data"]["stream"]))
-    return stream_batches(examples, collate_fn, **where)
+    return _numbered(stream_batches(examples, collate_fn, **where), course.step)
+
+
+def _numbered(batches: Iterator[Batch], step: int) -> Generator[Batch, None, None]:
+    """The batches; what making one raises says for which step it was."""
+    while True:
+        step += 1
+        with noting(f"Raised while the batch of step {step} was made."):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def batch_examples(course: Course, batch: Batch, state: TrainState) -> tuple[list[int], str]:
+    """Which examples a batch holds: their indices, or positions in a stream; and in words."""
+    positions = np.arange(batch.position - batch.rows, batch.position, dtype=np.int64)
+    if course.length is None:
+        at = positions.tolist()
+        return at, f"The batch held the examples {at[0]} to {at[-1]} of the stream."
+    epochs, indices = shuffled(positions, course.length, data_seed(state.key))
+    which = " and ".join(map(str, sorted(set(epochs.tolist()))))
+    return indices.tolist(), (
+        f"The batch held the examples with indices {listed(indices.tolist())} of epoch {which}."
+    )
 
 
 def check_end(course: Course, step: int) -> None:

@@ -13,9 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
-from ._mesh import batch_shards, place_batch
+from ._distribute import own_rows, place_rows
+from ._mesh import batch_shards
+from ._notes import noting
 from ._shuffle import batch_indices, example_generators
 from ._stream import encode_stream_state
+from ._watch import doing
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -36,7 +39,16 @@ class Batch(NamedTuple):
 def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Batches, and whether each is the last: the next is at hand already."""
     before: list[T] = []
-    for batch in batches:
+    batches = iter(batches)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        except Exception:
+            if before:  # it is whole, whatever has become of the next
+                yield before.pop(), False
+            raise
         if before:
             yield before.pop(), False
         before.append(batch)
@@ -80,6 +92,12 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
     return of_epoch, length
 
 
+def count_examples(examples: Any, name: str = "examples") -> int | None:
+    """How many there are in an epoch; `None` of a stream, and where there are none at all."""
+    nothing = examples is None or is_stream(examples)
+    return None if nothing else by_epoch(examples, name=name)[1]
+
+
 def _length(examples: Any, name: str) -> int:
     if len(examples) == 0:
         raise ValueError(f"`{name}` is empty. Pass at least one example.")
@@ -100,14 +118,17 @@ def training_batches(
     of_epoch, length = by_epoch(examples)
 
     def make(drawn: tuple[int, list[int], list[int]]) -> Batch:
-        begin, epochs, indices = drawn
+        begin, *places = drawn
+        rows = len(places[0])
+        own = own_rows(mesh, rows)
+        epochs, indices = ([x[i] for i in own] for x in places)
         found: list[Any] = []
-        for epoch in range(epochs[0], epochs[-1] + 1):
+        for epoch in dict.fromkeys(epochs):
             first = epochs.index(epoch)
             found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
         rngs = lambda: example_generators(epochs, indices, seed)
         arrays = collate(collate_fn, found, indices, rngs)
-        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(found), begin + len(found))
+        return Batch(place_rows(arrays, mesh, rows), rows, begin + rows)
 
     draws = batch_indices(start, stop, batch_size, length, seed)
     positions = range(start, stop, batch_size)
@@ -139,10 +160,11 @@ def stream_batches(
 
     def make(drawn: tuple[int, list[Any], Any]) -> Batch:
         position, found, state = drawn
-        indices = list(range(position - len(found), position))
-        rngs = lambda: example_generators([0] * len(found), indices, seed)
-        arrays = collate(collate_fn, found, indices, rngs)
-        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(found), position, state)
+        own = own_rows(mesh, len(found))
+        indices = [position - len(found) + i for i in own]
+        rngs = lambda: example_generators([0] * len(own), indices, seed)
+        arrays = collate(collate_fn, [found[i] for i in own], indices, rngs)
+        return Batch(place_rows(arrays, mesh, len(found)), len(found), position, state)
 
     return _alike(prefetch(make, draw(), workers=WORKERS))
 
@@ -154,9 +176,10 @@ def ordered_batches(
     of_epoch, length = by_epoch(examples, name=name)
 
     def make(bounds: tuple[int, int]) -> Batch:
-        indices = list(range(*bounds))
+        begin, end = bounds
+        indices = [begin + i for i in own_rows(mesh, end - begin)]
         arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
-        return Batch(place_batch(arrays, mesh, kinds=ARRAYS), len(indices), bounds[1])
+        return Batch(place_rows(arrays, mesh, end - begin), end - begin, end)
 
     return prefetch(make, chunks(length, batch_size, batch_shards(mesh)), workers=WORKERS)
 
@@ -177,9 +200,11 @@ def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int
 
 def fetch(examples: Any, indices: list[int]) -> list[Any]:
     """The examples at the given indices; in one call where the data offers it."""
-    if hasattr(examples, "__getitems__"):  # datasets on disk read faster so
-        return list(examples.__getitems__(indices))
-    return [examples[i] for i in indices]
+    note = noting(lambda: f"Raised by the examples with indices {indices}.")
+    with note, doing("reading examples"):
+        if hasattr(examples, "__getitems__"):  # datasets on disk read faster so
+            return list(examples.__getitems__(indices))
+        return [examples[i] for i in indices]
 
 
 def collate(
@@ -187,11 +212,13 @@ def collate(
 ) -> PyTree:
     """Calls `collate_fn` and checks that it returned a batch of these examples."""
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
-    try:
-        arrays = collate_fn(examples, **options)
-    except Exception as error:
-        error.add_note(f"Raised by `collate_fn` for the examples with indices {indices}.")
-        raise
+    note = noting(lambda: f"Raised by `collate_fn` for the examples with indices {indices}.")
+    with note, doing("`collate_fn`"):
+        try:
+            arrays = collate_fn(examples, **options)
+        except SystemExit as error:
+            # Meant for a thread, it would end the whole run, and perhaps with a code of success.
+            raise RuntimeError(f"`collate_fn` wanted to exit: {error!r}.") from error
     _check_rows(arrays, len(examples))
     return arrays
 
@@ -260,16 +287,27 @@ def prefetch(
     yield from _while_hidden(make, items)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="redcoast-data")
     pending: deque[Any] = deque()
+    errors: list[Exception] = []
     try:
-        for item in items:
+        for item in _until_error(items, errors):
             pending.append(pool.submit(make, item))
             if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        if errors:
+            raise errors[0]
     finally:
         # The reader may stop early; batches under way are of no use then.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
+    """Items up to an error, which is for later: those before it are still to be used."""
+    try:
+        yield from items
+    except Exception as error:
+        errors.append(error)
 
 
 def _while_hidden(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:

@@ -1,25 +1,32 @@
 """Evaluation and prediction over raw examples: each of them once."""
 
+import contextlib
 import functools as ft
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._arguments import check_functions
 from ._compile import compile_call
 from ._data import Batch, CollateFn, ordered_batches
+from ._distribute import own_rows, put
+from ._exchange import is_main
 from ._loss import LossFn, evaluate_loss
-from ._mesh import ambient_or_default
+from ._mesh import ambient_or_default, batch_sharding
+from ._notes import noting
 from ._precision import check_compute_dtype
 from ._predict import PredictFn, predict
 from ._sharding import Plan, plan_shardings
 
 OutputFn = Callable[[PyTree], list[Any]]
+Gather = Literal["all", "first", "none"]
 
 
 def evaluate(
@@ -67,6 +74,7 @@ def evaluate(
         )
         ```
     """
+    check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
@@ -87,6 +95,7 @@ def predict_examples(
     mesh: Mesh | None = None,
     key: PRNGKeyArray | None = None,
     compute_dtype: Any = None,
+    gather: Gather = "all",
 ) -> list[Any]:
     """Predicts examples, in order, with the model in inference mode.
 
@@ -98,10 +107,13 @@ def predict_examples(
     - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
         (NumPy arrays) into a list with one entry for each example, such as decoded text. By
         default, the entries are the rows.
+    - `gather`: which of several processes get the predictions: `"all"` of them; `"first"`,
+        process 0 alone, the others an empty list; or `"none"`, so that each keeps those of the
+        examples that its devices hold, as pairs of index and entry.
 
     **Returns:**
 
-    A list with one entry for each example.
+    A list with one entry for each example, in order.
 
     **Raises:**
 
@@ -116,14 +128,18 @@ def predict_examples(
         )
         ```
     """
+    check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     plan, batches = _plan(model, predicted, batches, mesh, key)
-    prediction = compile_prediction(plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype)
-    outputs = run_prediction(prediction, place_tree(model, plan.shardings), batches, output_fn, key)
-    return list(outputs)
+    prediction = compile_prediction(
+        plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype, gather=gather
+    )
+    placed = place_tree(model, plan.shardings)
+    found = run_prediction(prediction, placed, batches, output_fn, mesh, key, gather=gather)
+    return list(found) if gather == "none" else [entry for _, entry in found]
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
@@ -154,13 +170,24 @@ def compile_evaluation(
 
 
 def compile_prediction(
-    predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
+    predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any, *, gather: Gather
 ) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> predictions`."""
     check_compute_dtype(compute_dtype, training=False)
-    return compile_call(
-        predict, shardings, mesh, predict_fn=predict_fn, compute_dtype=compute_dtype
-    )
+    options = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
+    if jax.process_count() == 1:
+        return compile_call(predict, shardings, mesh, **options)
+    return compile_call(_split_prediction, shardings, mesh, over=mesh, gather=gather, **options)
+
+
+def _split_prediction(
+    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, over: Mesh, gather: Gather, **options: Any
+) -> PyTree:
+    """Predictions where processes can read them: all of them each, or each its own."""
+    whole = NamedSharding(over, P())
+    where = lambda x: batch_sharding(over, x.shape[0]) if gather == "none" else whole
+    predictions = predict(model, batch, key, **options)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where(x)), predictions)
 
 
 def _evaluation(
@@ -182,7 +209,8 @@ def run_evaluation(
     """Weighted means over batches, summed up on the host in double precision."""
     sums: dict[str, float] = {}
     total = 0.0
-    for _, (means, weight) in _one_behind(evaluation, model, batches, key):
+    for _, result in _one_behind(evaluation, model, batches, key):
+        means, weight = jax.device_get(result)
         weight = float(weight)
         total += weight
         for name, mean in means.items():
@@ -200,17 +228,39 @@ def run_prediction(
     model: PyTree,
     batches: Iterable[Batch],
     output_fn: OutputFn | None,
+    mesh: Mesh,
     key: PRNGKeyArray | None = None,
-) -> Iterator[Any]:
-    """The outputs, one for each example."""
-    for rows, predictions in _one_behind(prediction, model, batches, key):
-        yield from _outputs(predictions, output_fn, rows)
+    *,
+    gather: Gather,
+) -> Iterator[tuple[int, Any]]:
+    """The outputs that this process gets, one for each example, with their indices."""
+    begin = 0
+    reads = gather != "first" or is_main()
+    read = _own_part if gather == "none" else jax.device_get
+    with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
+        for rows, predictions in results:
+            own = own_rows(mesh, rows) if gather == "none" else list(range(rows))
+            with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
+                outputs = _outputs(read(predictions), output_fn, len(own)) if reads else []
+            yield from ((begin + i, output) for i, output in zip(own, outputs, strict=reads))
+            begin += rows
+
+
+def _own_part(predictions: PyTree) -> PyTree:
+    """The rows that the devices of this process hold."""
+
+    def part(x: jax.Array) -> np.ndarray:
+        found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(found[start]) for start in sorted(found)])
+
+    return jax.tree.map(part, predictions)
 
 
 def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
     if output_fn is None:
         return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
-    outputs = output_fn(predictions)
+    with noting("Raised by `output_fn`, or in what it calls."):
+        outputs = output_fn(predictions)
     if not hasattr(outputs, "__len__") or len(outputs) != rows:
         found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
         raise ValueError(
@@ -222,17 +272,20 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
 
 def _one_behind(
     call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
-) -> Iterator[tuple[int, Any]]:
-    """Rows and results, as NumPy arrays; each is read when the next is under way."""
+) -> Generator[tuple[int, Any], None, None]:
+    """Rows and results, each when the next is under way."""
     key = _default(key)
     under_way = None
-    for i, batch in enumerate(batches):
-        result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))
+    with contextlib.ExitStack() as stack:
+        if isinstance(batches, Generator):  # its threads end with it, though an error refers to it
+            stack.callback(batches.close)
+        for i, batch in enumerate(batches):
+            result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))
+            if under_way is not None:
+                yield under_way
+            under_way = result
         if under_way is not None:
-            yield jax.device_get(under_way)
-        under_way = result
-    if under_way is not None:
-        yield jax.device_get(under_way)
+            yield under_way
 
 
 def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
@@ -242,7 +295,7 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
     alias = False if copy else None
     return structure.unflatten(
         [
-            leaf if place is None else jax.device_put(leaf, place, may_alias=alias)
+            leaf if place is None else put(leaf, place, may_alias=alias)
             for leaf, place in zip(leaves, places, strict=True)
         ]
     )

@@ -3,32 +3,50 @@
 import contextlib
 import functools as ft
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from ._agreement import check_agreement
+from ._arguments import (
+    check_functions,
+    check_integer,
+    check_key,
+    check_kind,
+    check_optimizer,
+)
 from ._compile import compile_step
 from ._course import Course, check_end, course_batches, plan_course
 from ._data import Batch, CollateFn, with_last
 from ._evaluate import OutputFn, check_batch_size
+from ._exchange import is_main
 from ._loss import LossFn
+from ._memory import explained_memory
 from ._mesh import ambient_or_default, batch_shards
+from ._not_finite import check_finite
+from ._notes import noting
 from ._planning import first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
-from ._reading import Log, MetricsReader
-from ._retention import Checkpoints, Saver, restore_newest, saved_steps
+from ._reading import VOTES, Log, MetricsReader
+from ._rescue import noted_checkpoint, rescued
+from ._retention import Checkpoints, restore_newest
+from ._run_lock import lock_run
+from ._saver import Saver
 from ._sharding import Plan
-from ._signals import stop_signals
+from ._signals import check_max_seconds, stop_signals
 from ._tracking import RunInfo, code_version, say, start_loggers
 from ._train import TrainState, train_step
 from ._validation import MetricFn, Validation, make_validation
+from ._votes import Votes
+from ._watch import watching
 
 logger = logging.getLogger("redcoast")
 
@@ -58,13 +76,16 @@ def fit(
     overrides: Sequence[tuple[str, Any]] = (),
     progress: bool | None = None,
     verify: bool = False,
+    max_seconds: int | float | None = None,
+    max_skipped: int = 20,
 ) -> TrainState:
     """Trains a model on raw examples, split over the devices of a mesh.
 
     The data is a function of the key and the step: each epoch has an order of its own, batches run
     on across the ends of epochs, and only the last batch of a run may be short. A run that is
-    stopped and started again goes on where it was, bit by bit. SIGTERM and SIGINT end it after the
-    step under way, with a checkpoint; a second signal stops at once.
+    stopped and started again goes on where it was, bit by bit. SIGTERM, SIGINT, SIGUSR1 and the end
+    of `max_seconds` end it after the step under way, with a checkpoint; a second signal stops at
+    once.
 
     **Arguments:**
 
@@ -99,16 +120,23 @@ def fit(
         a terminal and a line now and then elsewhere.
     - `verify`: compares loss and gradients of the planned program with one device's on a few
         examples before the first step; the model has to fit on one device.
+    - `max_seconds`: how many seconds the run may take from the call on. What is under way then (a
+        step, an evaluation) and the last checkpoint come on top.
+    - `max_skipped`: after how many steps in a row without a finite loss and gradient the run ends.
 
     **Returns:**
 
-    The [`redcoast.TrainState`][] at the end. Its `model` is the trained model.
+    The [`redcoast.TrainState`][] at the end. Its `model` is the trained model. Of a run that was
+    stopped, its `step` is below `steps`.
 
     **Raises:**
 
     `ValueError` or `TypeError` before the first step, in a full sentence, if an argument or what
     one of the functions returns cannot work. `FloatingPointError` if loss or gradient stay without
-    a finite value for 20 steps in a row.
+    a finite value for `max_skipped` steps in a row: it names the gradients, and the examples. What
+    one of the functions raises comes out with notes that say which, at which step, for which
+    examples, and where the last checkpoint is. [`redcoast.CheckpointNotSaved`][] if the last state
+    could not be saved; that an earlier one could not is a warning.
 
     !!! Example
 
@@ -119,61 +147,94 @@ def fit(
         )
         ```
     """
+    begin = time.monotonic()
     check_batch_size(batch_size)
+    check_max_seconds(max_seconds)
+    check_integer("max_skipped", max_skipped)
+    check_optimizer(optimizer)
+    check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    if key is not None:
+        check_key(key)
+    if checkpoints is not None:
+        check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
     mesh = ambient_or_default(mesh)
-    quiet = progress is False or jax.process_index() != 0
-    abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
-    draw = ft.partial(first_batch, examples, collate_fn, batch_size)
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    options = {"loss_fn": loss_fn, "accumulate": accumulate, "overrides": overrides, **given}
-    plan = plan_run(abstract, draw, mesh, **options)
-    restored = restore_newest(checkpoints, abstract, plan.shardings) if checkpoints else None
-    state, saved = restored or (make(plan.shardings), {})
-    course = plan_course(examples, state, saved, batch_size, epochs, steps)
-    validation = make_validation(
-        eval_examples,
-        collate_fn=collate_fn,
-        loss_fn=loss_fn,
-        predict_fn=predict_fn,
-        output_fn=output_fn,
-        metric_fn=metric_fn,
-        batch_size=batch_size,
-        plan=plan,
-        mesh=mesh,
-        compute_dtype=compute_dtype,
-    )
-    _check_eval_every(eval_every, validation)
-    if not quiet:
-        _announce(plan, course, restored is not None, batch_size)
-    _rehearse(validation, state, checkpoints)
-    if verify:
-        verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
-    planned = plan.constrain(loss_fn)
-    step = ft.partial(train_step, loss_fn=planned, optimizer=optimizer, **given)
-    with contextlib.ExitStack() as stack:
-        run = _run_info(checkpoints, restored is not None, plan, batch_size)
-        bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
-        logs = start_loggers(log, run, stack)
-        reader = MetricsReader(logs, stack.enter_context(bar), ft.partial(_where, checkpoints))
-        return _loop(
-            state,
-            course_batches(examples, collate_fn, state, saved, course, batch_size, mesh),
-            _compiled_steps(step, reader, plan, batch_size, accumulate),
-            course=course,
-            reader=reader,
-            bar=bar,
-            validation=validation,
-            eval_every=eval_every,
-            saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
-            stopping=stack.enter_context(stop_signals()),
+    quiet = progress is False or not is_main()
+    with watching(), lock_run(checkpoints.path.parent if checkpoints else None):
+        abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
+        draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
+        given = {"compute_dtype": compute_dtype, "trainable": trainable}
+        options = {"loss_fn": loss_fn, "accumulate": accumulate, "overrides": overrides, **given}
+        plan = plan_run(abstract, draw, mesh, batch_size=batch_size, **options)
+        functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "predict_fn": predict_fn}
+        check_agreement(
+            plan,
+            model_or_state,
+            functions | {"output_fn": output_fn, "metric_fn": metric_fn},
+            {"examples": examples, "eval_examples": eval_examples},
             mesh=dict(mesh.shape),
+            batch_size=batch_size,
+            accumulate=accumulate,
+            epochs=epochs,
+            steps=steps,
+            eval_every=eval_every,
+            checkpoints=str(checkpoints),
         )
+        with explained_memory(plan):
+            places = plan.shardings
+            restored = restore_newest(checkpoints, abstract, places) if checkpoints else None
+            state, saved = restored or (make(places), {})
+        course = plan_course(examples, state, saved, batch_size, epochs, steps)
+        validation = make_validation(
+            eval_examples,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            predict_fn=predict_fn,
+            output_fn=output_fn,
+            metric_fn=metric_fn,
+            batch_size=batch_size,
+            plan=plan,
+            mesh=mesh,
+            compute_dtype=compute_dtype,
+        )
+        _check_eval_every(eval_every, validation)
+        if not quiet:
+            _announce(plan, course, restored is not None, batch_size)
+        with explained_memory(plan):
+            _rehearse(validation, state, checkpoints)
+        if verify:
+            verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
+        planned = plan.constrain(loss_fn)
+        step = ft.partial(train_step, loss_fn=planned, optimizer=optimizer, **given)
+        with noted_checkpoint(checkpoints), explained_memory(plan), contextlib.ExitStack() as stack:
+            stopping = stack.enter_context(stop_signals(max_seconds, since=begin))
+            run = _run_info(checkpoints, restored is not None, plan, batch_size)
+            bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
+            logs = start_loggers(log, run, stack) if is_main() else []
+            votes = Votes(mesh, stopping)
+            reader = MetricsReader(logs, stack.enter_context(bar), max_skipped=max_skipped)
+            batches = course_batches(examples, collate_fn, state, saved, course, batch_size, mesh)
+            split = ft.partial(_microbatches, batch_size=batch_size, accumulate=accumulate)
+            return _loop(
+                state,
+                stack.enter_context(contextlib.closing(batches)),
+                _compiled_steps(step, reader, plan, split),
+                ft.partial(check_finite, reader, plan, course, checkpoints, split, loss_fn, given),
+                course=course,
+                reader=reader,
+                bar=bar,
+                validation=validation,
+                eval_every=eval_every,
+                saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
+                votes=votes,
+                mesh=dict(mesh.shape),
+            )
 
 
 def _loop(
     state: TrainState,
     batches: Iterator[Batch],
     step_of: Callable[[int], Any],
+    check: Callable[[TrainState, Batch, int], None],
     *,
     course: Course,
     reader: MetricsReader,
@@ -181,15 +242,16 @@ def _loop(
     validation: Validation | None,
     eval_every: int | None,
     saver: Saver | None,
-    stopping: Callable[[], bool],
+    votes: Votes,
     mesh: dict[str, int],
 ) -> TrainState:
-    step, position, stream = course.step, course.position, None
+    step, position, stream, due = course.step, course.position, None, course.due
 
     def evaluate() -> dict[str, float]:
         reader.flush()
         bar.pause()
-        metrics = validation(state.model, state.key) if validation else {}
+        with noting(f"Raised in the evaluation after step {step}."):
+            metrics = validation(state.model, state.key) if validation else {}
         bar.resume()
         reader.write(metrics, step)
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}
@@ -197,52 +259,63 @@ def _loop(
     def save(metrics: dict[str, float]) -> None:
         if saver:
             reader.flush()
-            data = {"position": position, "length": course.length, "stream": stream}
+            data = {"position": position, "length": course.length, "stream": stream, "due": due}
             metadata = {"step": step, "data": data, "metrics": metrics, "mesh": mesh}
             saver.save(step, state, metadata)
 
-    for batch, last in with_last(batches):
-        state, metrics = step_of(batch.rows)(state, batch.arrays)
-        step += 1
-        reader.push(step, metrics, batch.rows)
-        stop = stopping()
-        epoch_ended = last or course.ends_epoch(position, batch.position)
-        position, stream = batch.position, batch.stream
-        due = last or (step % eval_every == 0 if eval_every else epoch_ended)
-        evaluated = evaluate() if validation and due else {}
-        if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=epoch_ended)):
-            save(evaluated)
-        if stop:
-            logger.warning("A signal came: training stops after step %d.", step)
-            break
-    else:
-        check_end(course, step)
-    reader.flush()
+    with rescued(lambda: step > course.step, reader, lambda: state, save):
+        if due and validation:
+            evaluate()
+        for batch, last in with_last(batches):
+            with noting(f"Raised by step {step + 1}."):
+                state, metrics = step_of(batch.rows)(state, batch.arrays, votes.cast())
+            step += 1
+            epoch_ended = last or course.ends_epoch(position, batch.position)
+            position, stream = batch.position, batch.stream
+            due = last or (step % eval_every == 0 if eval_every else epoch_ended)
+            reader.push(step, metrics, batch.rows)
+            check(state, batch, step)
+            stop = votes.stop(reader.votes)
+            # Who stops a run may not wait for an evaluation; it comes when the run goes on.
+            later = stop and not last and saver and not saver.keeps_best
+            evaluated = evaluate() if validation and due and not later else {}
+            due = bool(due and later)
+            if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=epoch_ended)):
+                save(evaluated)
+            if stop and not last:
+                logger.warning("Training stopped after step %d.", step)
+                break
+        else:
+            check_end(course, step)
+        reader.flush()
     return state
 
 
 def _compiled_steps(
-    step: Callable[..., Any], reader: MetricsReader, plan: Plan, batch_size: int, accumulate: int
+    step: Callable[..., Any], reader: MetricsReader, plan: Plan, split: Callable[[int], int]
 ) -> Callable[[int], Any]:
     """The compiled step for a number of examples."""
 
     @ft.cache
     def compiled(count: int) -> Any:
-        def packed(state: TrainState, batch: PyTree) -> tuple[TrainState, Array]:
+        def packed(state: TrainState, batch: PyTree, votes: Any) -> tuple[TrainState, Array]:
             state, metrics = step(state, batch, accumulate=count)
-            return state, reader.pack(metrics)
+            counted = {} if votes is None else {VOTES: jnp.sum(votes)}
+            return state, reader.pack(metrics | counted)
 
         return compile_step(packed, plan.shardings)
 
-    def of(rows: int) -> Any:
-        if rows == batch_size:
-            return compiled(accumulate)
-        # A short last batch: microbatches no larger than those before, and, as all that a step
-        # draws depends on them, as many on every mesh.
-        least = -(-rows * accumulate // batch_size)
-        return compiled(next(k for k in range(least, rows + 1) if rows % k == 0))
+    return lambda rows: compiled(split(rows))
 
-    return of
+
+def _microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
+    """Into how many microbatches a batch is split."""
+    if rows == batch_size:
+        return accumulate
+    # A short last batch: microbatches no larger than those before, and, as all that a step
+    # draws depends on them, as many on every mesh.
+    least = -(-rows * accumulate // batch_size)
+    return next(k for k in range(least, rows + 1) if rows % k == 0)
 
 
 def _rehearse(
@@ -251,7 +324,8 @@ def _rehearse(
     """Evaluates one batch, so that a mistake there shows before an epoch is spent."""
     names = []
     if validation is not None:
-        metrics = validation(state.model, state.key, batches=1)
+        with noting("Raised in the evaluation of one batch before the first step."):
+            metrics = validation(state.model, state.key, batches=1)
         names = [name.removeprefix("eval/") for name in metrics]
     if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
         raise ValueError(
@@ -288,13 +362,6 @@ def _announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> Non
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
             f"each computes all of it. A multiple of {shards} would be split."
         )
-
-
-def _where(checkpoints: Checkpoints | None) -> str:
-    steps = saved_steps(checkpoints) if checkpoints else []
-    if not steps or not checkpoints:
-        return "There is no checkpoint."
-    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
 
 
 def _run_info(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ._notes import noting
 from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
@@ -38,7 +39,8 @@ def evaluate_loss(
             jnp.dtype(compute_dtype).name,
         )
     compute_model = cast_floating(model, compute_dtype)
-    out = loss_fn(compute_model, cast_floating(batch, compute_dtype), key)
+    with noting("Raised by `loss_fn`, or in what it calls."):
+        out = loss_fn(compute_model, cast_floating(batch, compute_dtype), key)
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
     _check_aux(aux)

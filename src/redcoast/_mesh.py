@@ -1,12 +1,14 @@
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from ._arguments import check_mesh
 
 AXES = ("data", "fsdp", "model")
 # Axes that a batch is split over: both hold different examples.
@@ -45,6 +47,8 @@ def make_mesh(
         mesh = rc.make_mesh(model=4)  # on 8 devices: data=2, fsdp=1, model=4
         ```
     """
+    if not isinstance(devices, Iterable | None):
+        raise TypeError(f"`devices` is {devices!r}. It must be a list of devices of JAX.")
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve({"data": data, "fsdp": fsdp, "model": model}, len(devices))
     return Mesh(_arrange(devices, shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -55,6 +59,8 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
     if count == 0:
         raise ValueError("A mesh needs at least one device, and `devices` is empty.")
     for axis, size in sizes.items():
+        if not isinstance(size, int | np.integer):
+            raise TypeError(f"A mesh axis has a whole number of devices, and not {axis}={size!r}.")
         if size < 1 and size != -1:
             raise ValueError(
                 f"A mesh axis has at least one device, but {axis}={size} was asked for. "
@@ -152,22 +158,10 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES) if rows % batch_shards(mesh) == 0 else P())
 
 
-def place_batch(arrays: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> Any:
-    """Puts NumPy arrays on the devices of a mesh, split along the batch where it divides."""
-    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
-    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-
-    def place(x: Any) -> Any:
-        if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
-            return x
-        return jax.device_put(x, batch_sharding(mesh, x.shape[0]))
-
-    return jax.tree.map(place, arrays)
-
-
 def ambient_or_default(mesh: Mesh | None) -> Mesh:
     """The given mesh, or else the ambient one, or else all devices as `data`."""
     if mesh is not None:
+        check_mesh(mesh)
         return mesh
     ambient = jax.sharding.get_mesh()
     return make_mesh() if ambient.empty else ambient
@@ -192,6 +186,8 @@ def emulate_devices(count: int) -> None:
         mesh = rc.make_mesh(model=4)
         ```
     """
+    if not isinstance(count, int):
+        raise TypeError(f"`count` is {count!r}. It must be a whole number of devices.")
     if count < 1:
         raise ValueError(f"At least one device can be emulated, not {count}.")
     # A device blocks a thread of XLA's pool in each collective that it waits in, and there may

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._data import CollateFn, by_epoch, collate, fetch, is_stream
+from ._distribute import own_rows
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
 from ._mesh import batch_shards
@@ -48,8 +49,9 @@ def starting_state(
     return eqx.filter_eval_shape(create, model_or_state, key), make
 
 
-def first_batch(examples: Any, collate_fn: CollateFn, batch_size: int) -> PyTree:
-    """A batch of the run, on the host; a stream is left as it was."""
+def first_batch(examples: Any, collate_fn: CollateFn, batch_size: int, mesh: Mesh) -> PyTree:
+    """What this process holds of a batch of the run, on the host; a stream is left as it was."""
+    own = own_rows(mesh, batch_size)
     if is_stream(examples):
         state = examples.get_state()
         found = [x for _, x in zip(range(batch_size), examples, strict=False)]
@@ -58,22 +60,23 @@ def first_batch(examples: Any, collate_fn: CollateFn, batch_size: int) -> PyTree
             raise ValueError(
                 "`examples` is a stream that gave no example. Pass one at its beginning."
             )
+        found = [found[i % len(found)] for i in own]
     else:
         of_epoch, length = by_epoch(examples)
-        found = fetch(of_epoch(0), [i % length for i in range(batch_size)])
-    indices = list(range(len(found)))
+        found = fetch(of_epoch(0), [i % length for i in own])
+    indices = own
     rngs = lambda: example_generators([0] * len(found), indices, np.zeros(2, np.uint64))
     return collate(collate_fn, found, indices, rngs)
 
 
-def _microbatch(batch: PyTree, accumulate: int) -> PyTree:
+def _microbatch(own: PyTree, batch_size: int, accumulate: int) -> PyTree:
     """The shapes of one of `accumulate` parts of a batch; of the batch, if it does not divide."""
+    rows = batch_size // (1 if accumulate < 1 or batch_size % accumulate else accumulate)
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
-        rows = x.shape[0] if accumulate < 1 or x.shape[0] % accumulate else x.shape[0] // accumulate
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
-    return jax.tree.map(part, batch)
+    return jax.tree.map(part, own)
 
 
 def plan_run(
@@ -81,16 +84,17 @@ def plan_run(
     draw: Callable[[], PyTree],
     mesh: Mesh,
     *,
+    batch_size: int,
     accumulate: int,
     loss_fn: LossFn,
     compute_dtype: Any,
     trainable: PyTree,
     overrides: Sequence[tuple[str, Any]],
 ) -> Plan:
-    """The plan of a run's state, read off its loss on a batch that `draw` makes."""
+    """The plan of a run's state, read off its loss on batches like those that `draw` makes."""
     if mesh.size == 1:
         return plan_shardings(abstract, mesh, overrides=overrides)
-    batch = _microbatch(draw(), accumulate)
+    batch = _microbatch(draw(), batch_size, accumulate)
     return plan_shardings(
         abstract,
         mesh,
@@ -110,6 +114,11 @@ def verify_run(
     compute_dtype: Any,
 ) -> None:
     """Compares the planned program with one device's on as few examples as are split."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            "`verify` compares with one device in one process. Verify the mesh there, with as many "
+            "emulated devices (`emulate_devices`), and leave `verify` out here."
+        )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     few = jax.tree.map(lambda x: x[:rows], draw())
     low = compute_dtype is not None and jax.numpy.finfo(compute_dtype).bits < 32

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._arguments import check_functions
+from ._notes import noting
 from ._precision import cast_floating, check_compute_dtype
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
@@ -45,10 +47,12 @@ def predict(
         logits = eqx.filter_jit(rc.predict)(model, batch, predict_fn=predict_fn)
         ```
     """
+    check_functions(predict_fn=predict_fn)
     check_compute_dtype(compute_dtype, training=False)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
-    predictions = predict_fn(model, cast_floating(batch, compute_dtype), key)
+    with noting("Raised by `predict_fn`, or in what it calls."):
+        predictions = predict_fn(model, cast_floating(batch, compute_dtype), key)
     _check_rows(predictions, batch)
     return predictions
 

@@ -9,22 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ._notes import noting
 from ._progress import Progress
 
 logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]
-# So many steps in a row without a finite loss and gradient end a run.
-MAX_SKIPPED = 20
+VOTES = "votes"  # among the metrics of a step, if there are several processes
 
 
 class MetricsReader:
     """Hands the metrics of each step to the loggers without making the loop wait for the device."""
 
-    def __init__(self, logs: Sequence[Log], bar: Progress, last_checkpoint: Callable[[], str]):
-        self._logs, self._bar, self._last_checkpoint = logs, bar, last_checkpoint
+    def __init__(self, logs: Sequence[Log], bar: Progress, *, max_skipped: int):
+        self._logs, self._bar, self._max_skipped = logs, bar, max_skipped
         self._names: list[str] = []
         self._pending: tuple[int, Float[Array, " metrics"], int] | None = None
-        self._skipped = 0  # in a row
+        self._read_any = False
+        self._values: dict[str, float] = {}
+        self.skipped = 0  # steps in a row
+        self.votes = 0.0  # for stopping, of the step that was read last
 
     def pack(self, metrics: dict[str, Array]) -> Float[Array, " metrics"]:
         """One array of all metrics, for a step to return: one is read faster than many."""
@@ -36,8 +39,10 @@ class MetricsReader:
         before, self._pending = self._pending, (step, metrics, rows)
         if before is not None:
             self._read(*before)
-        if step == 1:
-            self.flush()  # a mistake in the loss should not cost a second step
+        # A mistake in the loss should not cost a second step. And where a run may end for want of
+        # a finite loss, no further step must begin, so that it can be said why.
+        if not self._read_any or self.skipped + 1 >= self._max_skipped:
+            self.flush()
 
     def flush(self) -> None:
         """Reads the metrics of the last step, and waits for it."""
@@ -48,30 +53,46 @@ class MetricsReader:
     def write(self, metrics: dict[str, float], step: int) -> None:
         """Hands metrics to the loggers."""
         for log in self._logs:
-            log(dict(metrics), step)
+            with noting(f"Raised by `log` ({_name(log)}) for the metrics of step {step}."):
+                log(dict(metrics), step)
 
-    def _read(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
-        values = dict(zip(self._names, np.asarray(metrics).tolist(), strict=True))
-        self.write(values, step)
-        self._bar.update(step, values, rows)
-        self._skipped = self._skipped + 1 if values["skipped"] else 0
-        if values["skipped"]:
-            self._check(step, values)
+    def failure(self, step: int) -> type[Exception] | None:
+        """Whether the run must end: what `loss_fn` computes cannot be trained with."""
+        if step == 1 and not math.isfinite(self._values.get("loss", 0.0)):
+            return ValueError
+        return FloatingPointError if self.skipped >= self._max_skipped else None
 
-    def _check(self, step: int, values: dict[str, float]) -> None:
-        if step == 1 and not math.isfinite(values["loss"]):
-            raise ValueError(
-                f"`loss_fn` returned {values['loss']} for the first batch. Look for a logarithm or "
+    def complaint(self, step: int, why: str, last_checkpoint: str) -> str:
+        """What to say then."""
+        loss, norm = self._values["loss"], self._values["grad_norm"]
+        if step == 1 and not math.isfinite(loss):
+            return (
+                f"`loss_fn` returned {loss} for the first batch. {why} Look for a logarithm or "
                 "a division of zero, an empty mask, or inputs that are not finite; "
                 "`jax.config.update('jax_debug_nans', True)` shows where it arises."
             )
-        logger.warning(
-            "Step %d was skipped: loss %g, gradient norm %g.",
-            *(step, values["loss"], values["grad_norm"]),
+        return (
+            f"Loss or gradient was not finite at {self.skipped} steps in a row, up to step "
+            f"{step} with loss {loss:g} and gradient norm {norm:g}; those steps changed nothing. "
+            f"{why} {last_checkpoint} Lower the learning rate, clip the gradient, or look into "
+            "the data of these steps."
         )
-        if self._skipped >= MAX_SKIPPED:
-            raise FloatingPointError(
-                f"Loss or gradient was not finite at {self._skipped} steps in a row, up to step "
-                f"{step}; those steps changed nothing. {self._last_checkpoint()} Lower the "
-                "learning rate, clip the gradient, or look into the data of these steps."
+
+    def _read(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
+        self._read_any = True
+        with noting(f"Raised while step {step} was computed."):
+            read = np.asarray(metrics).tolist()
+        values = self._values = dict(zip(self._names, read, strict=True))
+        self.votes = values.pop(VOTES, 0.0)
+        self.skipped = self.skipped + 1 if values["skipped"] else 0
+        self.write(values, step)
+        self._bar.update(step, values, rows)
+        if values["skipped"]:
+            logger.warning(
+                "Step %d was skipped: loss %g, gradient norm %g.",
+                *(step, values["loss"], values["grad_norm"]),
             )
+
+
+def _name(log: Any) -> str:
+    return getattr(log, "__name__", type(log).__name__)

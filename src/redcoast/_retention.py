@@ -1,16 +1,22 @@
-"""The checkpoints of a run: where they are, how often one is made, and which are kept."""
+"""The checkpoints of a run: where they are, which is the newest whole one, and which are kept."""
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from jaxtyping import PyTree
 
-from ._checkpoint import CheckpointMismatch, load_checkpoint, read_metadata, save_args
+from ._arguments import check_kind
+from ._checkpoint import check_whole, load_arrays, read_metadata
+from ._exchange import decide, exchange, is_main
+from ._orbax import CheckpointDamaged
 
 logger = logging.getLogger("redcoast")
 
@@ -48,10 +54,15 @@ class Checkpoints:
     resume: bool = True
 
     def __post_init__(self) -> None:
+        check_kind("directory", self.directory, (str, Path), "a path")
         for name in ("every", "keep"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise TypeError(f"`Checkpoints({name}={value!r})` must be an integer.")
             if value is not None and value < 1:
                 raise ValueError(f"`Checkpoints({name}={value})` must be at least 1.")
+        if not isinstance(self.best, str | None):
+            raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
         if self.mode not in ("min", "max"):
             raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
 
@@ -68,14 +79,16 @@ class Checkpoints:
 def saved_steps(checkpoints: Checkpoints) -> list[int]:
     """The steps of which there is a checkpoint, oldest first."""
     path = checkpoints.path
-    return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else []
+    names = [p.name for p in path.iterdir()] if path.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def restore_newest(
     checkpoints: Checkpoints, like: PyTree, shardings: PyTree
 ) -> tuple[PyTree, dict[str, Any]] | None:
     """The newest whole checkpoint of a run and its metadata; nothing if there is none yet."""
-    steps = saved_steps(checkpoints)
+    # All processes take those that process 0 sees, whatever the others see of a shared directory.
+    steps = decide("list of checkpoints", saved_steps(checkpoints))
     if steps and not checkpoints.resume:
         raise ValueError(
             f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` asks "
@@ -84,18 +97,13 @@ def restore_newest(
     damaged: list[Path] = []
     for step in reversed(steps):
         path = checkpoints.path / str(step)
-        try:
-            tree = load_checkpoint(path, like, shardings=shardings)
-            metadata = read_metadata(path)["metadata"]
-        except CheckpointMismatch:
-            raise
-        except (OSError, ValueError, KeyError) as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("The checkpoint %s is damaged: %s", path, problem)
-            damaged.append(path)
-            continue
-        _move_aside(damaged)
-        return tree, metadata
+        found = _restore(path, like, shardings)
+        if not isinstance(found, str):
+            if is_main():
+                _move_aside(damaged, path)
+            return found
+        logger.warning("%s", found)
+        damaged.append(path)
     if damaged:
         raise ValueError(
             f"All checkpoints in {checkpoints.path} are damaged. Choose another directory to begin "
@@ -104,78 +112,69 @@ def restore_newest(
     return None
 
 
-def _move_aside(damaged: list[Path]) -> None:
+def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
+    """The state and the metadata of a checkpoint, or how it is damaged."""
+    problems = [
+        problem for problem in exchange("verdict on a checkpoint", _damage(path)) if problem
+    ]
+    if problems:
+        return problems[0]
+    document = read_metadata(path)
+    try:
+        tree = load_arrays(path, document, like, shardings=shardings)
+    except CheckpointDamaged as error:  # of an older version, without checksums
+        return str(error)
+    return tree, document["metadata"]
+
+
+def _damage(path: Path) -> str | None:
+    """How a checkpoint is damaged, as far as this process reads it: its share of the files."""
+    try:
+        check_whole(path, part=jax.process_index(), parts=jax.process_count())
+        read_metadata(path)
+    except CheckpointDamaged as error:
+        return str(error)
+    return None
+
+
+def _move_aside(damaged: list[Path], used: Path) -> None:
     # Their steps will be saved again, and what is left of them may still be of use.
     for path in damaged:
-        aside = path.with_name(f"{path.name}.damaged")
+        names = (f"{path.name}.damaged{count or ''}" for count in itertools.count())
+        aside = next(p for p in map(path.with_name, names) if not (p.exists() or p.is_symlink()))
         path.rename(aside)
-        logger.warning("It was moved to %s, and the checkpoint before it is used.", aside)
+        logger.warning("%s was moved to %s, and %s is used.", path, aside, used)
 
 
-def _best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
+def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
     """The best-metric of each checkpoint that was evaluated."""
     found = {}
     for step in saved_steps(checkpoints) if checkpoints.best is not None else []:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged, and not needed now
-            metrics = read_metadata(checkpoints.path / str(step))["metadata"]["metrics"]
-            found[step] = metrics.get(checkpoints.metric, math.nan)
+        with contextlib.suppress(OSError, ValueError):  # damaged, and not needed now
+            metrics = read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
+            found[step] = metric_of(checkpoints, metrics)
     return {step: value for step, value in found.items() if not math.isnan(value)}
 
 
-class Saver:
-    """Saves in the background, deletes what the policy does not keep, and waits at the end."""
-
-    def __init__(self, checkpoints: Checkpoints):
-        import orbax.checkpoint as ocp
-
-        self._checkpoints = checkpoints
-        self._values = _best_metrics(checkpoints)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Keep(checkpoints, self._values), cleanup_tmp_directories=True
-        )
-        self._manager = ocp.CheckpointManager(checkpoints.path, options=options)
-
-    def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
-        """Whether the policy asks for a checkpoint at a step, and after an evaluation if any."""
-        if self._checkpoints.every is None:
-            return epoch_ended or bool(metrics)
-        return step % self._checkpoints.every == 0 or self._is_best(metrics)
-
-    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
-        """Begins to save a tree; its arrays may be donated as soon as this returns."""
-        if step in self._manager.all_steps():
-            return
-        value = metadata["metrics"].get(self._checkpoints.metric, math.nan)
-        if not math.isnan(value):
-            self._values[step] = value
-        self._manager.save(step, args=save_args(tree, metadata), force=True)
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        value = metrics.get(self._checkpoints.metric, math.nan)
-        sign = -1.0 if self._checkpoints.mode == "min" else 1.0
-        best = max((sign * x for x in self._values.values()), default=-math.inf)
-        return self._checkpoints.best is not None and sign * value > best
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Waits for what is being saved."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
+    """The value of the best-metric; not a number if it was not evaluated."""
+    value = metrics.get(checkpoints.metric, math.nan)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
-@dataclasses.dataclass
-class _Keep:
-    """Orbax asks it which checkpoints to keep: the newest, and the best."""
+def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
+    """Whether a value of the best-metric is better than those of all checkpoints."""
+    sign = -1.0 if checkpoints.mode == "min" else 1.0
+    best = max((sign * x for x in values.values()), default=-math.inf)
+    return checkpoints.best is not None and sign * value > best
 
-    policy: Checkpoints
-    values: dict[int, float]
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [info.step for info in checkpoints]
-        keep = set(sorted(steps)[-self.policy.keep :])
-        sign = -1.0 if self.policy.mode == "min" else 1.0
-        evaluated = [step for step in steps if step in self.values]
-        keep |= set(sorted(evaluated, key=lambda step: sign * self.values[step])[-1:])
-        return [step in keep for step in steps]
+def steps_to_delete(
+    checkpoints: Checkpoints, steps: Iterable[int], values: Mapping[int, float]
+) -> list[int]:
+    """Which of the saved steps the policy does not keep: all but the newest, and the best."""
+    steps = sorted(steps)
+    sign = -1.0 if checkpoints.mode == "min" else 1.0
+    evaluated = [step for step in steps if step in values]
+    best = sorted(evaluated, key=lambda step: sign * values[step])[-1:]
+    return [step for step in steps[: -checkpoints.keep] if step not in best]

@@ -69,6 +69,8 @@ def learning_rate_schedule(
     `ValueError` if not exactly one of `epochs` and `steps` is given, or if a number is out of
     range.
     """
+    if not isinstance(peak, int | float):
+        raise TypeError(f"peak is {peak!r}; it has to be a number.")
     total = _total_steps(examples, batch_size, epochs, steps)
     warmup_steps = _warmup_steps(warmup, total)
     if not (math.isfinite(peak) and peak > 0):

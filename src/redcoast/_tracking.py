@@ -1,11 +1,12 @@
 """Loggers: things to pass to `fit` as `log`, a callable `(metrics, step) -> None`.
 
-A logger may also have `start(run)`, called before the first step with a `RunInfo`, and `close()`,
-called at the end, whatever the end is.
+A logger may also have `start(run)`, called before the first step with a `RunInfo`; `close()`,
+called at the end, whatever the end is; and `fail(error)`, called before that if it is an error.
 """
 
 import contextlib
 import dataclasses
+import functools as ft
 import importlib.metadata
 import os
 import subprocess
@@ -140,6 +141,8 @@ def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
 
     A callable `(metrics, step) -> None`, to pass to `fit` as `log`.
     """
+    if not isinstance(every, int | float):
+        raise TypeError(f"every is {every!r}; it is a number of seconds.")
     if not every >= 0:
         raise ValueError(f"every is {every}; it is a number of seconds, 0 or more.")
     return _ConsoleLogger(every)
@@ -162,12 +165,20 @@ def start_loggers(log: Any, run: RunInfo, stack: contextlib.ExitStack) -> list[L
             f"`log` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; to "
             "log to several places, pass a function that calls them all."
         )
-    logs: list[Any] = [] if log is None else [log]
-    if run.directory is not None:
+    logs: list[Any] = []
+    if run.directory is not None:  # before a logger that may raise
         logs.append(metrics_file(run.directory / "metrics.jsonl"))
+    logs += [] if log is None else [log]
     for each in logs:
         if hasattr(each, "start"):
             each.start(run)
         if hasattr(each, "close"):
             stack.callback(each.close)
+        if hasattr(each, "fail"):
+            stack.push(ft.partial(_fail, each))
     return logs
+
+
+def _fail(log: Any, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    if error is not None:
+        log.fail(error)

@@ -9,6 +9,13 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from ._arguments import (
+    check_functions,
+    check_integer,
+    check_key,
+    check_kind,
+    check_optimizer,
+)
 from ._guarded import guarded_update
 from ._loss import LossFn, evaluate_loss
 from ._parts import join, partition_trainable, split
@@ -69,6 +76,9 @@ def init_state(
         model_key, key = jax.random.split(key)
         return state_of(init_fn(model_key), optimizer, key=key, trainable=trainable)
 
+    check_functions(init_fn=init_fn)
+    check_optimizer(optimizer)
+    check_key(key)
     if shardings is None:
         return create(key)
     return create_split(create, key, shardings=shardings)
@@ -159,13 +169,15 @@ def train_step(
         ```
     """
     check_compute_dtype(compute_dtype, training=True)
-    if accumulate < 1:
-        raise ValueError(f"`accumulate` is {accumulate}. A batch is at least one microbatch.")
+    check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` gives")
+    check_functions(loss_fn=loss_fn)
+    check_optimizer(optimizer)
+    check_integer("accumulate", accumulate)
     part = ft.partial(partition_trainable, trainable=trainable)
-    loss_of = ft.partial(_loss_of, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
+    loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
-    (loss, aux, rest_after), grads = _loss_and_grads(loss_of, params, rest, batch, key, accumulate)
+    (loss, aux, rest_after), grads = loss_and_grads(loss_of, params, rest, batch, key, accumulate)
     # Downhill is against the conjugate of what JAX calls the gradient of a complex leaf.
     grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
@@ -174,7 +186,11 @@ def train_step(
     def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         value_fn = lambda p: loss_of(p, rest, batch, key)[0]
         extended = optax.with_extra_args_support(optimizer).update
-        return extended(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+        try:
+            return extended(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
+        except (AttributeError, TypeError, ValueError) as error:
+            _check_same_optimizer(optimizer, opt_state, params, error)
+            raise
 
     # Parts of optax promote dtypes, which a user may have forbidden for their own code.
     with jax.numpy_dtype_promotion("standard"):
@@ -191,13 +207,24 @@ def train_step(
     return TrainState(model, opt_state, state.step + 1, state.key), metrics
 
 
+def _check_same_optimizer(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, error: Exception
+) -> None:
+    expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+    if expected != jax.tree.structure(opt_state):
+        raise ValueError(
+            "`optimizer` is not the one that the state was made with, or trains other leaves: its "
+            f"state is {expected}, and the given one {jax.tree.structure(opt_state)}."
+        ) from error
+
+
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """The Euclidean norm over all arrays of a tree, in float32 or wider."""
     # A sum of squares leaf by leaf: raveling a split leaf would gather it.
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)))
 
 
-def _loss_of(
+def loss_of_params(
     params: PyTree,
     rest: PyTree,
     batch: PyTree,
@@ -213,7 +240,7 @@ def _loss_of(
     return loss, (aux, weight, part(model)[1])
 
 
-def _loss_and_grads(
+def loss_and_grads(
     loss_of: Callable[..., Any],
     params: PyTree,
     rest: PyTree,

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._arguments import check_functions
 from ._data import CollateFn, by_epoch, fetch, ordered_batches
 from ._evaluate import (
     OutputFn,
@@ -17,9 +18,12 @@ from ._evaluate import (
     run_evaluation,
     run_prediction,
 )
+from ._exchange import decide, is_main
 from ._loss import LossFn
+from ._notes import noting
 from ._predict import PredictFn
 from ._sharding import Plan
+from ._watch import doing
 
 MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
@@ -45,11 +49,29 @@ class Validation:
         drawn = self._batches(batches)
         metrics = run_evaluation(self.evaluation, model, drawn, key, strict=batches is None)
         if self.prediction is not None and self.metric_fn is not None:
-            drawn = self._batches(batches)
-            outputs = list(run_prediction(self.prediction, model, drawn, self.output_fn, key))
-            found = self.metric_fn(fetch(self.examples, list(range(len(outputs)))), outputs)
-            metrics |= _check_metrics(found, metrics)
+            metrics |= self._compared(self.prediction, self.metric_fn, model, key, batches, metrics)
         return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def _compared(
+        self,
+        prediction: Callable[..., Any],
+        metric_fn: MetricFn,
+        model: PyTree,
+        key: PRNGKeyArray,
+        batches: int | None,
+        taken: dict[str, float],
+    ) -> dict[str, float]:
+        """What `metric_fn` says of predictions, which process 0 alone is given."""
+        drawn = self._batches(batches)
+        output_fn, gather = self.output_fn, "first"
+        found = run_prediction(prediction, model, drawn, output_fn, self.mesh, key, gather=gather)
+        outputs = [output for _, output in found]
+        metrics: dict[str, float] = {}
+        if is_main():
+            examples = fetch(self.examples, list(range(len(outputs))))
+            with noting("Raised by `metric_fn`, or in what it calls."), doing("`metric_fn`"):
+                metrics = _check_metrics(metric_fn(examples, outputs), taken)
+        return decide("the metrics of an evaluation", metrics)
 
     def _batches(self, count: int | None) -> Any:
         drawn = ordered_batches(
@@ -76,6 +98,8 @@ def make_validation(
     compute_dtype: Any,
 ) -> Validation | None:
     """What `fit` evaluates with; nothing if there are no examples to evaluate on."""
+    given = {"predict_fn": predict_fn, "output_fn": output_fn, "metric_fn": metric_fn}
+    check_functions(**{name: fn for name, fn in given.items() if fn is not None})
     if metric_fn is not None and predict_fn is None:
         raise ValueError("`metric_fn` compares predictions with examples; pass `predict_fn` too.")
     if output_fn is not None and metric_fn is None:
@@ -90,7 +114,8 @@ def make_validation(
     evaluation = compile_evaluation(plan.constrain(loss_fn), shardings, mesh, compute_dtype)
     prediction = None
     if predict_fn is not None and metric_fn is not None:
-        prediction = compile_prediction(plan.constrain(predict_fn), shardings, mesh, compute_dtype)
+        planned = plan.constrain(predict_fn)
+        prediction = compile_prediction(planned, shardings, mesh, compute_dtype, gather="first")
     return Validation(
         examples, collate_fn, batch_size, mesh, evaluation, prediction, output_fn, metric_fn
     )

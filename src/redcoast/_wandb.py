@@ -25,7 +25,7 @@ _END = None
 
 
 class WandbLogger:
-    """What `wandb_logger` returns: a logger with `start` and `close`."""
+    """What `wandb_logger` returns: a logger with `start`, `fail` and `close`."""
 
     def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
@@ -34,12 +34,14 @@ class WandbLogger:
         self._dropped = 0
         self._inert = False
         self._sync_hint = ""
+        self._exit_code = 0
 
     def start(self, run: RunInfo) -> None:
         """Begins a W&B run, in a thread; the first call of the logger does so otherwise."""
         if self._inert or self._thread is not None:
             return
         self._queue, self._dropped, self._sync_hint = SimpleQueue(), 0, ""
+        self._exit_code = 0
         # A daemon: a W&B that hangs must not keep the process from exiting.
         self._thread = threading.Thread(
             target=self._work, args=(run, self._queue), name="redcoast-wandb", daemon=True
@@ -56,6 +58,10 @@ class WandbLogger:
             self._queue.put({**metrics, "step": step})
         else:
             self._dropped += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Marks the W&B run as failed, once it is closed."""
+        self._exit_code = 1
 
     def close(self) -> None:
         """Waits for W&B to have everything, `close_timeout` seconds at most."""
@@ -100,7 +106,7 @@ class WandbLogger:
             session.define_metric("*", step_metric="step")
             while (entry := queue.get()) is not _END:
                 session.log(entry)
-            session.finish()
+            session.finish(exit_code=self._exit_code)
         except BaseException as error:
             if not self._inert:
                 self._give_up(f"W&B failed ({type(error).__name__}: {error})")
@@ -160,8 +166,15 @@ def wandb_logger(
 
     **Raises:**
 
-    `TypeError` if `config` is neither a mapping nor a dataclass.
+    `TypeError` if `config` is neither a mapping nor a dataclass; `ValueError` if a number is out of
+    its range.
     """
+    if not isinstance(project, str):
+        raise TypeError(f"project is {project!r}; it is the name of a W&B project.")
+    if not close_timeout >= 0:
+        raise ValueError(f"close_timeout is {close_timeout}; it is a number of seconds, 0 or more.")
+    if queue_size < 1:
+        raise ValueError(f"queue_size is {queue_size}; at least one call has to find room.")
     plain = _plain({} if config is None else config)
     if not isinstance(plain, dict):
         raise TypeError(

@@ -102,6 +102,10 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
 
     What arrays hold is looked at only where it is known, so not while a program is traced.
     """
+    if not hasattr(tokens, "shape"):
+        raise TypeError(
+            f"`tokens` is of type {type(tokens).__name__}. It must be an array of NumPy or JAX."
+        )
     if 0 in tokens.shape:
         raise ValueError(f"`tokens` has the shape {tokens.shape}: there is nothing to go on from.")
     if tokens.ndim > 2 and hasattr(model, "encode"):

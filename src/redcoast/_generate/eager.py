@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from .._mesh import BATCH_AXES, place_batch
+from .._distribute import place_batch, put, whole
+from .._mesh import BATCH_AXES
 from .._parts import Static, join, split
 from .beams import search
 from .check import is_known
@@ -73,7 +75,7 @@ def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
         sharding = given.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
-        return jax.device_put(x, sharding)
+        return put(x, sharding)
     return x if mesh is None else place_batch(x, mesh)
 
 
@@ -89,11 +91,13 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
 
 def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
     """The columns that were asked for, after a look at whether all are tokens."""
-    if not is_known(new):
+    if isinstance(new, Tracer):
         return new[:, :count]
     # Cut on the host, for here each number of columns would take a program.
-    host = np.asarray(new)[:, :count]
+    host = whole(new)[:, :count]
     refuse_invalid(host)
+    if not new.is_fully_addressable:  # every process gets all of them
+        return put(host, NamedSharding(new.sharding.mesh, P()))
     return jax.device_put(host, new.sharding if new.committed else None)
 
 

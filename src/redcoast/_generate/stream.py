@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
+from .._distribute import whole
 from .._parts import Static, join, split
 from .check import check_stream
 from .eager import prepare_prompt, refuse_invalid
@@ -26,7 +27,7 @@ def decode_streaming(
     count = int(request.limit)
     columns = []
     for last in _ahead(_steps(model, tokens, mask, request, count)):
-        tokens_of_step, ended = jax.device_get((last.tokens, last.ended))
+        tokens_of_step, ended = whole(last.tokens), whole(last.ended)
         columns.append(tokens_of_step)
         refuse_invalid(tokens_of_step[:, None])
         stream(tokens_of_step)

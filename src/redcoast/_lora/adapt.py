@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
+from .._arguments import check_kind
 from ..models._attention import wide
 from ..models._init import normal
 from ..models._product import LowRank
@@ -58,6 +59,7 @@ def add_adapters(
         lora.save_adapters(state.model, "adapters")
         ```
     """
+    check_kind("rank", rank, int, "an integer")
     if rank < 1:
         raise ValueError(f"`rank` must be at least 1, but is {rank}.")
     matrices = find_matrices(model)
@@ -82,7 +84,12 @@ def add_adapters(
 def _match(targets: Sequence[str], matrices: Iterable[str]) -> set[str]:
     chosen = set()
     for pattern in targets:
-        matched = {path for path in matrices if re.search(pattern, path)}
+        try:
+            matched = {path for path in matrices if re.search(pattern, path)}
+        except re.error as error:
+            raise ValueError(
+                f"The pattern {pattern!r} is not a regular expression: {error}."
+            ) from error
         if not matched:
             raise ValueError(
                 f"The pattern {pattern!r} matches none of the model's matrices, which are "

@@ -1,12 +1,13 @@
 """The settings of an adapter that PEFT has saved."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._json_file import read_json
+from .._pretrained.files import file_inside
 from .peft_tensors import CONFIG
 
 # What changes nothing once the factors are read: where they came from, how they were initialised
@@ -24,6 +25,7 @@ _READ = frozenset(
     init_lora_weights bias
     """.split()  # noqa: SIM905
 )
+MOST_REPEATED = 3
 # All other ways to begin change the weights that the adapters are beside.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
@@ -59,7 +61,7 @@ def read_config(path: Path) -> PeftConfig:
             f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that PEFT, or "
             "`lora.save_adapters`, has written."
         )
-    settings = json.loads((path / CONFIG).read_text())
+    settings = read_json(file_inside(path, CONFIG))
     odd = {
         name: value
         for name, value in settings.items()
@@ -75,12 +77,33 @@ def read_config(path: Path) -> PeftConfig:
             f"The adapters in {path} have settings that are not implemented: {listed}. Merge them "
             "with PEFT (`merge_and_unload`), and load the merged model."
         )
+    alphas = settings.get("alpha_pattern") or {}
+    _check_alphas(path, settings.get("lora_alpha", 8), alphas)
     return PeftConfig(
         settings.get("lora_alpha", 8),
-        settings.get("alpha_pattern") or {},
+        alphas,
         settings.get("use_rslora", False),
         settings.get("layers_to_transform") is not None,
     )
+
+
+def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:
+    numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        raise ValueError(f"{path / CONFIG} has a `lora_alpha` or `alpha_pattern` without numbers.")
+    for pattern in alphas:
+        # With a repeated group, or many repetitions, a search may take as good as forever.
+        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+?{]", pattern)) > MOST_REPEATED:
+            raise ValueError(
+                f"{path / CONFIG} has in its `alpha_pattern` a regular expression that is not "
+                f"simple enough to be searched safely: {pattern!r}."
+            )
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"{path / CONFIG} has in its `alpha_pattern` no regular expression: {pattern!r}."
+            ) from error
 
 
 def _other(settings: dict[str, Any], name: str, known: tuple[Any, ...]) -> dict[str, Any]:

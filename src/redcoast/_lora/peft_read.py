@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._pretrained.files import file_inside
 from .._pretrained.safetensors_file import read_safetensors
 from .._pretrained.stored import Stored
 from ..models._product import LowRank
@@ -48,7 +49,7 @@ class Slot:
 
     def find(self, stored: Mapping[str, Stored]) -> Ranks:
         """The ranks of the adapters that there are."""
-        return {i: stored[a].shape[0] for i, (a, _) in self.names.items() if a in stored}
+        return {i: _rank(stored[a]) for i, (a, _) in self.names.items() if a in stored}
 
     def read(self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig) -> Any:
         """The weight with its adapters, if there are any."""
@@ -145,7 +146,7 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
             f"{path} has no {TENSORS}. If its adapters are pickled (`adapter_model.bin`), which is "
             "refused since opening a pickle runs code, save them with `safe_serialization=True`."
         )
-    stored = read_safetensors(path / TENSORS)
+    stored = read_safetensors(file_inside(path, TENSORS))
     base = PREFIX + getattr(type(model), "base_prefix", "")
     if any(name.startswith(base) for name in stored):
         return stored
@@ -175,7 +176,7 @@ def _check(
                 names, slot.tensors, slot.shapes(rank or 1), strict=True
             ):
                 right = tensor_shape(tensor, shape)
-                if rank and name in stored and stored[name].shape != right:
+                if rank is not None and name in stored and stored[name].shape != right:
                     misshapen[f"{name} ({stored[name].shape}, and not {right})"] = None
     known = {name for slot in slots for names in slot.names.values() for name in names}
     unexpected = [name for name in stored if name not in known]
@@ -186,6 +187,10 @@ def _check(
             f"{path} does not hold adapters of this model. "
             f"{'; '.join(problems) or 'There are none'}."
         )
+
+
+def _rank(a: Stored) -> int:
+    return a.shape[0] if a.shape else 0  # which is no rank, and found to be misshapen
 
 
 def _module(a_name: str) -> str:

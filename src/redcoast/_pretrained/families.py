@@ -29,7 +29,7 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Any, Any]:
     from .. import models
 
     kind = settings.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(
             f"{where} holds a model of the type {kind!r}, and there are models of the types "
             f"{', '.join(sorted(_FAMILIES))}."
@@ -39,4 +39,9 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Any, Any]:
         config = getattr(models, f"{name}Config").from_hugging_face(settings)
     except ValueError as error:
         raise ValueError(f"{where} cannot be loaded. {error}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"{where} cannot be loaded: its settings have values of another kind than those of a "
+            f"{kind} ({type(error).__name__}: {error})."
+        ) from error
     return getattr(models, name), config

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .gguf_check import check_extents, check_header
 from .stored import Box, Stored
 
 # Words of the vocabulary and the like: nothing that a model computes with.
@@ -31,10 +32,14 @@ def read_gguf(path: Path) -> GGUF:
     """
     gguf = _import_gguf(path)
     try:
+        check_header(path)
         reader = gguf.GGUFReader(path)
         fields = {name: field for name, field in reader.fields.items() if name not in _LONG}
         metadata = {name: field.contents() for name, field in fields.items()}
-    except (ValueError, IndexError, KeyError) as error:
+        check_extents(
+            [(x.name, x.data_offset, x.data.nbytes) for x in reader.tensors], path.stat().st_size
+        )
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged, or no GGUF file: {error}.") from error
     return GGUF(metadata, {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors})
 

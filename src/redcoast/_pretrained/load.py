@@ -17,6 +17,7 @@ from .._parts import join, split
 from .families import find_family
 from .fill_device import fill_device
 from .fill_host import fill_host
+from .limits import check_elements, check_layers
 from .match import Layout, layout_of, match, needed_shapes
 from .paths import leaf_paths
 from .source import open_source
@@ -34,13 +35,14 @@ def load(
 ) -> Any:
     """The model at a path, with its arrays where they are to be."""
     source = open_source(path)
+    check_layers(source.settings, len(source.stored), path)
     model_class, config = find_family(source.settings, path)
     if settle := getattr(model_class, "settle", None):
         config = settle(config, source.stored.keys())
     config = _with_options(config, options)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    abstract = eqx.filter_eval_shape(model_class, config, key=key)
+    abstract = _abstract(model_class, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
+    check_elements(arrays.values(), source.stored, path)
     layout = layout_of(model_class, config) if source.table is None else Layout(source.table)
     stored = match(layout, needed_shapes(layout, arrays), source.stored, path)
     dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
@@ -62,6 +64,16 @@ def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
             f"{', '.join(fields)}."
         )
     return dataclasses.replace(config, **options)
+
+
+def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        return eqx.filter_eval_shape(model_class, config, key=key)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path} cannot be loaded: there is no model with its settings ({error})."
+        ) from error
 
 
 def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:

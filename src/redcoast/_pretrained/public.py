@@ -6,6 +6,8 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._arguments import check_kind
+
 
 def load_pretrained(
     path: str | Path,
@@ -57,6 +59,7 @@ def load_pretrained(
     """
     from .load import load
 
+    check_kind("path", path, (str, Path), "a path")
     return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, options)
 
 

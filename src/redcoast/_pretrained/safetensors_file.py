@@ -43,7 +43,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     try:
         with safe_open(path, "numpy") as file:
             return {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged, or no file of safetensors: {error}. Fetch or save it again."
         ) from error

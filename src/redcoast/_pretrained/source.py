@@ -1,11 +1,12 @@
 """What stands at a path: settings, and tensors in files."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._json_file import read_json
 from ..models._tensors import Tensor
+from .files import file_inside
 from .safetensors_file import read_safetensors
 from .stored import Stored
 
@@ -49,7 +50,7 @@ def _open_directory(path: Path) -> Source:
     files = tensor_files(path)
     ggufs = sorted(path.glob("*.gguf"))
     if not files and len(ggufs) == 1:
-        return _open_gguf(ggufs[0])
+        return _open_gguf(file_inside(path, ggufs[0].name))
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         several = ", but several `.gguf` files, of which one has to be named" if ggufs else ""
@@ -60,22 +61,31 @@ def _open_directory(path: Path) -> Source:
         )
     if not (path / SETTINGS).is_file():
         raise ValueError(f"{path} holds tensors, but no {SETTINGS} that says of which model.")
-    stored = {}
+    stored: dict[str, Stored] = {}
     for file in files:
-        stored |= read_safetensors(file)
-    return Source(json.loads((path / SETTINGS).read_text()), stored)
+        found = read_safetensors(file)
+        if twice := stored.keys() & found.keys():
+            raise ValueError(f"{file} holds {min(twice)}, which another file of {path} holds too.")
+        stored |= found
+    return Source(read_json(file_inside(path, SETTINGS)), stored)
 
 
 def tensor_files(path: Path) -> list[Path]:
     """The files of a directory that hold the tensors of its model."""
     if (path / SINGLE).is_file():
-        return [path / SINGLE]
+        return [file_inside(path, SINGLE)]
     if not (path / INDEX).is_file():
         return []
-    names = sorted({*json.loads((path / INDEX).read_text())["weight_map"].values()})
-    if missing := [name for name in names if not (path / name).is_file()]:
+    index = file_inside(path, INDEX)
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index} has no `weight_map` from tensors to files.")
+    files = [file_inside(path, name) for name in sorted({*named.values()})]
+    if missing := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"{path} lacks files that its {INDEX} names: {', '.join(missing)}.")
-    return [path / name for name in names]
+    if pickles := [file for file in files if file.suffix in PICKLES]:
+        raise ValueError(_pickled(pickles))
+    return files
 
 
 def _open_gguf(path: Path) -> Source:

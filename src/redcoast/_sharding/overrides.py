@@ -17,7 +17,13 @@ def apply_overrides(
 ) -> dict[int, P]:
     """The spec of each leaf (by index) that a pattern matches; the first pattern that does wins."""
     specs: dict[int, P] = {}
-    for pattern, given in overrides:
+    for override in overrides:
+        if isinstance(override, str) or len(override) != 2:
+            raise ValueError(
+                f"The override {override!r} is no pair. `overrides` is a list of pairs of a "
+                "pattern of paths and a `PartitionSpec` or `None`."
+            )
+        pattern, given = override
         spec = _spec(pattern, given, axes)
         matched = [leaf for leaf in leaves if _compiled(pattern).search(leaf.name)]
         if not matched:

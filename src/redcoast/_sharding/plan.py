@@ -9,6 +9,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
+from .._arguments import check_functions
+from .._arguments import check_mesh as check_mesh_kind
 from .choice.hardware import Hardware, hardware_of
 from .constrain.compute import Compute
 from .constrain.constrained import Constrained
@@ -242,6 +244,8 @@ def plan_shardings(
     """
     mesh = check_mesh(mesh)
     axes = dict(mesh.shape)
+    if fn is not None:
+        check_functions(fn=fn)
     if fn is None:
         if args or budget is not None:
             given = "args" if args else "budget"
@@ -290,6 +294,8 @@ def _state_bytes(tree: PyTree) -> int:
 
 
 def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    if mesh is not None:
+        check_mesh_kind(mesh)
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh is None or mesh.empty:
         raise ValueError(

@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from .._arguments import check_kind
+from .._json_file import read_json
 from .constrain.compute import Compute
 from .nodes import Leaf, flat_leaves
 from .overrides import spec_axes
@@ -50,6 +52,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         rc.save_plan(rc.plan_shardings(model, rc.make_mesh(model=4)), "runs/lm/plan.json")
         ```
     """
+    check_kind("plan", plan, Plan, "a plan, as `redcoast.plan_shardings` gives")
     path = Path(path).expanduser()
     text = json.dumps(_document(plan), indent=1) + "\n"
     if path.exists():
@@ -131,14 +134,18 @@ def _document(plan: Plan) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = read_json(path)
     except OSError as error:
         raise ValueError(
             f"There is no plan to be read at {path}: {error.strerror}. `rc.save_plan` writes one."
         ) from error
     except ValueError as error:
-        raise ValueError(f"{path} holds no plan, for it is no JSON: {error}.") from error
-    version = document.get("format") if isinstance(document, dict) else None
+        raise ValueError(
+            f"{path} holds no plan, for it is no JSON: {error.__cause__}."
+            if error.__cause__
+            else f"{path} holds no plan: it is JSON of something else. {error}"
+        ) from error
+    version = document.get("format")
     if not isinstance(version, int):
         raise ValueError(f"{path} holds no plan: it is JSON of something else.")
     if version != FORMAT:
@@ -146,11 +153,43 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} holds a plan of format {version}, and this version of redcoast reads format "
             f"{FORMAT}. Plan again, and save that."
         )
-    missing = {"mesh", "rows", "compute", "report"} - set(document)
-    missing = missing or set().union(*(set(_ROW) - set(row) for row in document["rows"]))
-    if missing:
-        raise ValueError(f"{path} holds no whole plan: it lacks {', '.join(sorted(missing))}.")
+    kinds = {"mesh": dict, "rows": list, "compute": dict, "report": dict}
+    odd = {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
+    odd = odd or {name for row in document["rows"] for name in _odd(row)}
+    odd = odd or _odd_compute(document["compute"])
+    if odd or not all(type(size) is int and size > 0 for size in document["mesh"].values()):
+        odd = odd or {"mesh"}
+        raise ValueError(
+            f"{path} holds no whole plan: it lacks {', '.join(sorted(odd))}, or has something else "
+            "in their place."
+        )
     return document
+
+
+def _odd(row: Any) -> list[str]:
+    """What a row lacks, or has something else in the place of."""
+    if not isinstance(row, dict):
+        return ["rows"]
+    sizes = lambda x: isinstance(x, list) and all(type(size) is int for size in x)
+    axes = lambda x: x is None or isinstance(x, str) or _is_names(x)
+    kinds = {"shape": sizes, "spec": lambda x: isinstance(x, list) and all(map(axes, x))}
+    is_text = lambda x: isinstance(x, str)
+    return [key for key in _ROW if key not in row or not kinds.get(key, is_text)(row[key])]
+
+
+def _odd_compute(compute: dict[str, Any]) -> set[str]:
+    dims = compute.get("dims")
+    right = {
+        "dims": isinstance(dims, list) and all(x is None or type(x) is int for x in dims),
+        "batch_axes": _is_names(compute.get("batch_axes")),
+        "model_axes": _is_names(compute.get("model_axes")),
+        "sequence": isinstance(compute.get("sequence"), bool),
+    }
+    return {name for name in right | compute if not right.get(name)}
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(name, str) for name in x)
 
 
 def _check_sizes(path: Path, planned: dict[str, int], given: dict[str, int]) -> None:

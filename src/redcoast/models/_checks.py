@@ -8,6 +8,8 @@ from ._layers import check_remat
 def check_config(config: Any, *sizes: str) -> None:
     """Refuses sizes below 1, key heads that do not divide the heads, and unknown remat."""
     for name in sizes:
+        if not isinstance(getattr(config, name), int):
+            raise TypeError(f"`{name}` must be an integer, but is {getattr(config, name)!r}.")
         if getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {getattr(config, name)}.")
     kv_heads = getattr(config, "kv_heads", config.heads)

@@ -1,5 +1,6 @@
 """What devices and their compiler can do: what weighs arithmetic against communication."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
@@ -46,6 +47,13 @@ class Hardware:
     memory: int | float = 80e9
     adds_first: bool = True
     scatters: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:5]:
+            if not getattr(self, field.name) > 0:
+                raise ValueError(
+                    f"`{field.name}` is {getattr(self, field.name)}. It must be positive."
+                )
 
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:

@@ -1,0 +1,268 @@
+"""What faults cost a run: steps that are lost, seconds until it goes on, and what saving costs.
+
+Each fault is injected into a process that trains a small model and saves every five steps; then
+the run is started again. What saving costs is measured in this process.
+
+    python experiments/benchmarks/faults.py
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+import redcoast as rc
+
+EVERY, STEPS, FAULT = 5, 60, 33
+
+
+class Examples:
+    """Vectors that are a function of their index, one of them infinite if asked for."""
+
+    def __init__(self, bad: range = range(0)):
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(32, np.inf if index in self.bad else index % 7, np.float32)
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+def train(directory: Path, fault: str = "") -> None:
+    """The run that faults come over, in a process of its own."""
+    calls = iter(range(10**6))
+
+    def collate_fn(examples: list[np.ndarray]) -> np.ndarray:
+        if fault == "collate_fn raises" and next(calls) == FAULT:
+            raise OSError("stale file handle")
+        time.sleep(0.02)
+        return np.stack(examples)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        if fault.startswith("disk full") and step == FAULT - EVERY:
+            limit_files(4096)
+        if fault == "disk full for 10 steps" and step == FAULT + EVERY:
+            limit_files(resource.RLIM_INFINITY)
+        print(f"{step} {time.time()}", flush=True)
+
+    bad = range(8, 16) if fault == "data not finite" else range(0)
+    wandb = rc.wandb_logger(project="faults", mode="offline", close_timeout=5.0)
+
+    class Logs:
+        start, close = wandb.start, wandb.close
+
+        def __call__(self, metrics: dict[str, float], step: int) -> None:
+            log(metrics, step)
+            wandb(metrics, step)
+
+    state = rc.fit(
+        eqx.nn.MLP(32, 32, 256, 2, key=jax.random.key(0)),
+        optax.adamw(1e-3),
+        Examples(bad),
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=8,
+        steps=STEPS,
+        checkpoints=rc.Checkpoints(directory, every=EVERY, keep=3),
+        log=Logs() if fault == "W&B's service killed" else log,
+        progress=False,
+    )
+    sys.exit(0 if state.step == STEPS else os.EX_TEMPFAIL)
+
+
+def limit_files(size: int) -> None:
+    """Lets writes beyond a size fail, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def start(directory: Path, fault: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--child", str(directory), "--fault", fault]
+    # Its warnings are many, and nobody reads them here.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, text=True, **pipes)
+
+
+def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[tuple[int, float]]:
+    """The steps that a process logs and when, with something done at each; waits for its end."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        step, _, when = line.partition(" ")
+        if not step.isdigit():
+            continue
+        seen.append((int(step), float(when)))
+        act(int(step))
+    process.communicate()
+    return seen
+
+
+def services(parent: int) -> list[int]:
+    """W&B's processes below a process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            above = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if above == parent and b"wandb-core" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def inject(fault: str, process: subprocess.Popen[str], step: int) -> None:
+    """Does at a step what is to be done from outside."""
+    if fault in signal.Signals.__members__ and step == FAULT:
+        process.send_signal(signal.Signals[fault])
+    if fault == "SIGKILL while saving" and step >= EVERY * (FAULT // EVERY):
+        process.send_signal(signal.SIGKILL)
+    if fault == "W&B's service killed" and step == FAULT:
+        for pid in services(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def damage(directory: Path) -> None:
+    """Flips a bit of the newest checkpoint."""
+    newest = max((p for p in directory.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    file = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+FAULTS = [
+    "none",
+    "SIGTERM",
+    "SIGUSR1",
+    "SIGKILL",
+    "SIGKILL while saving",
+    "newest checkpoint damaged",
+    "disk full for 10 steps",
+    "disk full to the end",
+    "data not finite",
+    "collate_fn raises",
+    "W&B's service killed",
+]
+
+
+def survive(fault: str, directory: Path) -> str:
+    """A row of the table: what a fault did, and what the run that followed lost to it."""
+    first = start(directory, "SIGKILL" if fault == "newest checkpoint damaged" else fault)
+    what = "SIGKILL" if fault == "newest checkpoint damaged" else fault
+    before = follow(first, lambda step: inject(what, first, step))
+    last = before[-1][0]
+    if last == STEPS and first.returncode == 0:
+        return row(fault, first.returncode, "yes", "0", "-")
+    if fault == "newest checkpoint damaged":
+        damage(directory / "checkpoints")
+    begin = time.time()
+    second = start(directory)
+    after = follow(second, lambda step: None)
+    whole = second.returncode == 0 and after[-1][0] == STEPS
+    lost = max(0, last - after[0][0] + 1)
+    seconds = after[0][1] - begin
+    return row(fault, first.returncode, "yes" if whole else "NO", str(lost), f"{seconds:.1f}")
+
+
+def row(*cells: Any) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def timed(directory: Path | None, width: int, every: int, steps: int) -> tuple[list[float], Any]:
+    """When each step's metrics came, of steps that take a device 200 ms and the host nothing."""
+    times: list[float] = []
+
+    def wait(x: np.ndarray) -> np.ndarray:
+        time.sleep(0.2 * (width > 600))
+        return np.zeros((), np.float32)
+
+    def slow_loss(model: Any, batch: Any, key: Any) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        waited = jax.pure_callback(wait, shape, batch[0, 0])
+        return loss_fn(model, batch, key) + waited
+
+    memory: list[float] = []
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        times.append(time.perf_counter())
+        memory.append(resident())
+
+    rc.fit(
+        eqx.nn.MLP(32, 32, width, 3, key=jax.random.key(0)),
+        optax.adamw(1e-3),
+        Examples(),
+        collate_fn=np.stack,
+        loss_fn=slow_loss,
+        batch_size=8,
+        steps=steps,
+        checkpoints=rc.Checkpoints(directory, every=every) if directory else None,
+        log=log,
+        progress=False,
+    )
+    return times, memory
+
+
+def resident() -> float:
+    """Megabytes of memory that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def cost_of_saving(directory: Path) -> str:
+    """Seconds that a save of 100 MB adds to a loop of steps of 200 ms."""
+    width, steps, every = 2040, 41, 5  # 3 times 2 matrices of 2040 x 2040 in float32
+    without, _ = timed(None, width, every, steps)
+    saving, _ = timed(directory, width, every, steps)
+    saves = (steps - 1) // every
+    span = lambda times: times[-1] - times[0]
+    added = (span(saving) - span(without)) / saves
+    share = added / (span(without) / (steps - 1))
+    return f"A save of 100 MB adds {added * 1e3:.1f} ms to the loop, {share:.1%} of a step."
+
+
+def memory_of_saving(directory: Path) -> str:
+    """Megabytes of memory after some saves, and after 200 more."""
+    _, memory = timed(directory, 512, 1, 221)
+    early, late = float(np.median(memory[15:25])), float(np.median(memory[210:]))
+    return f"Memory after 20 saves {early:.0f} MB, after 200 more {late:.0f} MB."
+
+
+def main(child: Path | None = None, fault: str = "") -> None:
+    """Prints the table.
+
+    Args:
+        child: Train in this directory, and nothing else.
+        fault: The fault that is to come over that run.
+    """
+    if child:
+        return train(child, fault)
+    print(row("fault", "exit code", "survived", "steps lost", "seconds to resume"))
+    print(row(*["---"] * 5))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        os.environ["WANDB_DIR"] = directory
+        for i, name in enumerate(FAULTS):
+            print(survive(name, Path(directory) / str(i)), flush=True)
+        print(cost_of_saving(Path(directory) / "cost"), flush=True)
+        print(memory_of_saving(Path(directory) / "memory"), flush=True)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

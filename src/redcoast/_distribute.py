@@ -1,0 +1,84 @@
+"""Arrays of the host on the devices; of several processes, each puts what its devices hold."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ._mesh import batch_sharding
+
+
+def own_rows(mesh: Mesh, rows: int) -> list[int]:
+    """Which of a batch's rows the devices of this process hold."""
+    if jax.process_count() == 1:
+        return list(range(rows))
+    held = batch_sharding(mesh, rows).addressable_devices_indices_map((rows,)).values()
+    return sorted({row for index in held if index for row in range(*index[0].indices(rows))})
+
+
+def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
+    """A batch of `rows`, of which the arrays hold this process' own, split over the devices."""
+    if jax.process_count() == 1:
+        return place_batch(arrays, mesh, kinds=(np.ndarray, jax.Array))
+    sharding = batch_sharding(mesh, rows)
+    place_of = {row: i for i, row in enumerate(own_rows(mesh, rows))}
+
+    def place(x: Any) -> jax.Array:
+        host = _on_host(x)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            # The rows of a device follow each other in the batch, and so here.
+            start, stop, _ = index[0].indices(rows)
+            return host[place_of[start] : place_of[start] + stop - start]
+
+        return jax.make_array_from_callback((rows, *host.shape[1:]), sharding, part)
+
+    return jax.tree.map(place, arrays)
+
+
+def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> PyTree:
+    """Arrays that are whole on each process, split along the first dimension where it divides."""
+    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
+    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
+            # What is on one process alone, a key say, has to be on all devices of all.
+            return put(x, NamedSharding(mesh, P())) if _is_local(x) else x
+        return put(x, batch_sharding(mesh, x.shape[0]))
+
+    return jax.tree.map(place, arrays)
+
+
+def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
+    """An array that is whole on each process, the same on all, where the sharding says."""
+    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not _is_local(x)):
+        return jax.device_put(x, sharding, may_alias=may_alias)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    # Not `device_put`, which has all processes compare their values each time.
+    host = _on_host(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array on the host, all of it; of one that processes share, all have to ask."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    host = np.asarray(x)
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+
+
+def _is_local(x: Any) -> bool:
+    """Whether an array is on the devices of this process, of several, alone."""
+    return jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable

@@ -1,0 +1,229 @@
+"""The processes of a job meet before JAX connects them.
+
+JAX's own service ends a process with a C++ abort when somebody does not come, and does not say who.
+Here process 0 listens on the coordinator's port for as long as not all have said that they are
+there, and everyone learns why it did not work.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+_LONGEST = 65536  # bytes of a message; what is longer was not written here
+_PATIENCE = 5.0  # seconds for one attempt to connect, and for a newcomer to say who it is
+
+
+def meet(coordinator: str, processes: int, process_id: int, timeout: int | float) -> int:
+    """Waits until all processes are there, and gives how many of them this machine has."""
+    end = time.monotonic() + timeout
+    host, port = split_address(coordinator)
+    me = {"process_id": process_id, "processes": processes, "host": socket.gethostname()}
+    if process_id > 0:
+        return _join(coordinator, me, end, timeout)
+    with contextlib.ExitStack() as accepted:
+        with _listen(coordinator, is_loopback(host), port, end) as server:
+            accept = lambda: accepted.enter_context(server.accept()[0])
+            members = _gather(server, accept, me, end, timeout)
+        # The port is free again when they hear of it: JAX's service takes it now.
+        count = Counter([me["host"], *(host for _, host in members.values())])
+        for connection, host in members.values():
+            _tell([connection], start=count[host])
+        return count[me["host"]]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of `host:port`; the host of an IPv6 address stands in brackets."""
+    host, colon, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    number = int(port) if port.isascii() and port.isdigit() else 0
+    if not colon or not bare or (":" in bare and host == bare) or not 0 < number < 65536:
+        raise ValueError(
+            f"The coordinator is host:port, such as 10.0.0.1:1234 or [fe80::1]:1234: the machine "
+            f"of process 0 and a port that is free there. {address!r} is not."
+        )
+    return bare, number
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def name_processes(numbers: Sequence[int]) -> str:
+    """`process 3`, `processes 1 and 2`, or of many the first few."""
+    names = [str(i) for i in numbers[:8]]
+    more = [f"{len(numbers) - 8} more"] if len(numbers) > 8 else []
+    *first, last = names + more
+    return f"processes {', '.join(first)} and {last}" if first else f"process {last}"
+
+
+Members = dict[int, tuple[socket.socket, str]]
+
+
+def _listen(coordinator: str, loopback: bool, port: int, end: float) -> socket.socket:
+    """A server's socket; what an earlier run leaves on the port has a moment to go away."""
+    end = min(end, time.monotonic() + 2 * _PATIENCE)
+    six = not loopback and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if six or "[" in coordinator else socket.AF_INET
+    host = split_address(coordinator)[0] if loopback else ""
+    while True:
+        try:
+            return socket.create_server(
+                (host, port), family=family, backlog=1024, dualstack_ipv6=six
+            )
+        except OSError as error:
+            if time.monotonic() > end:
+                raise OSError(
+                    f"Process 0 could not listen on port {port} of this machine, "
+                    f"{socket.gethostname()}, for the others to join at {coordinator}: {error}. "
+                    "Another program has it; give all processes a coordinator with another port."
+                ) from error
+        time.sleep(0.2)
+
+
+def _gather(
+    server: socket.socket,
+    accept: Callable[[], socket.socket],
+    me: dict[str, Any],
+    end: float,
+    timeout: int | float,
+) -> Members:
+    members: Members = {}
+    try:
+        while missing := [i for i in range(1, me["processes"]) if i not in members]:
+            if time.monotonic() > end:
+                raise TimeoutError(_missing(missing, me, server, timeout))
+            server.settimeout(min(1.0, max(0.01, end - time.monotonic())))
+            try:
+                _admit(accept(), me, members)
+            except TimeoutError:
+                _tell([x for x, _ in members.values()], missing=name_processes(missing))
+            members = {i: member for i, member in members.items() if _is_there(member[0])}
+    except (TimeoutError, ValueError) as error:
+        _tell([x for x, _ in members.values()], error=str(error), wrong=type(error) is ValueError)
+        raise
+    return members
+
+
+def _missing(
+    missing: list[int], me: dict[str, Any], server: socket.socket, timeout: int | float
+) -> str:
+    them = name_processes(missing)
+    return (
+        f"{them[0].upper()}{them[1:]} of {me['processes']} did not join within {timeout:g} s. "
+        f"Process 0 waited on port {server.getsockname()[1]} of {me['host']}. Look at what the "
+        "missing printed: they may not have started, have failed before `initialize`, or reach "
+        "another machine under the coordinator's address."
+    )
+
+
+def _admit(connection: socket.socket, me: dict[str, Any], members: Members) -> None:
+    """Takes a newcomer in, if it is one of the job."""
+    connection.settimeout(_PATIENCE)
+    try:
+        other = _read(connection.makefile("rb"))
+        number, count, host = int(other["process_id"]), other["processes"], str(other["host"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return connection.close()  # someone who looks at ports
+    wrong = ""
+    if count != me["processes"]:
+        wrong = (
+            f"Process {number} on {host} was started as one of {count} processes, and process 0 "
+            f"on {me['host']} as one of {me['processes']}. Start all with the same number."
+        )
+    elif number == 0 or (number in members and _is_there(members[number][0])):
+        also = members[number][1] if number else me["host"]
+        wrong = (
+            f"Two processes were started as process {number}, on {also} and on {host}. Give each "
+            "its own `process_id`."
+        )
+    if wrong:
+        _tell([connection], error=wrong, wrong=True)
+        raise ValueError(wrong)
+    members[number] = connection, host
+    _tell([connection], missing="some")
+
+
+def _is_there(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True  # members say nothing after their greeting, and wait
+    except OSError:
+        return False
+
+
+def _tell(connections: Iterable[socket.socket], **message: Any) -> None:
+    for connection in connections:
+        connection.settimeout(_PATIENCE)
+        with contextlib.suppress(OSError):
+            connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read(stream: Any) -> dict[str, Any]:
+    message = json.loads(stream.readline(_LONGEST) or b"null")
+    if not isinstance(message, dict):
+        raise ValueError("not a message")
+    return message
+
+
+def _join(coordinator: str, me: dict[str, Any], end: float, timeout: int | float) -> int:
+    reason = "there was no time"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection(split_address(coordinator), min(left, _PATIENCE))
+            with connection:
+                connection.sendall(json.dumps(me).encode() + b"\n")
+                answer = _answer(connection, end)
+        except (OSError, ValueError) as error:
+            reason = _why(error)
+            time.sleep(0.1)
+            continue
+        if "start" in answer:
+            return answer["start"]
+        if "error" in answer:
+            raise (ValueError if answer["wrong"] else TimeoutError)(answer["error"])
+        raise TimeoutError(
+            f"Process 0 waits at {coordinator}, but {answer['missing']} of "
+            f"{me['processes']} did not join within {timeout:g} s of the start of process "
+            f"{me['process_id']}. Look at what the missing printed, or give a longer `timeout`."
+        )
+    raise ConnectionError(
+        f"Process {me['process_id']}, on {me['host']}, did not reach process 0 at {coordinator} "
+        f"within {timeout:g} s: {reason}. The coordinator is the address of process 0's machine "
+        "as the others see it, and a port that no firewall closes between them."
+    )
+
+
+def _answer(connection: socket.socket, end: float) -> dict[str, Any]:
+    """The last word of process 0: `start`, `error`, or who was missing when time was up."""
+    stream, message = connection.makefile("rb"), {}
+    while (left := end - time.monotonic()) > 0 and "missing" in (message or {"missing": ""}):
+        connection.settimeout(left)
+        try:
+            message = _read(stream)
+        except TimeoutError:
+            break
+    if not {"start", "error", "missing"} & message.keys():
+        raise ValueError("another program answers there")
+    return message
+
+
+def _why(error: Exception) -> str:
+    match error:
+        case ConnectionRefusedError():
+            return (
+                "the machine answers, but nothing listens on that port (process 0 has not "
+                "started, has ended, or was given another port)"
+            )
+        case socket.gaierror():
+            return f"no machine of that name is known here ({error})"
+        case TimeoutError():
+            return "nothing answers (a wrong address, or a firewall)"
+        case OSError():
+            return str(error)
+    return "what answers there is another program, or process 0 has ended"

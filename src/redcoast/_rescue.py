@@ -1,0 +1,73 @@
+"""What is left of a run that ends with an error: its last checkpoint, named, or a new one."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ._reading import MetricsReader
+from ._retention import Checkpoints, saved_steps
+
+logger = logging.getLogger("redcoast")
+# After these the state may be wrong, or there is no memory to save it with.
+DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
+
+
+def last_checkpoint(checkpoints: Checkpoints | None) -> str:
+    """Where a run can be taken up again, in words."""
+    steps = []
+    with contextlib.suppress(OSError):
+        steps = saved_steps(checkpoints) if checkpoints else []
+    if not steps or not checkpoints:
+        return "There is no checkpoint."
+    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
+
+
+@contextlib.contextmanager
+def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Notes in an error where the last checkpoint is."""
+    try:
+        yield
+    except BaseException as error:
+        if checkpoints and "checkpoint" not in str(error):
+            error.add_note(last_checkpoint(checkpoints))
+        raise
+
+
+@contextlib.contextmanager
+def rescued(
+    trained: Callable[[], bool],
+    reader: MetricsReader,
+    state: Callable[[], PyTree],
+    save: Callable[[dict[str, float]], None],
+) -> Iterator[None]:
+    """Saves the state if an error comes from the user's functions, and the state is whole."""
+    try:
+        yield
+    except Exception as error:
+        # Processes save together, and the others may be in the middle of the next step.
+        alone = jax.process_count() == 1
+        if alone and trained() and not isinstance(error, DOUBTFUL) and _is_whole(reader, state()):
+            _try(save)
+        raise
+
+
+def _try(save: Callable[[dict[str, float]], None]) -> None:
+    try:
+        save({})
+    except Exception as error:  # the first one is the one to tell of
+        logger.warning("The state could not be saved after an error: %s", error)
+
+
+def _is_whole(reader: MetricsReader, state: PyTree) -> bool:
+    try:
+        reader.flush()
+    except DOUBTFUL:
+        return False
+    except Exception:  # `log` fails again
+        pass
+    arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    return not any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))

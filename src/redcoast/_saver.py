@@ -1,0 +1,215 @@
+"""The checkpoints of a run, saved in the background."""
+
+import contextlib
+import logging
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ._checkpoint import save_args
+from ._orbax import make_checkpointer
+from ._retention import (
+    Checkpoints,
+    best_metrics,
+    is_best,
+    metric_of,
+    saved_steps,
+    steps_to_delete,
+)
+from ._save_together import Together
+
+logger = logging.getLogger("redcoast")
+
+DELETING = ".deleting"
+UNFINISHED = re.compile(r"\d+(\.orbax-checkpoint-tmp.*|\.deleting)")
+
+
+class CheckpointNotSaved(OSError):
+    """Raised by [`redcoast.fit`][] at its end if the last state could not be saved.
+
+    Its cause says why. The checkpoint before it is whole.
+    """
+
+
+class Saver:
+    """Saves in the background, deletes what the policy does not keep, and waits at the end. A save
+    that fails is a warning; if it is the last, an error at the end."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self._checkpoints = checkpoints
+        self._values = best_metrics(checkpoints)
+        if jax.process_index() == 0:
+            checkpoints.path.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(checkpoints.path)
+        self._together = Together()
+        self._checkpointer = self._make()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="redcoast-save")
+        self._pending: Future[Exception | None] | None = None
+        self._failed: tuple[int, Exception] | None = None
+        self._last = -1
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether checkpoints are to be compared by an evaluation."""
+        return self._checkpoints.best is not None
+
+    def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
+        """Whether the policy asks for a checkpoint at a step, and after an evaluation if any."""
+        if self._checkpoints.every is None:
+            return epoch_ended or bool(metrics)
+        value = metric_of(self._checkpoints, metrics)
+        best = is_best(self._checkpoints, value, self._values)
+        return step % self._checkpoints.every == 0 or best
+
+    def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
+        """Begins to save a tree; its arrays may be donated as soon as this returns."""
+        self._settle()
+        if step == self._last and not self._failed:
+            return
+        args = save_args(tree, metadata)
+        self._last = step
+        value = metric_of(self._checkpoints, metadata["metrics"])
+        if not math.isnan(value):
+            self._values[step] = value
+        self._together.begin()
+        path = self._checkpoints.path / str(step)
+        if (problem := self._together.outcome(_unwritable(path))) is not None:
+            self._fail(OSError(problem))
+            return
+        try:
+            self._checkpointer.save(path, args=args)
+        except Exception as error:
+            self._together.fail(_reason(error))
+            self._pending = self._thread.submit(lambda failed=error: failed)
+        else:
+            self._pending = self._thread.submit(self._finish)
+
+    def _finish(self) -> Exception | None:
+        """Waits until a checkpoint has its name, and only then deletes others."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:
+            self._together.fail(_reason(error))
+            return error
+        if jax.process_index() == 0:
+            delete_old(self._checkpoints, self._values)
+            # Threads of a save that failed may have gone on writing after it was removed.
+            remove_unfinished(self._checkpoints.path)
+        return None
+
+    def _settle(self, *, alone: bool = False) -> None:
+        """Waits for the save under way, of all processes if not alone."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.result()
+        if not alone:
+            problem = self._together.outcome(_reason(error) if error else None)
+            error = error or (OSError(problem) if problem else None)
+        if error is not None:
+            self._fail(error)
+        else:
+            self._failed = None
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = self._last, error
+        self._values.pop(self._last, None)
+        logger.warning(
+            "The checkpoint of step %d could not be saved, and training goes on: %s %s",
+            self._last,
+            _reason(error),
+            _newest(self._checkpoints),
+        )
+        # What is left of it would be in the way of the next, in the directory and in Orbax.
+        with contextlib.suppress(Exception):
+            self._checkpointer.close()
+        if jax.process_index() == 0:
+            remove_unfinished(self._checkpoints.path)
+        self._checkpointer = self._make()
+
+    def _make(self) -> Any:
+        barrier = self._together.barrier if jax.process_count() > 1 else None
+        return make_checkpointer(background=True, barrier=barrier)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Waits for what is being saved."""
+        # After an error the other processes may be somewhere else.
+        self._settle(alone=kind is not None)
+        self._thread.shutdown()
+        self._checkpointer.close()
+        if self._failed and kind is None:
+            step, error = self._failed
+            raise CheckpointNotSaved(
+                f"The state after step {step}, the last, could not be saved in "
+                f"{self._checkpoints.path}: {_reason(error)} "
+                f"{_newest(self._checkpoints)}"
+            ) from error
+
+
+def delete_old(checkpoints: Checkpoints, values: Mapping[int, float]) -> None:
+    """Deletes the checkpoints that the policy does not keep."""
+    try:
+        steps = saved_steps(checkpoints)
+    except OSError as error:
+        logger.warning("%s cannot be tidied up: %s", checkpoints.path, error)
+        return
+    for old in steps_to_delete(checkpoints, steps, values):
+        delete(checkpoints.path / str(old))
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what saves and deletions that were interrupted have left."""
+    with contextlib.suppress(OSError):  # said when it is in the way of a save
+        for entry in path.iterdir():
+            if UNFINISHED.fullmatch(entry.name):
+                delete(entry)
+
+
+def delete(path: Path) -> None:
+    """Deletes a checkpoint, which loses its name first: half of one never looks like a whole."""
+    try:
+        if path.is_symlink():
+            path.unlink()  # and not what it leads to
+            return
+        if path.suffix != DELETING:
+            path = path.replace(path.with_name(path.name + DELETING))
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error)
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why process 0 cannot make a directory there, before all begin to wait for it."""
+    if jax.process_index() != 0:
+        return None
+    probe = path.with_name(path.name + DELETING)
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _newest(checkpoints: Checkpoints) -> str:
+    with contextlib.suppress(OSError):
+        if steps := saved_steps(checkpoints):
+            return f"The newest checkpoint is {checkpoints.path / str(steps[-1])}."
+    return "There is no checkpoint yet."
+
+
+def _reason(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    # What failed stands at the beginning, and why at the end.
+    text = text if len(text) < 500 else f"{text[:250]} ... {text[-250:]}"
+    return f"{type(error).__name__}: {text}."

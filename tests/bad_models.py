@@ -1,0 +1,224 @@
+"""Bad inputs to what concerns models, checkpoints and loggers."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import jax.numpy as jnp
+import numpy as np
+from bad_helpers import (
+    KEY,
+    TINY,
+    generate,
+    llama,
+    saved,
+    written,
+)
+from problem import make_model
+
+import redcoast as rc
+from redcoast import lora, losses, models
+
+ROWS = {
+    "Checkpoints": [
+        (lambda d: rc.Checkpoints(d, every=0), ValueError, "every=0"),
+        (lambda d: rc.Checkpoints(d, keep=0), ValueError, "keep=0"),
+        (lambda d: rc.Checkpoints(d, every=2.5), TypeError, r"every=2\.5"),
+        (lambda d: rc.Checkpoints(d, mode="best"), ValueError, "mode='best'"),
+        (lambda d: rc.Checkpoints(3), TypeError, "directory"),
+        (lambda d: rc.Checkpoints(d, best=3), TypeError, "best=3"),
+    ],
+    "save_checkpoint": [
+        (lambda d: rc.save_checkpoint(d, {"w": np.ones(2)}), ValueError, "exists already"),
+        (lambda d: rc.save_checkpoint(d / "c", {"w": 3}), ValueError, "no array"),
+        (
+            lambda d: rc.save_checkpoint(d / "c", {"w": np.ones(2)}, metadata={"f": print}),
+            TypeError,
+            "`metadata`",
+        ),
+        (
+            lambda d: rc.save_checkpoint(d / "c", {"a.b": np.ones(2), "a": {"b": np.ones(2)}}),
+            ValueError,
+            "a.b",
+        ),
+        (
+            lambda d: rc.save_checkpoint(d / "c", {"w": np.array(["text"])}),
+            (TypeError, ValueError),
+            "w",
+        ),
+    ],
+    "load_checkpoint": [
+        (lambda d: rc.load_checkpoint(d / "none"), ValueError, "no checkpoint at.*none"),
+        (
+            lambda d: rc.load_checkpoint(saved(d), {"v": np.ones((2, 3), np.float32)}),
+            ValueError,
+            "v",
+        ),
+        (
+            lambda d: rc.load_checkpoint(saved(d), {"w": np.ones((3, 3), np.float32)}),
+            ValueError,
+            "w",
+        ),
+        (lambda d: rc.load_checkpoint(saved(d), {"w": np.ones((2, 3), np.int32)}), ValueError, "w"),
+        (lambda d: rc.load_checkpoint(saved(d), subtree="x"), ValueError, "'x'"),
+    ],
+    "learning_rate_schedule": [
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3),
+            ValueError,
+            "epochs or steps",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(-1.0, examples=9, batch_size=3, steps=3),
+            ValueError,
+            "peak is -1",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=0, batch_size=3, steps=3),
+            ValueError,
+            "examples is 0",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, warmup=9),
+            ValueError,
+            "warmup is 9",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, warmup=1.5),
+            ValueError,
+            "warmup is 1.5",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, end=2.0),
+            ValueError,
+            "end is 2",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule(
+                1.0, examples=9, batch_size=3, steps=3, decay="exp"
+            ),
+            ValueError,
+            "'exp'",
+        ),
+        (
+            lambda d: rc.learning_rate_schedule("3e-4", examples=9, batch_size=3, steps=3),
+            TypeError,
+            "peak is '3e-4'",
+        ),
+    ],
+    "loggers": [
+        (lambda d: rc.console_logger(every=-1), ValueError, "every is -1"),
+        (lambda d: rc.console_logger(every="1"), TypeError, "every is '1'"),
+        (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "config is of type int"),
+        (lambda d: rc.wandb_logger(project=3), TypeError, "project is 3"),
+        (
+            lambda d: rc.wandb_logger(project="p", close_timeout=-1),
+            ValueError,
+            "close_timeout is -1",
+        ),
+        (lambda d: rc.wandb_logger(project="p", queue_size=0), ValueError, "queue_size is 0"),
+        (lambda d: rc.read_metrics(d / "none.jsonl"), FileNotFoundError, "none.jsonl"),
+    ],
+    "generate": [
+        (lambda d: generate(max_new_tokens=0), ValueError, "`max_new_tokens` is 0"),
+        (lambda d: generate(max_new_tokens=2.0), TypeError, r"`max_new_tokens` is 2\.0"),
+        (lambda d: generate(temperature=-1.0), ValueError, r"`temperature` is -1\.0"),
+        (lambda d: generate(temperature=1.0), ValueError, "needs a `key`"),
+        (lambda d: generate(temperature=1.0, key=KEY, top_p=2.0), ValueError, "`top_p` is 2"),
+        (lambda d: generate(temperature=1.0, key=KEY, top_k=0), ValueError, "`top_k` is 0"),
+        (lambda d: generate(beams=0), ValueError, "`beams` is 0"),
+        (lambda d: generate(beams=2, temperature=1.0, key=KEY), ValueError, "`beams`"),
+        (lambda d: generate(np.ones((1, 0), np.int32)), ValueError, r"\(1, 0\)"),
+        (lambda d: generate(np.ones(3, np.int32)), ValueError, r"shape \(3,\)"),
+        (lambda d: generate(np.ones((1, 3), np.float32)), ValueError, "float32"),
+        (lambda d: generate(np.full((1, 3), 99)), ValueError, "99"),
+        (lambda d: generate([[1, 2]]), TypeError, "`tokens`.*list"),
+        (lambda d: generate(mask=np.ones((1, 2), bool)), ValueError, r"`mask`.*\(1, 2\)"),
+        (lambda d: generate(eos=(99,)), ValueError, "`eos` has 99"),
+        (
+            lambda d: rc.generate(make_model(), np.ones((1, 3), np.int32), max_new_tokens=2),
+            TypeError,
+            "MLP cannot generate",
+        ),
+    ],
+    "load_pretrained": [
+        (lambda d: rc.load_pretrained(d / "none"), ValueError, "nothing at.*none"),
+        (
+            lambda d: rc.load_pretrained(written(d / "e" / "config.json", "{}")),
+            ValueError,
+            "e holds neither",
+        ),
+        (
+            lambda d: rc.load_pretrained(written(d / "g" / "a.gguf", "GGUF") / "a.gguf"),
+            ValueError,
+            "a.gguf is damaged",
+        ),
+        (
+            lambda d: rc.load_pretrained(written(d / "h" / "a.bin", "") / "a.bin"),
+            ValueError,
+            "a.bin",
+        ),
+        (lambda d: rc.load_pretrained(3), TypeError, "path"),
+    ],
+    "save_pretrained": [
+        (lambda d: rc.save_pretrained(make_model(), d / "m"), ValueError, "no MLP"),
+        (
+            lambda d: rc.save_pretrained(llama(), written(d / "n" / "x", "")),
+            ValueError,
+            "n exists already",
+        ),
+    ],
+    "models": [
+        (lambda d: llama(heads=3), ValueError, "`width`.*`heads`|`heads`"),
+        (lambda d: llama(heads=4, kv_heads=3), ValueError, "`kv_heads`"),
+        (lambda d: llama(layers=0), ValueError, "`layers`"),
+        (lambda d: llama(width=-8), ValueError, "`width`"),
+        (lambda d: llama(vocab=2.5), TypeError, "`vocab`"),
+        (lambda d: models.Llama(models.LlamaConfig(**TINY), key=0), TypeError, "PRNG key"),
+        (
+            lambda d: models.shift_right(np.zeros((2, 0), np.int32), start=1),
+            ValueError,
+            "nothing to shift",
+        ),
+        (
+            lambda d: models.shift_right(np.zeros((2, 3), np.int32), start=-1),
+            ValueError,
+            "`start` is -1",
+        ),
+    ],
+    "losses": [
+        (lambda d: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2)), ValueError, "`targets`"),
+        (
+            lambda d: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(3, jnp.int32)),
+            ValueError,
+            r"`targets`.*\(3,\)",
+        ),
+        (
+            lambda d: losses.cross_entropy(
+                jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32), mask=jnp.ones(3)
+            ),
+            ValueError,
+            "`mask`",
+        ),
+        (
+            lambda d: losses.chunked_cross_entropy(
+                jnp.zeros((2, 3, 4)), lambda h: h, jnp.zeros((2, 3), jnp.int32), chunk=0
+            ),
+            ValueError,
+            "`chunk` is 0",
+        ),
+    ],
+    "lora": [
+        (lambda d: lora.add_adapters(llama(), 0, targets="wq", key=KEY), ValueError, "`rank`.*0"),
+        (
+            lambda d: lora.add_adapters(llama(), 2, targets="nothing", key=KEY),
+            ValueError,
+            "'nothing'",
+        ),
+        (lambda d: lora.add_adapters(llama(), 2, targets="[", key=KEY), ValueError, r"'\['"),
+        (lambda d: lora.add_adapters(llama(), 2.0, targets="wq", key=KEY), TypeError, "`rank`"),
+        (lambda d: lora.trainable(llama()), ValueError, "no adapters"),
+        (lambda d: lora.adapters(llama()), ValueError, "no adapters"),
+        (lambda d: lora.with_adapters(llama(), llama()), ValueError, "there are none"),
+        (lambda d: lora.load_adapters(llama(), d / "none"), ValueError, "none"),
+        (lambda d: lora.save_adapters(llama(), d / "l"), ValueError, "no adapters"),
+    ],
+}

@@ -1,0 +1,119 @@
+"""Bad inputs to what concerns devices and plans."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import jax
+import jax.numpy as jnp
+from bad_helpers import (
+    ABSTRACT,
+    other_mesh,
+    plan_file,
+    written,
+)
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+
+ROWS = {
+    "make_mesh": [
+        (lambda d: rc.make_mesh(model=3), ValueError, "model=3.*multiple of 3 devices.*8"),
+        (lambda d: rc.make_mesh(model=0), ValueError, "model=0"),
+        (lambda d: rc.make_mesh(fsdp=-2), ValueError, "fsdp=-2"),
+        (lambda d: rc.make_mesh(data=-1, model=-1), ValueError, "-1"),
+        (lambda d: rc.make_mesh(data=2, fsdp=2), ValueError, "8"),
+        (lambda d: rc.make_mesh(devices=[]), ValueError, "`devices` is empty"),
+        (lambda d: rc.make_mesh(model=2.0), TypeError, r"model=2\.0"),
+        (lambda d: rc.make_mesh(model="2"), TypeError, "model='2'"),
+        (lambda d: rc.make_mesh(devices=4), TypeError, "`devices`"),
+    ],
+    "emulate_devices": [
+        (lambda d: rc.emulate_devices(0), ValueError, "not 0"),
+        (lambda d: rc.emulate_devices(2), ValueError, "before JAX is first used"),
+        (lambda d: rc.emulate_devices("8"), TypeError, "'8'"),
+    ],
+    "initialize": [
+        (lambda d: rc.initialize(processes=0), ValueError, "processes=0"),
+        (lambda d: rc.initialize(process_id=-1, processes=2), ValueError, "process -1"),
+        (lambda d: rc.initialize(process_id=2, processes=2), ValueError, "process 2"),
+        (
+            lambda d: rc.initialize(coordinator="somewhere", processes=2, process_id=0),
+            ValueError,
+            "somewhere",
+        ),
+        (lambda d: rc.initialize(timeout=0), ValueError, "timeout=0"),
+        (lambda d: rc.initialize(local_devices=0), ValueError, "local_devices=0|0 devices|not 0"),
+    ],
+    "infer_shardings": [
+        (lambda d: rc.infer_shardings(ABSTRACT, other_mesh()), ValueError, "axes|axis"),
+        (lambda d: rc.infer_shardings(ABSTRACT, "mesh"), TypeError, "`mesh`"),
+        (lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), fn=3), TypeError, "`fn`"),
+        (
+            lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides=[("v", None)]),
+            ValueError,
+            "'v'",
+        ),
+        (
+            lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides=[("w", P("y"))]),
+            ValueError,
+            "'y'",
+        ),
+        (
+            lambda d: rc.infer_shardings(
+                ABSTRACT, rc.make_mesh(), overrides=[("w", P(None, None, "data"))]
+            ),
+            ValueError,
+            "w",
+        ),
+        (
+            lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides="w"),
+            (TypeError, ValueError),
+            "override",
+        ),
+        (
+            lambda d: rc.infer_shardings(
+                {"w": jax.eval_shape(lambda: jnp.zeros((6, 8)))},
+                rc.make_mesh(),
+                overrides=[("w", P("data"))],
+            ),
+            ValueError,
+            "w",
+        ),
+    ],
+    "plan_shardings": [
+        (
+            lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=10),
+            ValueError,
+            "budget|bytes",
+        ),
+        (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
+        (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
+    ],
+    "save_plan and load_plan": [
+        (
+            lambda d: rc.load_plan(d / "none.json", ABSTRACT, rc.make_mesh()),
+            (ValueError, FileNotFoundError),
+            "none.json",
+        ),
+        (
+            lambda d: rc.load_plan(
+                written(d / "p" / "x.json", "{") / "x.json", ABSTRACT, rc.make_mesh()
+            ),
+            ValueError,
+            "x.json",
+        ),
+        (
+            lambda d: rc.load_plan(plan_file(d), {"v": jnp.zeros((8, 8))}, rc.make_mesh()),
+            ValueError,
+            "v",
+        ),
+        (
+            lambda d: rc.load_plan(plan_file(d), {"w": jnp.zeros((8, 4))}, rc.make_mesh()),
+            ValueError,
+            "w",
+        ),
+        (lambda d: rc.save_plan({"w": 1}, d / "q.json"), TypeError, "dict"),
+    ],
+    "Hardware": [
+        (lambda d: rc.Hardware(flops=-1.0), (TypeError, ValueError), "flops"),
+    ],
+}

@@ -1,0 +1,177 @@
+"""Bad inputs to what trains, evaluates and predicts."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from bad_helpers import (
+    ABSTRACT,
+    EXAMPLES,
+    KEY,
+    SGD,
+    evaluate,
+    fit,
+    other_mesh,
+    predict,
+    state,
+    step,
+    written,
+)
+from problem import Stream, batch_of, loss_fn, make_model
+
+import redcoast as rc
+
+LOSSES = {
+    "not scalar": (lambda m, b, k: jnp.zeros(3), ValueError, r"`loss_fn`.*shape \(3,\)"),
+    "integer": (lambda m, b, k: jnp.int32(1), ValueError, "`loss_fn`.*int32"),
+    "Python's": (lambda m, b, k: 1.0, TypeError, "`loss_fn`.*type float"),
+    "nothing": (lambda m, b, k: None, TypeError, "`loss_fn`.*NoneType"),
+    "four": (lambda m, b, k: (1, 2, 3, 4), ValueError, "`loss_fn`.*tuple of 4"),
+    "aux": (lambda m, b, k: (jnp.sum(b["x"]), 3), TypeError, "second.*type int"),
+    "reserved": (lambda m, b, k: (jnp.sum(b["x"]), {"loss": 1}), ValueError, "'loss'"),
+    "array": (lambda m, b, k: (jnp.sum(b["x"]), {"a": b["x"]}), ValueError, r"aux\['a'\]"),
+    "text": (lambda m, b, k: (jnp.sum(b["x"]), {"a": "b"}), TypeError, r"aux\['a'\].*str"),
+    "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "other|another struct"),
+}
+
+ROWS = {
+    "init_state": [
+        (
+            lambda d: rc.init_state(lambda k: {"w": jnp.zeros(3, jnp.int32)}, SGD, key=KEY),
+            ValueError,
+            "no trainable leaf",
+        ),
+        (lambda d: rc.init_state(lambda k: make_model(), None, key=KEY), TypeError, "`optimizer`"),
+        (
+            lambda d: rc.init_state(lambda k: make_model(), optax.sgd, key=KEY),
+            TypeError,
+            "`optimizer`",
+        ),
+        (lambda d: rc.init_state({}, SGD, key=KEY), TypeError, "`init_fn`"),
+        (lambda d: rc.init_state(lambda k: make_model(), SGD, key=0), TypeError, "`key`"),
+    ],
+    "train_step": [
+        *[(lambda d, f=f: step(f), error, words) for f, error, words in LOSSES.values()],
+        (lambda d: step(accumulate=0), ValueError, "`accumulate` is 0"),
+        (lambda d: step(accumulate=3), ValueError, "accumulate=3.*does not divide"),
+        (lambda d: step(accumulate=2.0), TypeError, r"`accumulate` is 2\.0"),
+        (lambda d: step(compute_dtype=jnp.float16), ValueError, "bfloat16"),
+        (lambda d: step(compute_dtype=jnp.int32), ValueError, "int32"),
+        (lambda d: step(compute_dtype="half"), (TypeError, ValueError), "half|float16"),
+        (lambda d: step(loss=3), TypeError, "`loss_fn`"),
+        (lambda d: step(optimizer=optax.adam(1e-3)), ValueError, "optimizer"),
+        (lambda d: step(optimizer=None), TypeError, "`optimizer`"),
+        (
+            lambda d: rc.train_step(make_model(), batch_of(8), loss_fn=loss_fn, optimizer=SGD),
+            TypeError,
+            "TrainState",
+        ),
+    ],
+    "compile_step": [
+        (lambda d: rc.compile_step(rc.train_step, {}), ValueError, "no sharding"),
+        (
+            lambda d: rc.compile_step(3, rc.infer_shardings(ABSTRACT, rc.make_mesh())),
+            TypeError,
+            "`step`",
+        ),
+        (
+            lambda d: rc.compile_step(
+                lambda s: (s, 0), rc.infer_shardings(ABSTRACT, rc.make_mesh())
+            )(state()),
+            ValueError,
+            "holds 8 arrays|arrays, but `state_shardings`",
+        ),
+    ],
+    "predict": [
+        (
+            lambda d: rc.predict(
+                make_model(), batch_of(4), predict_fn=lambda m, b, k: jnp.zeros(3)
+            ),
+            ValueError,
+            r"`predict_fn`.*\(3,\)",
+        ),
+        (
+            lambda d: rc.predict(make_model(), batch_of(4), predict_fn=lambda m, b, k: {}),
+            ValueError,
+            "`predict_fn` returned no array",
+        ),
+        (
+            lambda d: rc.predict(make_model(), batch_of(4), predict_fn=None),
+            TypeError,
+            "`predict_fn`",
+        ),
+    ],
+    "fit": [
+        (lambda d: fit(batch_size=0), ValueError, "`batch_size` is 0"),
+        (lambda d: fit(batch_size=8.0), TypeError, r"`batch_size` is 8\.0"),
+        (lambda d: fit(steps=0), ValueError, "`steps` is 0"),
+        (lambda d: fit(steps=2.5), TypeError, r"`steps` is 2\.5"),
+        (lambda d: fit(epochs=-1, steps=None), ValueError, "`epochs` is -1"),
+        (lambda d: fit(epochs=1), ValueError, "epochs=1.*steps=2"),
+        (lambda d: fit(steps=None), ValueError, "how long"),
+        (lambda d: fit(examples=[]), ValueError, "`examples` is empty"),
+        (lambda d: fit(examples=None), TypeError, "`examples`"),
+        (lambda d: fit(examples=7), TypeError, "`examples`.*int"),
+        (lambda d: fit(examples=iter(EXAMPLES)), TypeError, "`examples`.*iterator"),
+        (lambda d: fit(examples={"x": np.zeros(9)}), TypeError, "columns"),
+        (lambda d: fit(examples=Stream([])), ValueError, "no example"),
+        (lambda d: fit(examples=Stream(EXAMPLES), steps=None, epochs=1), ValueError, "no epochs"),
+        (lambda d: fit(accumulate=0), ValueError, "`accumulate` is 0"),
+        (lambda d: fit(eval_every=2), ValueError, "`eval_every`"),
+        (lambda d: fit(metric_fn=len), ValueError, "`metric_fn`"),
+        (lambda d: fit(output_fn=list), ValueError, "`output_fn`"),
+        (lambda d: fit(eval_examples=[]), ValueError, "`eval_examples` is empty"),
+        (lambda d: fit(log=[print]), TypeError, "`log`.*list"),
+        (lambda d: fit(max_seconds=0), ValueError, "`max_seconds` is 0"),
+        (lambda d: fit(max_seconds="1h"), TypeError, "`max_seconds` is '1h'"),
+        (lambda d: fit(max_skipped=0), ValueError, "`max_skipped` is 0"),
+        (lambda d: fit(max_skipped=1.5), TypeError, r"`max_skipped` is 1\.5"),
+        (lambda d: fit(checkpoints=str(d)), TypeError, "`checkpoints` is .*redcoast.Checkpoints"),
+        (lambda d: fit(optimizer=None), TypeError, "`optimizer`"),
+        (lambda d: fit(optimizer=optax.adam), TypeError, "`optimizer`"),
+        (lambda d: fit(loss_fn=None), TypeError, "`loss_fn`"),
+        (lambda d: fit(collate_fn=None), TypeError, "`collate_fn`"),
+        (
+            lambda d: fit(predict_fn=3, metric_fn=len, eval_examples=EXAMPLES),
+            TypeError,
+            "`predict_fn`",
+        ),
+        (lambda d: fit(mesh="cpu"), TypeError, "`mesh`"),
+        (lambda d: fit(mesh=other_mesh()), ValueError, "axes|axis"),
+        (lambda d: fit(key=0), TypeError, "`key`"),
+        (lambda d: fit(model_or_state=state(), key=KEY), ValueError, "leave `key` out"),
+        (lambda d: fit(model_or_state={"w": 3}), ValueError, "no trainable leaf"),
+        (lambda d: fit(collate_fn=lambda e: e), TypeError, "`collate_fn` returned"),
+        (
+            lambda d: fit(collate_fn=lambda e: {"x": np.zeros((3, 2))}),
+            ValueError,
+            r"8 examples.*\(3, 2\)",
+        ),
+        (lambda d: fit(collate_fn=lambda e: {"x": np.array(["a"] * 8)}), TypeError, "<U1"),
+        (
+            lambda d: fit(checkpoints=rc.Checkpoints(d / "b", best="loss")),
+            ValueError,
+            "best='loss'",
+        ),
+        (
+            lambda d: fit(checkpoints=rc.Checkpoints(written(d / "f" / "x", "") / "x")),
+            (ValueError, OSError),
+            "f/x",
+        ),
+    ],
+    "evaluate": [
+        (lambda d: evaluate(examples=[]), ValueError, "`examples` is empty"),
+        (lambda d: evaluate(batch_size=-1), ValueError, "`batch_size` is -1"),
+        (lambda d: evaluate(loss_fn=None), TypeError, "`loss_fn`"),
+        (lambda d: evaluate(collate_fn=3), TypeError, "`collate_fn`"),
+        (lambda d: evaluate(examples=Stream(EXAMPLES)), TypeError, "`examples`.*Stream"),
+        (lambda d: evaluate(mesh=3), TypeError, "`mesh`"),
+    ],
+    "predict_examples": [
+        (lambda d: predict(output_fn=lambda p: [1]), ValueError, "`output_fn`.*8 examples.*1"),
+        (lambda d: predict(output_fn=lambda p: 3), ValueError, "`output_fn`.*int"),
+        (lambda d: predict(predict_fn=None), TypeError, "`predict_fn`"),
+        (lambda d: predict(batch_size="8"), TypeError, "`batch_size` is '8'"),
+    ],
+}

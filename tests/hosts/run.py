@@ -1,0 +1,104 @@
+"""A run of several processes, for tests: what it is told on the command line, it prints at the end.
+
+run.py '{"mesh": {"data": 2}, "directory": "...", "fault": "kill", "who": 1, "at": 5}'
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redcoast as rc
+
+ROWS = 50
+asked = json.loads(sys.argv[1])
+rc.initialize()
+faulty = jax.process_index() == asked.get("who")
+fault = asked.get("fault") if faulty else None
+collated: list[int] = []
+
+
+def make_fault() -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault == "raise":
+        raise KeyError("no such image")
+    if fault == "hang":
+        time.sleep(asked["seconds"])
+
+
+def examples() -> list[tuple[np.ndarray, int, int]]:
+    rng = np.random.default_rng(0)
+    rows = ROWS - 1 if fault == "fewer examples" else ROWS
+    return [(rng.normal(size=8).astype(np.float32), i % 3, i) for i in range(rows)]
+
+
+def collate_fn(rows, rngs=None):
+    collated.extend(int(i) for _, _, i in rows)
+    if len(collated) > asked.get("at", 10**9):
+        asked["at"] = 10**9
+        make_fault()
+    noise = np.stack([0 if rngs is None else r.normal(size=8) for r in rngs or [None] * len(rows)])
+    x = np.stack([x for x, _, _ in rows]) + 0.1 * noise.reshape(len(rows), -1)
+    return x.astype(np.float32), np.array([y for _, y, _ in rows], np.int32)
+
+
+def loss_fn(model, batch, key):
+    x, y = batch
+    x = eqx.nn.Dropout(0.1, inference=False)(x, key=key)
+    losses = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y)
+    return jnp.mean(losses), {"largest": jnp.max(losses)}
+
+
+def predict_fn(model, batch, key):
+    return jax.nn.softmax(jax.vmap(model)(batch[0]))
+
+
+def metric_fn(rows, outputs):
+    return {"right": float(np.mean([np.argmax(p) == y for (_, y, _), p in zip(rows, outputs)]))}
+
+
+mesh = rc.make_mesh(**asked["mesh"])
+model = eqx.nn.MLP(8, 3, 32, 2, key=jax.random.key(2 if fault == "other values" else 1))
+directory = asked.get("directory")
+metrics: list[tuple[int, dict[str, float]]] = []
+data = examples()
+common = {"collate_fn": collate_fn, "mesh": mesh, "batch_size": 4 if fault == "batch" else 8}
+state = rc.fit(
+    model,
+    optax.adamw(1e-2),
+    data,
+    **common,
+    loss_fn=(lambda *args: loss_fn(*args)) if fault == "other code" else loss_fn,
+    predict_fn=predict_fn,
+    metric_fn=metric_fn,
+    eval_examples=data[:21],
+    steps=asked.get("steps", 12),
+    checkpoints=rc.Checkpoints(directory, every=3, keep=2) if directory else None,
+    log=lambda values, step: metrics.append((step, values)),
+    max_seconds=asked.get("max_seconds"),
+    progress=False,
+)
+trained = list(collated)
+predict = {**common, "predict_fn": predict_fn, "output_fn": lambda p: p.tolist()}
+found = {
+    "process": jax.process_index(),
+    "step": int(state.step),
+    "metrics": metrics,
+    "collated": trained,
+    "evaluation": rc.evaluate(state.model, data, loss_fn=loss_fn, **common),
+    **{
+        x: rc.predict_examples(state.model, data, gather=x, **predict)
+        for x in asked.get("gather", [])
+    },
+}
+print("RESULT " + json.dumps(found), flush=True)

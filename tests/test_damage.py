@@ -1,0 +1,236 @@
+"""Checkpoints of which something is missing, or is not as it was written."""
+
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import collate_fn, loss_fn, make_examples, make_model
+
+import redcoast as rc
+from redcoast._checksums import find_damage
+from redcoast._retention import restore_newest, saved_steps
+from redcoast._saver import Saver
+
+# Orbax writes them at the very end, and nothing that is read is in them.
+NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+TREE = {
+    "weight": jnp.asarray(np.random.default_rng(0).normal(size=(8, 33)), jnp.float32),
+    "zeros": jnp.zeros(64),
+    "key": jax.random.key(3),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    rc.save_checkpoint(path, TREE, metadata={"step": 1})
+    return path
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def files(path):
+    return [p for p in sorted(path.rglob("*")) if p.is_file()]
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at % len(data)] ^= 1
+    file.write_bytes(data)
+
+
+def assert_damaged(path, file):
+    """Either an error that names the checkpoint and the file, or the file is not read."""
+    if str(file.relative_to(path)) in NOT_READ:
+        np.testing.assert_array_equal(rc.load_checkpoint(path)["weight"], TREE["weight"])
+        return
+    with pytest.raises(ValueError, match="is damaged: ") as error:
+        rc.load_checkpoint(path, TREE)
+    assert str(path) in str(error.value)
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda file: flip(file, 0),
+        lambda file: flip(file, file.stat().st_size // 2),
+        lambda file: flip(file, -1),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+        lambda file: file.unlink(),
+    ],
+    ids=["first", "middle", "last", "shorter", "empty", "longer", "missing"],
+)
+def test_each_file_in_turn(copy, harm):
+    assert len(files(copy)) > 12
+    for file in files(copy):
+        before = file.read_bytes()
+        harm(file)
+        assert_damaged(copy, file)
+        file.write_bytes(before)
+    np.testing.assert_array_equal(rc.load_checkpoint(copy, TREE)["weight"], TREE["weight"])
+
+
+def test_each_directory_missing(copy):
+    folders = [p for p in sorted(copy.rglob("*")) if p.is_dir()]
+    assert len(folders) > 5
+    for folder in folders:
+        aside = copy.parent / "aside"
+        folder.rename(aside)
+        with pytest.raises(ValueError, match="missing|There is no checkpoint"):
+            rc.load_checkpoint(copy, TREE)
+        aside.rename(folder)
+    rc.load_checkpoint(copy, TREE)
+
+
+def test_an_empty_directory(tmp_path):
+    with pytest.raises(ValueError, match="There is no checkpoint at"):
+        rc.load_checkpoint(tmp_path)
+
+
+def edit(path, **changes):
+    file = path / "metadata" / "metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": 2}, "format 2.*reads up to format 1"),
+        ({"format": "two"}, "not of redcoast"),
+        ({"format": None}, "not of redcoast"),
+        ({"prng_keys": [1]}, "not of redcoast"),
+        ({"checksums": "blake3"}, "checksums.json is missing"),
+    ],
+)
+def test_metadata_of_another_kind(copy, changes, words):
+    (copy / "checksums.json").unlink()
+    edit(copy, **{"checksums": None, **changes})
+    with pytest.raises(ValueError, match=words):
+        rc.load_checkpoint(copy)
+
+
+def test_a_newer_version_with_other_checksums(copy):
+    (copy / "checksums.json").write_text('{"algorithm": "blake3", "files": {}}')
+    edit(copy, format=7, checksums="blake3")
+    with pytest.raises(ValueError, match="format 7, written by redcoast"):
+        rc.load_checkpoint(copy)
+
+
+def test_checkpoints_of_older_versions_have_no_checksums(copy):
+    (copy / "checksums.json").unlink()
+    edit(copy, checksums=None)
+    np.testing.assert_array_equal(rc.load_checkpoint(copy)["weight"], TREE["weight"])
+    (copy / "state" / "_METADATA").unlink()
+    with pytest.raises(ValueError, match="copy is damaged: FileNotFoundError"):
+        rc.load_checkpoint(copy)
+
+
+def test_parts_together_read_all(copy):
+    file = max(files(copy), key=lambda p: p.stat().st_size)
+    flip(file, 100)
+    found = [find_damage(copy, part=part, parts=3) for part in range(3)]
+    assert [problem for problem in found if problem] == [find_damage(copy)]
+    file.unlink()
+    assert all("missing" in (find_damage(copy, part=part, parts=3) or "") for part in range(3))
+
+
+def save_run(directory, **harms):
+    checkpoints = rc.Checkpoints(directory, keep=9)
+    with Saver(checkpoints) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {"x": jnp.full(9, float(step))}, {"step": step, "metrics": {}})
+    return checkpoints
+
+
+def array_file(path):
+    return max((path / "state").glob("ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: flip(array_file(path), 40),
+        lambda path: array_file(path).unlink(),
+        lambda path: shutil.rmtree(path / "state"),
+        lambda path: [shutil.rmtree(p) if p.is_dir() else p.unlink() for p in path.iterdir()],
+        lambda path: (path / "metadata" / "metadata").write_text('{"format": '),
+        lambda path: edit(path, format=99),
+    ],
+    ids=["flipped", "missing", "directory", "empty", "json", "format"],
+)
+def test_a_run_goes_on_from_the_newest_whole_one(tmp_path, caplog, harm):
+    checkpoints = save_run(tmp_path)
+    like = {"x": jnp.zeros(9)}
+    for step in (2, 3):
+        harm(checkpoints.path / str(step))
+    found = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
+    assert found is not None
+    assert found[1]["step"] == 1
+    np.testing.assert_array_equal(found[0]["x"], np.full(9, 1.0))
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 4
+    for step in (2, 3):
+        path = checkpoints.path / str(step)
+        assert f"{path} was moved to {path}.damaged" in caplog.text
+        assert f"and {checkpoints.path / '1'} is used" in caplog.text
+    assert saved_steps(checkpoints) == [1]
+
+
+def test_what_was_moved_aside_before_stays(tmp_path):
+    checkpoints = save_run(tmp_path)
+    like = {"x": jnp.zeros(9)}
+    (checkpoints.path / "3.damaged").mkdir()
+    flip(array_file(checkpoints.path / "3"), 40)
+    found = restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
+    assert found is not None
+    assert found[1]["step"] == 2
+    assert not list((checkpoints.path / "3.damaged").iterdir())
+    assert list((checkpoints.path / "3.damaged1").iterdir())
+
+
+def test_a_missing_permission_is_no_damage(tmp_path, monkeypatch):
+    checkpoints = save_run(tmp_path)
+    like = {"x": jnp.zeros(9)}
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("redcoast._checksums._measure", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
+    assert saved_steps(checkpoints) == [1, 2, 3]
+
+
+def test_fit_says_so_and_trains_again_what_was_lost(tmp_path, caplog):
+    def train(directory, steps):
+        return rc.fit(
+            make_model(),
+            optax.adam(1e-3),
+            make_examples(64),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=16,
+            steps=steps,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
+            checkpoints=rc.Checkpoints(directory, every=2, keep=3),
+            progress=False,
+        )
+
+    expected = train(tmp_path / "whole", 8)
+    train(tmp_path / "harmed", 6)
+    flip(array_file(tmp_path / "harmed" / "checkpoints" / "6"), 50)
+    state = train(tmp_path / "harmed", 8)
+    assert f"{tmp_path}/harmed/checkpoints/6 is damaged" in caplog.text
+    assert "its checksum differs" in caplog.text
+    assert eqx.tree_equal(state.model, expected.model)
+    assert (tmp_path / "harmed" / "checkpoints" / "6.damaged").is_dir()

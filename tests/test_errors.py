@@ -1,0 +1,311 @@
+"""What comes out when the user's functions raise, a worker dies, or a device has no memory left."""
+
+import io
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from problem import (
+    Stream,
+    arrays,
+    collate_fn,
+    loss_fn,
+    make_examples,
+    make_model,
+    metric_fn,
+    predict_fn,
+)
+
+import redcoast as rc
+
+EXAMPLES = make_examples(64)
+ONE: dict[str, Any] = {"devices": jax.devices()[:1]}
+
+
+class Broken(Exception):
+    """An error of the user's own."""
+
+
+def fit(**options):
+    options = {
+        "examples": EXAMPLES,
+        "collate_fn": collate_fn,
+        "loss_fn": loss_fn,
+        "batch_size": 8,
+        "steps": 16,
+        "progress": False,
+        "mesh": rc.make_mesh(**ONE),
+    } | options
+    return rc.fit(make_model(), optax.sgd(0.1), **options)
+
+
+def failing(fn, when):
+    """The function, raising at the call that `when` names."""
+    calls = iter(range(1, 10**6))
+
+    def call(*args, **kwargs):
+        if next(calls) == when:
+            raise Broken("no such file")
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def notes(error):
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def saved(directory):
+    path = directory / "checkpoints"
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit()) if path.exists() else []
+
+
+def data_threads():
+    """Those that are there after a moment: they end without being waited for."""
+    deadline = time.monotonic() + 5
+    find = lambda: [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
+    while find() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return find()
+
+
+EVALUATION = {
+    "eval_examples": EXAMPLES[:16],
+    "eval_every": 12,
+    "predict_fn": predict_fn,
+    "metric_fn": metric_fn,
+    "output_fn": list,
+}
+
+
+def log(metrics, step):
+    pass
+
+
+# The function, at which of its calls it raises, what the notes say, and the last step saved.
+# Before the first step, evaluation is tried on one batch of eight: a call of each. The metrics of a
+# step are logged when the next is under way.
+@pytest.mark.parametrize(
+    ("name", "when", "words", "last"),
+    [
+        ("loss_fn", 1, "`loss_fn`.*before the first step", None),
+        ("loss_fn", 2, "`loss_fn`.*Raised by step 1", None),
+        ("predict_fn", 1, "`predict_fn`.*before the first step", None),
+        ("output_fn", 1, "`output_fn`.*indices 0 to 7.*before the first step", None),
+        ("output_fn", 3, "`output_fn`.*indices 8 to 15.*in the evaluation after step 12", 12),
+        ("metric_fn", 1, "`metric_fn`.*before the first step", None),
+        ("metric_fn", 2, "`metric_fn`.*in the evaluation after step 12", 12),
+        ("log", 1, r"`log` \(call\) for the metrics of step 1", 1),
+        ("log", 11, r"`log` \(call\) for the metrics of step 11", 12),
+        ("log", 13, r"`log` \(call\) for the metrics of step 12", 12),
+    ],
+)
+def test_errors_of_the_users_functions_say_whose_and_where(tmp_path, name, when, words, last):
+    functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": log, **EVALUATION}
+    options = functions | {name: failing(functions[name], when)}
+    with pytest.raises(Broken) as error:
+        fit(checkpoints=rc.Checkpoints(tmp_path, every=100), **options)
+    assert str(error.value) == "no such file"
+    assert words_in_order(words, notes(error.value))
+    # The last whole state is saved, and named.
+    assert saved(tmp_path) == ([] if last is None else [last])
+    if last is not None:
+        assert f"The last good checkpoint is {tmp_path}/checkpoints/{last}." in notes(error.value)
+        rows = rc.read_metrics(tmp_path / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert not data_threads()
+
+
+@pytest.mark.parametrize(("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3)])
+def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augmented, when):
+    """Raised by a call in training, where examples are augmented, or in evaluation."""
+    calls = iter(range(1, 10**6))
+
+    def collate(examples, rngs):
+        if (rngs is not None) == augmented and next(calls) == when:
+            raise Broken(str([e["index"] for e in examples]))
+        return collate_fn(examples)
+
+    with pytest.raises(Broken) as error:
+        fit(collate_fn=collate, checkpoints=rc.Checkpoints(tmp_path, every=100), **EVALUATION)
+    found = notes(error.value)
+    assert f"Raised by `collate_fn` for the examples with indices {error.value}." in found
+    if augmented:
+        # Threads may be ahead by some batches, which does not matter to those before.
+        (step,) = map(int, re.findall(r"while the batch of step (\d+) was made", found))
+        assert step >= when - 1
+        assert saved(tmp_path) == ([step - 1] if step > 1 else [])
+    elif when == 1:
+        assert "before the first step" in found
+        assert not saved(tmp_path)
+    else:
+        assert "in the evaluation after step 12" in found
+        assert saved(tmp_path) == [12]
+    assert not data_threads()
+
+
+def words_in_order(pattern, text):
+    at = 0
+    for part in pattern.replace("\\", "").split(".*"):
+        assert part in text[at:], (part, text)
+        at = text.index(part, at) + len(part)
+    return True
+
+
+def test_what_was_saved_goes_on_as_if_nothing_had_been(tmp_path):
+    losses = {}
+    record = lambda metrics, step: losses.setdefault(step, []).append(metrics["loss"])
+    whole = fit(log=record)
+    with pytest.raises(Broken):
+        fit(
+            collate_fn=failing(collate_fn, 10),
+            log=record,
+            checkpoints=rc.Checkpoints(tmp_path, every=100),
+        )
+    again = fit(log=record, checkpoints=rc.Checkpoints(tmp_path, every=100))
+    assert all(len(set(found)) == 1 and len(found) == 2 for found in losses.values())
+    assert len(losses) == 16
+    for a, b in zip(arrays(whole), arrays(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_error_while_a_step_is_computed_saves_nothing(tmp_path):
+    """Its state may be wrong."""
+
+    def check(x):
+        if (seen := seen_so_far()) == 6:
+            raise Broken("seen too much")
+        return np.float32(seen * 0)
+
+    calls = iter(range(1, 100))
+    seen_so_far = lambda: next(calls)
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        return value + jax.pure_callback(check, shape, batch["x"]), aux
+
+    with pytest.raises(Exception, match="seen too much") as error:
+        fit(loss_fn=loss, checkpoints=rc.Checkpoints(tmp_path, every=4))
+    assert saved(tmp_path) == [4]
+    assert re.search("Raised (by step 6|while step 6 was computed)", notes(error.value))
+    assert f"The last good checkpoint is {tmp_path}/checkpoints/4." in notes(error.value)
+
+
+def test_examples_that_cannot_be_read_are_named():
+    class Files:
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            if index == 17:
+                raise OSError("stale file handle")
+            return EXAMPLES[index]
+
+    with pytest.raises(OSError, match="stale") as error:
+        fit(examples=Files())
+    assert "Raised by the examples with indices [" in notes(error.value)
+    assert "17" in notes(error.value)
+
+
+def test_a_stream_that_raises_says_at_which_step():
+    class Torn(Stream):
+        def __next__(self):
+            if self.next == 40:
+                raise OSError("connection lost")
+            return super().__next__()
+
+    with pytest.raises(OSError, match="lost") as error:
+        fit(examples=Torn(EXAMPLES))
+    assert "Raised while the batch of step 6 was made." in notes(error.value)
+
+
+@pytest.mark.parametrize("fatal", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+def test_a_worker_that_dies_is_not_waited_for(fatal):
+    workers = set()
+
+    def collate(examples):
+        time.sleep(0.005)  # long enough for threads to be worth it
+        workers.add(threading.current_thread().name)
+        if len(workers) > 1 and len(seen) > 8:
+            raise fatal("gone")
+        seen.append(1)
+        return collate_fn(examples)
+
+    seen = []
+    with pytest.raises(RuntimeError if fatal is SystemExit else fatal, match="gone") as error:
+        fit(collate_fn=collate, steps=1000)
+    assert any(name.startswith("redcoast-data") for name in workers)
+    assert "Raised by `collate_fn` for the examples with indices" in notes(error.value)
+    assert not data_threads()
+
+
+def test_threads_end_whoever_raises():
+    def slow(examples):
+        time.sleep(0.005)
+        return collate_fn(examples)
+
+    with pytest.raises(Broken) as error:
+        fit(collate_fn=slow, log=failing(log, 12))
+    evaluation = EVALUATION | {"output_fn": failing(list, 2), "eval_examples": EXAMPLES}
+    with pytest.raises(Broken) as another:
+        fit(collate_fn=slow, **evaluation)
+    assert not data_threads()
+    assert error  # and it holds on to all that it came through
+    assert another
+
+
+def test_the_bar_ends_its_line(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(Broken):
+        fit(progress=True, log=failing(log, 4))
+    assert terminal.getvalue().endswith("\n")
+
+
+def test_a_logger_is_told_of_a_failure():
+    class Log:
+        def __init__(self, error=None):
+            self.events, self.error = [], error
+
+        def __call__(self, metrics, step):
+            if self.error and step == 2:
+                raise self.error
+
+        def fail(self, error):
+            self.events.append(error)
+
+        def close(self):
+            self.events.append("closed")
+
+    fine, broken = Log(), Log(Broken("disk"))
+    fit(steps=2, log=fine)
+    assert fine.events == ["closed"]
+    with pytest.raises(Broken) as error:
+        fit(steps=3, log=broken)
+    assert broken.events == [error.value, "closed"]
+
+
+def test_errors_of_evaluate_and_predict_examples_are_noted_too():
+    options = {"batch_size": 8, "mesh": rc.make_mesh(**ONE)}
+    model = make_model()
+    with pytest.raises(Broken) as error:
+        rc.evaluate(model, EXAMPLES, collate_fn=failing(collate_fn, 2), loss_fn=loss_fn, **options)
+    assert "[8, 9, 10, 11, 12, 13, 14, 15]" in notes(error.value)
+    with pytest.raises(Broken) as error:
+        rc.predict_examples(
+            model,
+            EXAMPLES,
+            collate_fn=collate_fn,
+            predict_fn=predict_fn,
+            output_fn=failing(list, 3),
+            **options,
+        )
+    assert "`output_fn`" in notes(error.value)
+    assert "indices 16 to 23" in notes(error.value)

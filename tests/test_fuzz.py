@@ -1,0 +1,23 @@
+"""Files with random damage are read, or refused in a sentence; soon, and in little memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "seed"), [(5, 1), pytest.param(600, None, marks=pytest.mark.fuzz)]
+)
+def test_damaged_files(seconds, seed):
+    arguments = [str(seconds)] if seed is None else [str(seconds), str(seed)]
+    command = [sys.executable, "fuzz_readers.py", *arguments]
+    result = subprocess.run(
+        command, cwd=HERE, capture_output=True, text=True, errors="replace", timeout=seconds + 120
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    assert int(result.stdout.split()[-5]) > 5 * seconds

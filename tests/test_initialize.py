@@ -1,0 +1,353 @@
+"""Real processes join, or say why they cannot."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+from processes import free_port, run_processes, start_processes
+
+import redcoast as rc
+
+JOIN = """
+import sys, jax, redcoast as rc
+number = int(sys.argv[2])
+rc.initialize(
+    coordinator=sys.argv[1], processes=2, process_id=number, local_devices=2, timeout=60
+)
+"""
+SUM = """
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = rc.make_mesh()
+x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("data")))
+total = float(jax.jit(jnp.sum)(x))  # gloo prints of its own
+print("sum", total, "of", jax.device_count(), "in", jax.process_index())
+"""
+AGAIN = """
+rc.initialize()
+rc.initialize(processes=2, local_devices=2)
+for wrong in ({"processes": 3}, {"coordinator": "elsewhere:1"}, {"local_devices": 1}):
+    try:
+        rc.initialize(**wrong)
+    except ValueError as error:
+        print(error)
+"""
+# Variables of the launchers that are known, and of ours.
+VARIABLES = ("REDCOAST_", "SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
+        monkeypatch.delenv(name)
+
+
+def test_processes_join_by_environment_and_once():
+    script = "import jax, redcoast as rc\nrc.initialize()\n" + AGAIN + SUM
+    nowhere = {"http_proxy": "http://127.0.0.1:9"}  # must not be asked for the way
+    finished = run_processes(script, processes=2, devices=2, env=nowhere)
+    for number, (code, output) in enumerate(finished):
+        assert code == 0, output
+        assert f"sum 6.0 of 4 in {number}" in output
+        assert "with processes=2 already, and cannot join again with processes=3" in output
+        assert "again with coordinator='elsewhere:1'" in output
+        assert "again with local_devices=1" in output
+
+
+def start(script, *arguments, **env):
+    outside = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=outside | env, **pipes)
+
+
+def finish(process, timeout=60):
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param({"SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}, id="slurm"),
+        pytest.param({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, id="open mpi 5"),
+    ],
+)
+def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):
+    address = f"127.0.0.1:{free_port()}"
+    if "SLURM_NTASKS" in second:
+        job = 2**12 - (65536 - int(address.split(":")[1])) % 2**12
+        port = 65535 - 2**12 + 1 + job % 2**12
+        address = f"127.0.0.1:{port}"
+        nodes = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "1"}
+        env = second | nodes | {"SLURM_JOB_ID": str(job)}
+    else:
+        env = second | {"REDCOAST_COORDINATOR": address}
+    first = start(JOIN + SUM, address, 0)
+    script = "import jax, redcoast as rc\nrc.initialize()" + SUM
+    other = start(script, address, 1, **env, REDCOAST_LOCAL_DEVICES="2")
+    for number, process in enumerate((first, other)):
+        output = finish(process)
+        assert process.returncode == 0, output
+        assert f"sum 6.0 of 4 in {number}" in output
+
+
+def test_alone_nothing_happens(monkeypatch):
+    devices, handler = jax.devices(), signal.getsignal(signal.SIGTERM)
+    rc.initialize()
+    rc.initialize(processes=1)
+    rc.initialize(processes=1, process_id=0, coordinator="10.0.0.1:1234")
+    monkeypatch.setenv("REDCOAST_PROCESSES", "1")
+    rc.initialize()
+    monkeypatch.delenv("REDCOAST_PROCESSES")
+    for name in ("JOB_ID", "STEP_NODELIST", "NTASKS", "LOCALID"):  # a job of one task
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    rc.initialize()
+    assert not jax.distributed.is_initialized()
+    assert jax.devices() == devices
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_pod_of_its_own_is_alone(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    rc.initialize()
+    assert not jax.distributed.is_initialized()
+
+
+def test_missing_process_is_named():
+    script = "import redcoast as rc\nrc.initialize(timeout=2)\n"
+    (finished,) = run_processes(script, processes=1, env={"REDCOAST_PROCESSES": "2"}, timeout=60)
+    assert finished.returncode == 1
+    last = finished.output.strip().splitlines()[-1]
+    assert last.startswith("TimeoutError: Process 1 of 2 did not join within 2 s.")
+
+
+def test_all_that_came_learn_who_did_not():
+    for error in meet_in_threads([(4, 0), (4, 1)], free_port(), 1).values():
+        assert isinstance(error, TimeoutError)
+        # The one that began first gives up first, and says it in other words.
+        assert "rocesses 2 and 3 of 4 did not join within 1 s" in str(error)
+
+
+def run_here(**arguments):
+    """What `initialize` says in this process, which has used JAX: it must not get so far."""
+    with pytest.raises((OSError, ValueError)) as error:
+        rc.initialize(**arguments)
+    return str(error.value)
+
+
+JOB = {"processes": 2, "process_id": 1}
+
+
+def meet_here(*arguments):
+    from redcoast._rendezvous import meet
+
+    with pytest.raises((OSError, ValueError)) as error:
+        meet(*arguments)
+    return str(error.value)
+
+
+def test_nothing_listens_at_the_address():
+    port = free_port()
+    said = meet_here(f"127.0.0.1:{port}", 2, 1, 0.5)
+    assert f"Process 1, on {socket.gethostname()}, did not reach process 0 at 127.0.0.1:" in said
+    assert f":{port} within 0.5 s" in said
+    assert "nothing listens on that port" in said
+
+
+def test_no_machine_has_the_name():
+    said = meet_here("nowhere.invalid:1234", 3, 2, 0.5)
+    assert "did not reach process 0 at nowhere.invalid:1234" in said
+    assert "no machine of that name is known" in said
+
+
+def test_another_program_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with contextlib.suppress(OSError), server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        said = meet_here(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, 0.3)
+    assert "another program" in said
+
+
+def test_port_of_the_coordinator_is_taken(monkeypatch):
+    monkeypatch.setattr("redcoast._rendezvous._PATIENCE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = meet_here(f"127.0.0.1:{port}", 2, 0, 5)
+    assert f"Process 0 could not listen on port {port}" in said
+
+
+def meet_in_threads(members, port, timeout=5):
+    """The outcome of each of some processes, which are threads here."""
+    from redcoast._rendezvous import meet
+
+    outcomes = {}
+
+    def run(index, processes, number):
+        try:
+            outcomes[index] = meet(f"127.0.0.1:{port}", processes, number, timeout)
+        except (OSError, ValueError) as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(i, *member)) for i, member in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def test_all_learn_how_many_share_the_machine():
+    outcomes = meet_in_threads([(20, i) for i in range(20)], free_port())
+    assert outcomes == dict.fromkeys(range(20), 20)
+
+
+def test_processes_that_disagree_about_their_number_are_told():
+    outcomes = meet_in_threads([(3, 0), (2, 1)], free_port())
+    for error in outcomes.values():
+        assert isinstance(error, ValueError)
+        assert "was started as one of 2 processes, and process 0 " in str(error)
+
+
+def test_two_with_one_number_are_told():
+    outcomes = meet_in_threads([(3, 0), (3, 1), (3, 1)], free_port())
+    for error in outcomes.values():
+        assert isinstance(error, ValueError)
+        assert "Two processes were started as process 1" in str(error)
+
+
+def test_a_process_that_left_is_missing_and_may_come_back():
+    port = free_port()
+    outcomes = []
+    first = threading.Thread(target=lambda: outcomes.append(meet_in_threads([(3, 0)], port, 20)))
+    first.start()
+    assert "did not join within 2 s" in str(meet_in_threads([(3, 1)], port, 2)[0])
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert meet_in_threads([(3, 1), (3, 2)], port, 20) == {0: 3, 1: 3}
+    first.join()
+    assert outcomes == [{0: 3}]
+    stranger.close()
+
+
+def test_error_of_one_process_ends_it_though_others_wait():
+    script = """
+import jax, time, redcoast as rc
+rc.initialize()
+print(jax.device_count())
+if jax.process_index() == 1:
+    raise KeyError("what went wrong")
+print("here")
+time.sleep(300)
+"""
+    with start_processes(script, processes=2) as running:
+        code, output = running[1].wait(30)
+        assert code == 1
+        assert output.strip().endswith("KeyError: 'what went wrong'")
+
+
+def test_sigterm_is_for_python_and_its_default():
+    script = """
+import jax, signal, time, redcoast as rc
+from redcoast._signals import stop_signals
+rc.initialize()
+jax.devices()
+with stop_signals() as stopping:
+    print("ready", flush=True)
+    while not stopping():
+        time.sleep(0.01)
+    print("stopping", flush=True)
+print("done", flush=True)
+time.sleep(300)
+"""
+    with start_processes(script, processes=2) as running:
+        running[1].wait_for("ready")
+        running[1].kill(signal.SIGTERM)
+        running[1].wait_for("done")
+        assert "stopping" in running[1].output
+        running[1].kill(signal.SIGTERM)
+        assert running[1].wait(10).returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"processes": 0}, "at least one process"),
+        ({"processes": 2}, "Give coordinator and process_id too, or set REDCOAST_COORDINATOR and"),
+        ({"coordinator": "a:1"}, "only coordinator='a:1' is known"),
+        ({"process_id": 0}, "only process_id=0 is known"),
+        ({"processes": 1, "process_id": 1}, "no process 1 of 1 processes: they count from 0 to 0"),
+        ({"processes": 2, "process_id": -1}, "There is no process -1 of 2"),
+        ({"process_id": -1}, "no process -1: they count from 0"),
+        (JOB | {"coordinator": "machine"}, "'machine' is not"),
+        (JOB | {"coordinator": "machine:http"}, "'machine:http' is not"),
+        (JOB | {"coordinator": "machine:0"}, "'machine:0' is not"),
+        (JOB | {"coordinator": "machine:65536"}, "'machine:65536' is not"),
+        (JOB | {"coordinator": ":1234"}, "':1234' is not"),
+        (JOB | {"coordinator": "fe80::1:1234"}, "'fe80::1:1234' is not"),
+        ({"local_devices": 0}, "at least one device"),
+        ({"timeout": 0}, "timeout=0 s is not positive"),
+        ({"local_devices": 3}, "only before JAX is first used"),
+        (JOB | {"coordinator": "localhost:1234"}, "JAX was used in this process before"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    jax.devices()
+    assert says in run_here(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("PROCESSES", "two", "REDCOAST_PROCESSES is 'two', and not a whole number"),
+        ("PROCESS_ID", "1", "set REDCOAST_COORDINATOR and REDCOAST_PROCESSES"),
+        ("COORDINATOR", "machine", "host:port"),
+        ("LOCAL_DEVICES", "0", "local_devices=0"),
+    ],
+)
+def test_bad_variables(name, value, says, monkeypatch):
+    monkeypatch.setenv(f"REDCOAST_{name}", value)
+    assert says in run_here()
+
+
+def test_addresses_of_ipv6_stand_in_brackets():
+    from redcoast._rendezvous import split_address
+
+    assert split_address("[fe80::1]:1234") == ("fe80::1", 1234)
+    assert split_address("machine.example:1") == ("machine.example", 1)
+
+
+@pytest.mark.parametrize(
+    ("local_id", "here", "visible", "expected"),
+    [
+        (None, 2, None, None),  # no launcher that starts one for each
+        (0, 1, None, None),  # alone on its machine: all of them
+        (0, 1, "0,1", None),
+        (1, 2, None, [1]),
+        (1, 2, "0,1", [1]),
+        (1, 2, "1", None),  # the launcher shows each its own
+    ],
+)
+def test_processes_of_one_machine_take_an_accelerator_each(
+    local_id, here, visible, expected, monkeypatch
+):
+    from redcoast._hosts import _local_device_ids
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _local_device_ids(local_id, here) == expected

@@ -1,0 +1,151 @@
+"""A run of several processes is the run of one, and all of them hear of what goes wrong in one."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from processes import Finished, run_processes
+
+import redcoast as rc
+from redcoast.models import Llama, LlamaConfig
+
+PROGRAMS = Path(__file__).parent / "hosts"
+EXAMPLES = 50
+
+
+def run(processes, devices, *, program="run.py", arguments=(), **asked):
+    asked = {"mesh": {"data": 2, "model": 2}, **asked}
+    arguments = (json.dumps(asked), *arguments)
+    where = {"processes": processes, "devices": devices, "timeout": 180}
+    return run_processes(PROGRAMS / program, *arguments, **where)
+
+
+def results(finished: list[Finished]) -> list[dict]:
+    assert all(x.returncode == 0 for x in finished), "\n".join(x.output for x in finished)
+    lines = [line for x in finished for line in x.output.splitlines()]
+    return [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+
+
+def check_same_metrics(found, expected):
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for (_, x), (_, y) in zip(found, expected, strict=True):
+        assert x.keys() == y.keys()
+        np.testing.assert_allclose(list(x.values()), list(y.values()), rtol=1e-5, atol=1e-5)
+
+
+def check_same_run(split, alone, *, shared):
+    """That processes did together what one did."""
+    check_same_metrics(split[0]["metrics"], alone["metrics"])
+    total = [row for x in split for row in x["collated"]]
+    assert set(total) == set(alone["collated"])
+    # The last rows, which do not divide, are on all devices.
+    assert 0 <= len(total) - shared * len(alone["collated"]) < 0.15 * len(total)
+    for x in split:
+        assert x["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+        np.testing.assert_allclose(x["all"], alone["all"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(split[0]["first"], alone["first"], rtol=1e-5, atol=1e-6)
+    assert all(x["first"] == [] for x in split[1:])
+    kept = {i: entry for x in split for i, entry in x["none"]}
+    assert sorted(kept) == list(range(EXAMPLES))
+    np.testing.assert_allclose([kept[i] for i in sorted(kept)], alone["all"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process with the same mesh does."""
+    return results(run(1, 4, gather=["all", "first", "none"]))[0]
+
+
+def test_a_signal_to_one_stops_all_and_one_process_goes_on(alone, tmp_path):
+    stopped = results(run(2, 2, fault="signal", who=1, at=40, directory=str(tmp_path)))
+    (step,) = {x["step"] for x in stopped}
+    assert 0 < step < 12
+    resumed = results(run(1, 4, directory=str(tmp_path)))[0]
+    check_same_metrics(stopped[0]["metrics"] + resumed["metrics"], alone["metrics"])
+
+
+def test_an_error_of_one_is_told_to_all(tmp_path):
+    other, faulty = run(2, 1, fault="raise", who=1, at=20, mesh={"fsdp": 2})
+    assert faulty.returncode == other.returncode == 1
+    assert "Raised by `collate_fn` for the examples with indices" in faulty.output
+    last = other.output.strip().splitlines()[-1]
+    assert "ProcessLost: Process 1" in last
+    assert "KeyError: 'no such image'" in last
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("batch", "`batch_size`: 8 on process 0; 4 on process 1."),
+        ("other code", "the code of `loss_fn`: "),
+        ("fewer examples", "the number of `examples`: 50 on process 0; 49 on process 1."),
+        ("other values", "the values of the initial model: "),
+    ],
+)
+def test_processes_that_disagree_are_told_so(fault, named):
+    for finished in run(2, 1, fault=fault, who=1, mesh={}):
+        assert finished.returncode == 1
+        last = finished.output.strip().splitlines()[-1]
+        assert last.startswith("ValueError: The processes of this run disagree.")
+        assert named in last
+
+
+def test_generation(tmp_path):
+    config = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)
+    model = Llama(config, key=jax.random.key(0))
+    rc.save_pretrained(model, tmp_path / "model")
+    prompts = np.random.default_rng(0).integers(1, 64, (4, 6))
+    expected = rc.generate(model, prompts, max_new_tokens=5).tolist()
+    searched = rc.generate(model, prompts, max_new_tokens=5, beams=2).tolist()
+    where = {"processes": 2, "devices": 2}
+    sizes = json.dumps({"data": 2, "model": 2})
+    for found in results(run_processes(PROGRAMS / "decode.py", sizes, tmp_path / "model", **where)):
+        assert found["generated"] == found["streamed"] == expected
+        assert found["predicted"] == searched
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("mesh", [{"data": -1}, {"fsdp": -1, "data": 1}, {"model": -1, "data": 1}])
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_several_processes_are_one_run(mesh, processes, devices):
+    asked = {"mesh": mesh, "gather": ["all", "first", "none"]}
+    alone = results(run(1, processes * devices, **asked))[0]
+    split = results(run(processes, devices, **asked))
+    check_same_run(split, alone, shared=processes if "model" in mesh else 1)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_dies_is_named_and_all_resume(who, tmp_path):
+    shared = {"mesh": {"fsdp": 2}, "directory": str(tmp_path)}
+    expected = results(run(2, 1, mesh={"fsdp": 2}))[0]
+    finished = run(2, 1, fault="kill", who=who, at=60, **shared)
+    left = finished[1 - who]
+    assert left.returncode == 1
+    assert f"ProcessLost: Process {who}" in left.output.strip().splitlines()[-1]
+    assert "has died: no sign of life for 20 s." in left.output
+    resumed = results(run(2, 1, **shared))[0]
+    began = resumed["metrics"][0][0]
+    assert began > 1
+    check_same_metrics(resumed["metrics"], [x for x in expected["metrics"] if x[0] >= began])
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("counts", [(4, 2), (2, 1), (1, 4)])
+def test_a_checkpoint_resumes_on_any_number_of_processes(counts, alone, tmp_path):
+    first, then = counts
+    run(first, 4 // first, steps=6, directory=str(tmp_path))
+    resumed = results(run(then, 4 // then, directory=str(tmp_path)))[0]
+    check_same_metrics(resumed["metrics"], [x for x in alone["metrics"] if x[0] > 6])
+
+
+@pytest.mark.hosts
+def test_a_process_that_hangs_is_named():
+    asked = {"fault": "hang", "who": 1, "at": 20, "seconds": 70, "mesh": {"fsdp": 2}}
+    finished = run(2, 1, **asked)
+    results(finished)
+    assert "Process 1 on " in finished[0].output
+    assert "has been in `collate_fn` for 6" in finished[0].output

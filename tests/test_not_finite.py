@@ -1,0 +1,198 @@
+"""What a user is told when loss, gradients, parameters or data are not finite."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import Stream, collate_fn, loss_fn, make_examples, make_model
+
+import redcoast as rc
+
+EXAMPLES = make_examples(64)
+
+
+def fit(*, model=None, **options):
+    options = {
+        "examples": EXAMPLES,
+        "collate_fn": collate_fn,
+        "loss_fn": loss_fn,
+        "batch_size": 8,
+        "steps": 8,
+        "progress": False,
+        "mesh": rc.make_mesh(devices=jax.devices()[:1]),
+    } | options
+    return rc.fit(make_model() if model is None else model, optax.sgd(0.1), **options)
+
+
+class Branches(eqx.Module):
+    """Two parts that a loss may spoil one by one."""
+
+    left: eqx.nn.MLP
+    right: eqx.nn.MLP
+
+    def __init__(self):
+        self.left, self.right = make_model(0), make_model(1)
+
+
+def spoiled_from(step):
+    """A loss whose gradient is not finite for `right`'s last layer from a step on."""
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model.left, batch, key)
+        scale = jnp.where(jnp.any(batch["late"]), 0.0, 1.0)
+        weight = model.right.layers[-1].weight
+        # The root of zero has a value and no derivative.
+        return value + jnp.sum(jnp.sqrt(scale * (weight**2 + 1))), aux
+
+    count = iter(range(10**6))
+
+    def collate(examples):
+        late = next(count) >= step
+        return collate_fn(examples) | {"late": np.full(len(examples), late)}
+
+    return {"loss_fn": loss, "collate_fn": collate, "model": Branches()}
+
+
+def test_gradients_and_examples_are_named(tmp_path):
+    lines = []
+    with pytest.raises(FloatingPointError) as error:
+        fit(
+            **spoiled_from(3),
+            max_skipped=3,
+            checkpoints=rc.Checkpoints(tmp_path, every=2),
+            log=lambda metrics, step: lines.append((step, metrics["skipped"])),
+        )
+    text = str(error.value)
+    assert lines == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
+    assert "not finite at 3 steps in a row, up to step 6 with loss 2" in text
+    assert "gradient norm nan" in text
+    # No other gradient, no parameter, no input.
+    assert text.count("not finite for") == 1
+    assert "The gradient is not finite for model/right/layers/2/weight. " in text
+    assert "holds" not in text
+    assert f"{tmp_path}/checkpoints/" in text
+    # The examples are those of the sixth batch of an order that is known.
+    seen = []
+    fit(
+        steps=6,
+        log=None,
+        collate_fn=lambda e: (seen.append([x["index"] for x in e]), collate_fn(e))[1],
+    )
+    assert f"the examples with indices {seen[5]} of epoch 0" in text
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"mesh": rc.make_mesh(fsdp=2, model=2)}])
+def test_with_accumulation_and_on_a_mesh(options):
+    with pytest.raises(FloatingPointError, match="2 steps.*for model/right/layers/2/weight"):
+        fit(**spoiled_from(1 if "mesh" not in options else 2), max_skipped=2, **options)
+
+
+def test_examples_that_are_not_finite_are_named():
+    examples = [dict(e) for e in EXAMPLES]
+    bad = [5, 11, 40]
+    for i in bad:
+        examples[i]["x"] = np.full(16, np.inf, np.float32)
+    with pytest.raises((FloatingPointError, ValueError)) as error:
+        fit(examples=examples, batch_size=64, max_skipped=1)
+    text = str(error.value)
+    head = "The batch's array x holds values that are not finite for the examples ["
+    named = eval(text[text.index(head) + len(head) - 1 :].split("]")[0] + "]")
+    assert sorted(named) == bad
+
+
+def test_positions_of_a_stream_are_named():
+    examples = [dict(e) for e in EXAMPLES]
+    for i in range(16, 32):
+        examples[i]["x"] = np.full(16, np.nan, np.float32)
+    with pytest.raises(FloatingPointError) as error:
+        fit(examples=Stream(examples), max_skipped=2)
+    assert "for the examples [24, 25, 26, 27, 28, 29, 30, 31]." in str(error.value)
+    assert "The batch held the examples 24 to 31 of the stream." in str(error.value)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_are_not_finite_are_named_before_any_step(frozen):
+    model = make_model()
+    model = eqx.tree_at(
+        lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, :3].set(jnp.nan)
+    )
+    trainable = eqx.tree_at(
+        lambda m: m.layers[2].bias, jax.tree.map(lambda _: False, model), replace=True
+    )
+    options = {"trainable": trainable} if frozen else {}
+    with pytest.raises(ValueError, match="nan for the first batch") as error:
+        fit(model=model, **options)
+    text = str(error.value)
+    assert "model/layers/1/weight holds 3 values that are not finite before any step." in text
+    assert ("model/layers/0/weight" in text) == (not frozen)
+
+
+def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
+    """A state loaded with a moment that is not a number: the first step spoils parameters."""
+    optimizer = optax.adam(1e-2)
+    state = rc.init_state(lambda key: make_model(), optimizer, key=jax.random.key(0))
+    where = lambda s: s.opt_state[0].mu.layers[0].bias
+    state = eqx.tree_at(where, state, replace_fn=lambda x: x.at[3].set(jnp.nan))
+    with pytest.raises(FloatingPointError) as error:
+        rc.fit(
+            state,
+            optimizer,
+            EXAMPLES,
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=8,
+            steps=9,
+            max_skipped=2,
+            progress=False,
+        )
+    assert "model/layers/0/bias holds 1 value that is not finite." in str(error.value)
+
+
+def test_a_gradient_too_large_for_its_norm_is_named():
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        return value + 1e30 * jnp.sum(model.layers[0].bias), aux
+
+    with pytest.raises(FloatingPointError, match="1 steps? .*for model/layers/0/bias"):
+        fit(loss_fn=loss, max_skipped=1)
+
+
+def test_a_finite_step_in_between_starts_the_count_anew():
+    def collate(examples):
+        odd = next(count) % 3 < 2
+        return collate_fn(examples) | {"bad": np.full(len(examples), odd)}
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        return value * jnp.where(jnp.all(batch["bad"]), jnp.inf, 1.0), aux
+
+    count = iter([2, *range(2, 100)])
+    lines = []
+    fit(
+        collate_fn=collate,
+        loss_fn=loss,
+        max_skipped=3,
+        steps=9,
+        log=lambda m, s: lines.append(m["skipped"]),
+    )
+    assert sum(lines) >= 5
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_limit_of_no_steps(count):
+    with pytest.raises(ValueError, match="`max_skipped` is"):
+        fit(max_skipped=count)
+
+
+def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
+    """Where there is no memory to look for the reason, the message goes without."""
+    from redcoast import _not_finite
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(_not_finite, "find_not_finite", fail)
+    with pytest.raises(FloatingPointError, match="could not be found out: MemoryError"):
+        fit(**spoiled_from(1), max_skipped=1)

@@ -1,0 +1,101 @@
+"""One run at a time in a directory."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+from problem import collate_fn, loss_fn, make_examples, make_model
+
+import redcoast as rc
+from redcoast._run_lock import lock_run
+
+HOLDER = """
+import sys, time, pathlib
+from redcoast._run_lock import lock_run
+with lock_run(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(100)
+"""
+
+
+def hold(directory):
+    command = [sys.executable, "-c", HOLDER, str(directory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+def end(process, number):
+    process.send_signal(number)
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_second_run_is_refused_and_told_of_the_first(tmp_path):
+    process = hold(tmp_path)
+    checkpoints = rc.Checkpoints(tmp_path)
+    words = f"in use by another run, process {process.pid} on {socket.gethostname()}, since 20"
+    with pytest.raises(ValueError, match=words):
+        rc.fit(
+            make_model(),
+            optax.adam(1e-3),
+            make_examples(16),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            batch_size=16,
+            steps=1,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
+            checkpoints=checkpoints,
+            progress=False,
+        )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.lock"]
+    end(process, signal.SIGKILL)
+    with lock_run(tmp_path):  # a kill leaves nothing in the way
+        assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
+
+
+def test_in_one_process_too_and_an_error_frees_it(tmp_path):
+    with lock_run(tmp_path):
+        refused = pytest.raises(ValueError, match=f"process {os.getpid()} on")
+        with refused, lock_run(tmp_path):
+            pass
+    with pytest.raises(KeyError), lock_run(tmp_path):
+        raise KeyError
+    with lock_run(tmp_path), lock_run(tmp_path / "another"), lock_run(None):
+        pass
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"host": 1}', b"[" * 4096, b"\xff"])
+def test_a_holder_that_says_nothing(tmp_path, text):
+    with lock_run(tmp_path):
+        (tmp_path / "run.lock").write_bytes(text)
+        refused = pytest.raises(ValueError, match="which has not said")
+        with refused, lock_run(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_where_nothing_can_be_locked_it_is_a_warning(tmp_path, monkeypatch, caplog, number):
+    def refuse(file, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock_run(tmp_path), lock_run(tmp_path):
+        pass
+    assert f"{tmp_path} cannot be locked here" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"), lock_run(Path(tmp_path / "file")):
+        pass

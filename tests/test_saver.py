@@ -1,0 +1,210 @@
+"""Saves that fail: training goes on, the checkpoint before stays, and the end says so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import redcoast as rc
+from redcoast._retention import saved_steps
+from redcoast._saver import Saver, remove_unfinished
+
+SCRIPT = """
+import json, logging, os, pathlib, resource, sys, time
+import equinox as eqx, jax, optax
+import redcoast as rc
+from problem import collate_fn, loss_fn, make_examples, make_model
+
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("redcoast").addHandler(handler)
+optimizer = optax.adam(1e-3)
+
+def run(name, directory, begin, end):
+    messages.clear()
+    where = rc.Checkpoints(directory, every=2, keep=1)
+
+    def log(metrics, step):
+        if step == 3:
+            while not (where.path / "2").exists():
+                time.sleep(0.01)
+            begin(where.path)
+        if step == 8:
+            end(where.path)
+
+    error = state = None
+    try:
+        state = rc.fit(
+            make_model(width=64), optimizer, make_examples(64), collate_fn=collate_fn,
+            loss_fn=loss_fn, batch_size=16, steps=12, checkpoints=where, log=log,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]), progress=False,
+        )
+    except rc.CheckpointNotSaved as caught:
+        error = caught
+    full(resource.RLIM_INFINITY)
+    (newest,) = [p for p in where.path.iterdir() if p.name.isdigit()]
+    like = rc.init_state(lambda key: make_model(width=64), optimizer, key=jax.random.key(0))
+    found = rc.load_checkpoint(newest, like)
+    print(json.dumps({
+        "name": name, "messages": messages, "error": str(error), "newest": newest.name,
+        "same": state is not None and bool(eqx.tree_equal(found.model, state.model)),
+        "logged": [entry["step"] for entry in rc.read_metrics(where.path.parent / "metrics.jsonl")],
+    }), flush=True)
+
+def full(most):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+nothing = lambda path: None
+base = pathlib.Path(sys.argv[1])
+run("full", base / "full", lambda path: full(500), lambda path: full(resource.RLIM_INFINITY))
+run("full at the end", base / "end", lambda path: full(500), nothing)
+if os.geteuid() == 0:  # whom no permission is denied
+    os.chown(base, 65534, 65534)
+    os.seteuid(65534)
+allow = lambda mode: lambda path: path.chmod(mode)
+run("denied", base / "denied", allow(0o500), allow(0o700))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs():
+    # Another user has to reach it, which tmp_path does not allow.
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        base = Path(directory) / "runs"
+        base.mkdir()
+        result = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(base)],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    assert result.returncode == 0, result.stderr
+    return {run["name"]: run for run in map(json.loads, result.stdout.splitlines())}
+
+
+def failures(run):
+    return [m for m in run["messages"] if "could not be saved, and training goes on" in m]
+
+
+@pytest.mark.parametrize("name", ["full", "denied"])
+def test_training_goes_on_and_saves_again_when_it_can(runs, name):
+    run = runs[name]
+    assert run["error"] == "None"
+    assert run["newest"] == "12"
+    assert run["same"]
+    warned = failures(run)
+    # The save under way when it is possible again may go either way.
+    steps = [m.split("step ")[1].split()[0] for m in warned]
+    assert steps in (["4"], ["4", "6"], ["4", "6", "8"])
+    assert all("checkpoints/2." in m for m in warned)
+
+
+def test_reasons_are_named(runs):
+    assert all("Permission denied" in m for m in failures(runs["denied"]))
+    assert all("File too large" in m or "FILE" in m.upper() for m in failures(runs["full"]))
+
+
+def test_metrics_are_one_warning(runs):
+    for name in ("full", "full at the end"):
+        assert sum("metrics of step" in m for m in runs[name]["messages"]) == 1
+    assert {1, 2, 11, 12} <= set(runs["full"]["logged"])
+
+
+def test_the_end_says_that_the_last_state_is_not_saved(runs):
+    run = runs["full at the end"]
+    assert run["newest"] == "2"
+    assert "The state after step 12, the last, could not be saved in" in run["error"]
+    assert "The newest checkpoint is" in run["error"]
+    assert len(failures(run)) == 5
+
+
+def tree(step):
+    return {"x": jnp.full(3, float(step))}
+
+
+def test_nothing_is_deleted_before_the_next_is_whole(tmp_path, monkeypatch):
+    checkpoints = rc.Checkpoints(tmp_path)
+    with Saver(checkpoints) as saver:
+        saver.save(1, tree(1), {"metrics": {}})
+        saver._settle()
+        with monkeypatch.context() as patch:
+
+            def fail(directory):
+                assert saved_steps(checkpoints) == [1]
+                raise OSError(28, "No space left on device")
+
+            patch.setattr("redcoast._orbax.write_checksums", fail)
+            saver.save(2, tree(2), {"metrics": {}})
+            saver._settle()
+        assert saved_steps(checkpoints) == [1]
+        saver.save(3, tree(3), {"metrics": {}})
+    assert [p.name for p in checkpoints.path.iterdir()] == ["3"]
+
+
+def save_and_raise(checkpoints):
+    with Saver(checkpoints) as saver:
+        saver.save(1, tree(1), {"metrics": {}})
+        raise KeyError("mine")
+
+
+def test_the_cause_is_kept_and_other_errors_come_first(tmp_path, monkeypatch):
+    def fail(directory):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("redcoast._orbax.write_checksums", fail)
+    with pytest.raises(rc.CheckpointNotSaved, match="No space left") as error:  # noqa: SIM117
+        with Saver(rc.Checkpoints(tmp_path)) as saver:
+            saver.save(1, tree(1), {"metrics": {}})
+    assert isinstance(error.value, OSError)
+    assert isinstance(error.value.__cause__, OSError)
+    with pytest.raises(KeyError, match="mine"):
+        save_and_raise(rc.Checkpoints(tmp_path))
+
+
+def test_a_best_that_was_not_saved_is_none(tmp_path, monkeypatch):
+    with Saver(rc.Checkpoints(tmp_path, every=10, best="loss")) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr("redcoast._orbax.write_checksums", lambda directory: 1 / 0)
+            saver.save(1, tree(1), {"metrics": {"loss": 0.5}})
+            saver._settle()
+        assert saver.wants(2, {"loss": 0.7}, epoch_ended=False)
+        saver.save(2, tree(2), {"metrics": {"loss": 0.7}})
+        assert not saver.wants(3, {"loss": 0.8}, epoch_ended=False)
+
+
+def test_what_a_kill_has_left_is_removed_and_nothing_else(tmp_path):
+    outside = tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True)
+    path = tmp_path / "run"
+    for name in ("3.orbax-checkpoint-tmp", "2.deleting", "1", "notes", "4.damaged"):
+        (path / name / "state").mkdir(parents=True)
+    (path / "5.deleting").symlink_to(outside)
+    remove_unfinished(path)
+    assert sorted(p.name for p in path.iterdir()) == ["1", "4.damaged", "notes"]
+    assert (outside / "kept").is_dir()
+
+
+def test_a_checkpoint_that_is_a_link_is_not_followed_to_be_deleted(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path / "run")
+    with Saver(checkpoints) as saver:
+        saver.save(1, tree(1), {"metrics": {}})
+    (checkpoints.path / "1").rename(tmp_path / "elsewhere")
+    (checkpoints.path / "1").symlink_to(tmp_path / "elsewhere")
+    with Saver(checkpoints) as saver:
+        saver.save(2, tree(2), {"metrics": {}})
+    assert saved_steps(checkpoints) == [2]
+    assert (tmp_path / "elsewhere" / "state").is_dir()
+
+
+def test_a_place_where_nothing_can_be_made_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Saver(rc.Checkpoints(tmp_path / "file"))

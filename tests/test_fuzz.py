@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("seconds", "seed"), [(5, 1), pytest.param(600, None, marks=pytest.mark.fuzz)]
+    ("seconds", "seed"), [(2, 1), pytest.param(600, None, marks=pytest.mark.fuzz)]
 )
 def test_damaged_files(seconds, seed):
     arguments = [str(seconds)] if seed is None else [str(seconds), str(seed)]

@@ -79,7 +79,11 @@ def finish(process, timeout=60):
     "second",
     [
         pytest.param({"SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}, id="slurm"),
-        pytest.param({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, id="open mpi 5"),
+        pytest.param(
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            id="open mpi 5",
+            marks=pytest.mark.hosts,
+        ),
     ],
 )
 def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):

@@ -104,9 +104,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path, expected):
     assert not unfinished()
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 120), pytest.param(30, 700, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("kills", "steps"), [pytest.param(30, 700, marks=pytest.mark.faults)])
 def test_killed_at_random_instants(tmp_path, expected, kills, steps):
     draw = random.Random(kills)
     resumed = {}

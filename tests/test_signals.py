@@ -62,7 +62,9 @@ def last_checkpoint(directory):
     return max(int(p.name) for p in (directory / "checkpoints").iterdir() if p.name.isdigit())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.faults), signal.SIGUSR1]
+)
 def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(tmp_path, number):
     process = start(tmp_path)
     wait_for_step(process, 3)

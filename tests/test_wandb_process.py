@@ -126,7 +126,8 @@ def run_python(code, *, environment, timeout=60):
     start = time.perf_counter()
     result = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        # A service that tests before have started is none of theirs.
+        env={**{k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -97,8 +97,8 @@ def limit_files(size: int) -> None:
 def start(directory: Path, fault: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", str(directory), "--fault", fault]
     # Its warnings are many, and nobody reads them here.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, text=True, **pipes)
+    out, errors = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, text=True, stdout=out, stderr=errors)
 
 
 def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[tuple[int, float]]:

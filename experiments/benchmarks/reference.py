@@ -25,7 +25,7 @@ THREADS = len(os.sched_getaffinity(0))
 
 
 def both_models(**options: Any) -> tuple[Any, Any]:
-    """The model of `redcoast.models`, with these options, and that of `transformers`, in float32."""
+    """The model of `redcoast.models`, with these options, and that of `transformers`."""
     torch.set_num_threads(THREADS)
     ours = rc.load_pretrained(smollm2(), dtype=jnp.float32, **options)
     with tempfile.TemporaryDirectory() as directory:

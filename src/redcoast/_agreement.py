@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._data import count_examples
+from ._data import count_examples, describe_batch
 from ._exchange import agree
 from ._sharding import Plan
 from ._tracking import code_version
@@ -22,6 +22,7 @@ def check_agreement(
     model: PyTree,
     functions: Mapping[str, Callable[..., Any] | None],
     examples: Mapping[str, Any],
+    draw: Callable[[], PyTree],
     **values: Any,
 ) -> None:
     """Makes sure that all processes are about to do the same.
@@ -32,6 +33,7 @@ def check_agreement(
     - `model`: what the run begins with.
     - `functions`: the user's, by name; of each the code is compared.
     - `examples`: the data, by name; of each the length is compared.
+    - `draw`: makes a batch, whose structure is compared.
     - `values`: all else by name, as JSON can hold it.
 
     **Raises:**
@@ -42,11 +44,12 @@ def check_agreement(
         return
     code = {f"the code of `{name}`": _code(fn) for name, fn in functions.items()}
     lengths = {f"the number of `{name}`": count_examples(x) for name, x in examples.items()}
+    batches = {"what `collate_fn` returns": describe_batch(draw())}
     named = {f"`{name}`": value for name, value in values.items()}
     versions = {f"the version of {name}": text for name, text in code_version().items()}
     plans = {"the plan of the model": _checksum([str(plan).encode()])}
     models = {"the values of the initial model": _checksum(_bytes(model))}
-    agree({**versions, **named, **lengths, **code, **plans, **models})
+    agree({**versions, **named, **lengths, **batches, **code, **plans, **models})
 
 
 def _checksum(parts: Iterator[bytes] | list[bytes]) -> str:

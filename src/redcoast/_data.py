@@ -260,23 +260,39 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Passes batches on while they have the structure and the dtypes of the first."""
-    first = None
+    """Passes batches on while they have the structure and the dtypes of the first; and, where
+    each process makes its own rows of them, the shapes as well."""
+    first, of_first = None, None
     for batch in batches:
-        leaves, structure = jax.tree.flatten(batch.arrays)
-        found = structure, [(x.dtype, x.ndim) for x in leaves]
-        first = first or found
+        found = _common(batch.arrays)
+        if first is None:
+            first, of_first = found, describe_batch(batch.arrays)
         if found != first:
+            alone = "keys, dtypes and numbers of dimensions."
+            together = (
+                "keys, dtypes and shapes: each process makes rows of its own, and cannot know how "
+                "long those of the others are. Pad all to one length."
+            )
             raise ValueError(
                 "`collate_fn` returned batches of different structure. The first had "
-                f"{_describe(*first)}; another had {_describe(*found)}. Every batch must have the "
-                "same keys, dtypes and numbers of dimensions."
+                f"{of_first}; another had {describe_batch(batch.arrays)}. Every batch must have "
+                "the same " + (alone if jax.process_count() == 1 else together)
             )
         yield batch
 
 
-def _describe(structure: Any, kinds: list[tuple[Any, int]]) -> str:
-    return str(structure.unflatten([f"{dtype}, {ndim} dimensions" for dtype, ndim in kinds]))
+def _common(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
+    """What all batches of a run must have in common."""
+    leaves, structure = jax.tree.flatten(arrays)
+    alone = jax.process_count() == 1
+    return structure, [(x.dtype, x.ndim if alone else x.shape[1:]) for x in leaves]
+
+
+def describe_batch(arrays: PyTree) -> str:
+    """The same in words."""
+    structure, kinds = _common(arrays)
+    unit = "dimensions" if jax.process_count() == 1 else "a row"
+    return str(structure.unflatten([f"{dtype}, {shape} {unit}" for dtype, shape in kinds]))
 
 
 def prefetch(

@@ -31,7 +31,7 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     def place(x: Any) -> jax.Array:
         host = _on_host(x)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             # The rows of a device follow each other in the batch, and so here.
             start, stop, _ = index[0].indices(rows)
             return host[place_of[start] : place_of[start] + stop - start]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ._agreement import check_agreement
 from ._arguments import (
@@ -21,28 +20,28 @@ from ._arguments import (
     check_kind,
     check_optimizer,
 )
-from ._compile import compile_step
 from ._course import Course, check_end, course_batches, plan_course
 from ._data import Batch, CollateFn, with_last
 from ._evaluate import OutputFn, check_batch_size
 from ._exchange import is_main
 from ._loss import LossFn
 from ._memory import explained_memory
-from ._mesh import ambient_or_default, batch_shards
+from ._mesh import ambient_or_default
 from ._not_finite import check_finite
 from ._notes import noting
+from ._opening import announce, check_eval_every, rehearse, run_info
 from ._planning import first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
-from ._reading import VOTES, Log, MetricsReader
+from ._reading import Log, MetricsReader
 from ._rescue import noted_checkpoint, rescued
 from ._retention import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
-from ._sharding import Plan
 from ._signals import check_max_seconds, stop_signals
-from ._tracking import RunInfo, code_version, say, start_loggers
+from ._steps import compiled_steps, microbatches
+from ._tracking import start_loggers
 from ._train import TrainState, train_step
 from ._validation import MetricFn, Validation, make_validation
 from ._votes import Votes
@@ -171,6 +170,7 @@ def fit(
             model_or_state,
             functions | {"output_fn": output_fn, "metric_fn": metric_fn},
             {"examples": examples, "eval_examples": eval_examples},
+            draw,
             mesh=dict(mesh.shape),
             batch_size=batch_size,
             accumulate=accumulate,
@@ -196,28 +196,28 @@ def fit(
             mesh=mesh,
             compute_dtype=compute_dtype,
         )
-        _check_eval_every(eval_every, validation)
+        check_eval_every(eval_every, validation)
         if not quiet:
-            _announce(plan, course, restored is not None, batch_size)
+            announce(plan, course, restored is not None, batch_size)
         with explained_memory(plan):
-            _rehearse(validation, state, checkpoints)
+            rehearse(validation, state, checkpoints)
         if verify:
             verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
         planned = plan.constrain(loss_fn)
         step = ft.partial(train_step, loss_fn=planned, optimizer=optimizer, **given)
         with noted_checkpoint(checkpoints), explained_memory(plan), contextlib.ExitStack() as stack:
             stopping = stack.enter_context(stop_signals(max_seconds, since=begin))
-            run = _run_info(checkpoints, restored is not None, plan, batch_size)
+            run = run_info(checkpoints, restored is not None, plan, batch_size)
             bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
             logs = start_loggers(log, run, stack) if is_main() else []
             votes = Votes(mesh, stopping)
             reader = MetricsReader(logs, stack.enter_context(bar), max_skipped=max_skipped)
             batches = course_batches(examples, collate_fn, state, saved, course, batch_size, mesh)
-            split = ft.partial(_microbatches, batch_size=batch_size, accumulate=accumulate)
+            split = ft.partial(microbatches, batch_size=batch_size, accumulate=accumulate)
             return _loop(
                 state,
                 stack.enter_context(contextlib.closing(batches)),
-                _compiled_steps(step, reader, plan, split),
+                compiled_steps(step, reader, plan, split),
                 ft.partial(check_finite, reader, plan, course, checkpoints, split, loss_fn, given),
                 course=course,
                 reader=reader,
@@ -289,88 +289,3 @@ def _loop(
             check_end(course, step)
         reader.flush()
     return state
-
-
-def _compiled_steps(
-    step: Callable[..., Any], reader: MetricsReader, plan: Plan, split: Callable[[int], int]
-) -> Callable[[int], Any]:
-    """The compiled step for a number of examples."""
-
-    @ft.cache
-    def compiled(count: int) -> Any:
-        def packed(state: TrainState, batch: PyTree, votes: Any) -> tuple[TrainState, Array]:
-            state, metrics = step(state, batch, accumulate=count)
-            counted = {} if votes is None else {VOTES: jnp.sum(votes)}
-            return state, reader.pack(metrics | counted)
-
-        return compile_step(packed, plan.shardings)
-
-    return lambda rows: compiled(split(rows))
-
-
-def _microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
-    """Into how many microbatches a batch is split."""
-    if rows == batch_size:
-        return accumulate
-    # A short last batch: microbatches no larger than those before, and, as all that a step
-    # draws depends on them, as many on every mesh.
-    least = -(-rows * accumulate // batch_size)
-    return next(k for k in range(least, rows + 1) if rows % k == 0)
-
-
-def _rehearse(
-    validation: Validation | None, state: TrainState, checkpoints: Checkpoints | None
-) -> None:
-    """Evaluates one batch, so that a mistake there shows before an epoch is spent."""
-    names = []
-    if validation is not None:
-        with noting("Raised in the evaluation of one batch before the first step."):
-            metrics = validation(state.model, state.key, batches=1)
-        names = [name.removeprefix("eval/") for name in metrics]
-    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
-        raise ValueError(
-            f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
-            f"{', '.join(names) or 'none, for want of `eval_examples`'}."
-        )
-
-
-def _check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
-    if eval_every is not None and validation is None:
-        raise ValueError("`eval_every` needs something to evaluate on; pass `eval_examples` too.")
-    if eval_every is not None and eval_every < 1:
-        raise ValueError(f"`eval_every` is {eval_every}. Evaluate every step at the most.")
-
-
-def _announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None:
-    """Prints how the model is split, and what a user should know of the run."""
-    say(str(plan))
-    shards = batch_shards(plan.mesh)
-    if resumed:
-        say(f"Resumed at step {course.step}.")
-    if course.last_step is not None and course.step >= course.last_step:
-        say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
-    if course.length is not None and course.length < batch_size:
-        say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
-    rest = (course.last_position or 0) - course.position
-    if rest > 0 and rest % batch_size % shards and batch_size % shards == 0:
-        say(
-            f"The last batch, of {rest % batch_size}, does not divide over data x fsdp = {shards} "
-            "devices, so that each computes all of it."
-        )
-    if batch_size % shards:
-        say(
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
-            f"each computes all of it. A multiple of {shards} would be split."
-        )
-
-
-def _run_info(
-    checkpoints: Checkpoints | None, resumed: bool, plan: Plan, batch_size: int
-) -> RunInfo:
-    directory = checkpoints.path.parent if checkpoints else None
-    config = {
-        "batch_size": batch_size,
-        "mesh": dict(plan.mesh.shape),
-        "versions": code_version(),
-    }
-    return RunInfo(directory=directory, resumed=resumed, plan=str(plan), config=config)

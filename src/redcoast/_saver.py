@@ -35,6 +35,17 @@ class CheckpointNotSaved(OSError):
     """Raised by [`redcoast.fit`][] at its end if the last state could not be saved.
 
     Its cause says why. The checkpoint before it is whole.
+
+    !!! Example
+
+        ```python
+        options = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 4, "steps": 2}
+        try:
+            run = rc.Checkpoints("runs/lm")
+            state = rc.fit(model, optimizer, examples, checkpoints=run, **options)
+        except rc.CheckpointNotSaved as error:
+            print(f"{error} It failed for {error.__cause__!r}.")
+        ```
     """
 
 

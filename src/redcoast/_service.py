@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 LINGER = 30  # seconds that it outlives process 0
 _PROGRAM = """

@@ -47,8 +47,9 @@ def collate_fn(rows, rngs=None):
     if len(collated) > asked.get("at", 10**9):
         asked["at"] = 10**9
         make_fault()
-    noise = np.stack([0 if rngs is None else r.normal(size=8) for r in rngs or [None] * len(rows)])
-    x = np.stack([x for x, _, _ in rows]) + 0.1 * noise.reshape(len(rows), -1)
+    x = np.stack([x for x, _, _ in rows])
+    if rngs is not None:
+        x = x + 0.1 * np.stack([rng.normal(size=8) for rng in rngs])
     return x.astype(np.float32), np.array([y for _, y, _ in rows], np.int32)
 
 
@@ -64,7 +65,11 @@ def predict_fn(model, batch, key):
 
 
 def metric_fn(rows, outputs):
-    return {"right": float(np.mean([np.argmax(p) == y for (_, y, _), p in zip(rows, outputs)]))}
+    return {
+        "right": float(
+            np.mean([np.argmax(p) == y for (_, y, _), p in zip(rows, outputs, strict=True)])
+        )
+    }
 
 
 mesh = rc.make_mesh(**asked["mesh"])

@@ -96,8 +96,8 @@ def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
     # Cut on the host, for here each number of columns would take a program.
     host = whole(new)[:, :count]
     refuse_invalid(host)
-    if not new.is_fully_addressable:  # every process gets all of them
-        return put(host, NamedSharding(new.sharding.mesh, P()))
+    if isinstance(new.sharding, NamedSharding) and not new.is_fully_addressable:
+        return put(host, NamedSharding(new.sharding.mesh, P()))  # every process gets all of them
     return jax.device_put(host, new.sharding if new.committed else None)
 
 

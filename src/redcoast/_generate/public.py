@@ -39,7 +39,7 @@ def generate(
 
     **Arguments:**
 
-    - `model`: a decoder or an encoder-decoder of [`redcoast.models`][], or any model with
+    - `model`: a decoder or an encoder-decoder of `redcoast.models`, or any model with
         their `config`, `init_cache`, `decode` and `unembed`, and perhaps `encode`.
     - `tokens`: the prompts, integers of shape (batch, seq), to be continued by a decoder; or the
         input of an encoder, which may be images of any shape, for which a decoder makes a text.

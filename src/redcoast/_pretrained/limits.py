@@ -7,6 +7,8 @@ from typing import Any
 
 from .stored import Stored
 
+COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
+COUNTS += ("decoder_layers", "vision_layers")
 # A tensor may be used more than once, and be left out where it is zero.
 MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
 
@@ -16,7 +18,7 @@ def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
     for name, value in settings.items():
         if isinstance(value, dict):
             check_layers(value, tensors, path)
-        elif "layer" in name and isinstance(value, int) and value > tensors:
+        elif name in COUNTS and isinstance(value, int) and value > tensors:
             raise ValueError(
                 f"{path} has settings and tensors of different models: `{name}` is {value}, and "
                 f"there are {tensors} tensors."

@@ -1,0 +1,68 @@
+"""What a run does before its first step: a try of the evaluation, and words to the user."""
+
+from ._course import Course
+from ._mesh import batch_shards
+from ._notes import noting
+from ._retention import Checkpoints
+from ._sharding import Plan
+from ._tracking import RunInfo, code_version, say
+from ._train import TrainState
+from ._validation import Validation
+
+
+def check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
+    if eval_every is not None and validation is None:
+        raise ValueError("`eval_every` needs something to evaluate on; pass `eval_examples` too.")
+    if eval_every is not None and eval_every < 1:
+        raise ValueError(f"`eval_every` is {eval_every}. Evaluate every step at the most.")
+
+
+def rehearse(
+    validation: Validation | None, state: TrainState, checkpoints: Checkpoints | None
+) -> None:
+    """Evaluates one batch, so that a mistake there shows before an epoch is spent."""
+    names = []
+    if validation is not None:
+        with noting("Raised in the evaluation of one batch before the first step."):
+            metrics = validation(state.model, state.key, batches=1)
+        names = [name.removeprefix("eval/") for name in metrics]
+    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
+        raise ValueError(
+            f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
+            f"{', '.join(names) or 'none, for want of `eval_examples`'}."
+        )
+
+
+def announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None:
+    """Prints how the model is split, and what a user should know of the run."""
+    say(str(plan))
+    shards = batch_shards(plan.mesh)
+    if resumed:
+        say(f"Resumed at step {course.step}.")
+    if course.last_step is not None and course.step >= course.last_step:
+        say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
+    if course.length is not None and course.length < batch_size:
+        say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
+    rest = (course.last_position or 0) - course.position
+    if rest > 0 and rest % batch_size % shards and batch_size % shards == 0:
+        say(
+            f"The last batch, of {rest % batch_size}, does not divide over data x fsdp = {shards} "
+            "devices, so that each computes all of it."
+        )
+    if batch_size % shards:
+        say(
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
+            f"each computes all of it. A multiple of {shards} would be split."
+        )
+
+
+def run_info(
+    checkpoints: Checkpoints | None, resumed: bool, plan: Plan, batch_size: int
+) -> RunInfo:
+    directory = checkpoints.path.parent if checkpoints else None
+    config = {
+        "batch_size": batch_size,
+        "mesh": dict(plan.mesh.shape),
+        "versions": code_version(),
+    }
+    return RunInfo(directory=directory, resumed=resumed, plan=str(plan), config=config)

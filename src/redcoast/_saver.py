@@ -40,8 +40,8 @@ class CheckpointNotSaved(OSError):
 
         ```python
         options = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 4, "steps": 2}
+        run = rc.Checkpoints("runs/lm")
         try:
-            run = rc.Checkpoints("runs/lm")
             state = rc.fit(model, optimizer, examples, checkpoints=run, **options)
         except rc.CheckpointNotSaved as error:
             print(f"{error} It failed for {error.__cause__!r}.")

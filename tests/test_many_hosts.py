@@ -128,8 +128,8 @@ def test_a_process_that_dies_is_named_and_all_resume(who, tmp_path):
     expected = results(run(2, 1, mesh={"fsdp": 2}))[0]
     finished = run(2, 1, fault="kill", who=who, at=100, **shared)
     left = finished[1 - who]
-    assert left.returncode == 1
-    assert f"ProcessLost: Process {who}" in left.output.strip().splitlines()[-1]
+    assert left.returncode in (1, 70)  # by itself, or from a wait that nothing else would end
+    assert f"Process {who} on " in left.output.strip().splitlines()[-1]
     assert "has died: no sign of life for 20 s." in left.output
     resumed = results(run(2, 1, **shared))[0]
     began = resumed["metrics"][0][0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools as ft
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
@@ -90,7 +91,7 @@ def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
     keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
     document = {
         "format": FORMAT,
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "versions": dict(_versions()),
         "prng_keys": keys,
         "checksums": ALGORITHM,
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
@@ -105,6 +106,12 @@ def _as_number(x: Any) -> Any:
     raise TypeError(
         f"`metadata` holds a {type(x).__name__}, which JSON cannot hold. Use numbers and text."
     )
+
+
+@ft.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    # Looking them up takes longer than all else that a save makes the loop wait for.
+    return tuple((name, importlib.metadata.version(name)) for name in LIBRARIES)
 
 
 def load_checkpoint(

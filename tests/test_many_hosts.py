@@ -153,3 +153,17 @@ def test_a_process_that_hangs_is_named():
     results(finished)
     assert "Process 1 on " in finished[0].output
     assert "has been in `collate_fn` for 6" in finished[0].output
+
+
+@pytest.mark.hosts
+def test_all_say_why_steps_were_skipped():
+    for finished in run(2, 2, nan=list(range(EXAMPLES // 2)), max_skipped=3, gather=[]):
+        assert finished.returncode == 1
+        assert "ValueError: `loss_fn` returned nan for the first batch." in finished.output
+        assert "The batch's array 0 holds values that are not finite for the" in finished.output
+
+
+@pytest.mark.hosts
+def test_time_is_up_for_all_at_the_same_step():
+    stopped = results(run(2, 2, max_seconds=0.001))
+    assert {x["step"] for x in stopped} == {1}

@@ -8,7 +8,7 @@ from problem import make_model
 from test_errors import EXAMPLES, ONE, fit, notes, saved
 
 import redcoast as rc
-from redcoast import _fit, _memory
+from redcoast import _fit, _memory, _steps
 from redcoast._planning import starting_state
 from redcoast._validation import Validation
 
@@ -29,7 +29,7 @@ def out_of_memory(monkeypatch, at):
 
         return call
 
-    monkeypatch.setattr(_fit, "compile_step", compiling)
+    monkeypatch.setattr(_steps, "compile_step", compiling)
 
 
 @pytest.mark.parametrize("sizes", [ONE, {"fsdp": 2, "model": 2}])

@@ -46,7 +46,8 @@ print("at the end", sorted(p.name for p in (directory / "checkpoints").iterdir()
 """
 
 
-@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.faults), 1])
+@pytest.mark.faults
+@pytest.mark.parametrize("broken", [0, 1])
 def test_one_process_that_cannot_save(tmp_path, broken):
     for finished in run_processes(SCRIPT, tmp_path, broken, processes=2, timeout=60):
         assert finished.returncode == 0, finished.output

@@ -48,7 +48,7 @@ def collate_fn(rows, rngs=None):
     if len(collated) > asked.get("at", 10**9):
         asked["at"] = 10**9
         make_fault()
-    x = np.stack([x for x, _, _ in rows])
+    x = np.stack([np.full(8, np.nan) if i in asked.get("nan", []) else x for x, _, i in rows])
     if rngs is not None:
         x = x + 0.1 * np.stack([rng.normal(size=8) for rng in rngs])
     return x.astype(np.float32), np.array([y for _, y, _ in rows], np.int32)
@@ -92,6 +92,7 @@ state = rc.fit(
     checkpoints=rc.Checkpoints(directory, every=3, keep=2) if directory else None,
     log=lambda values, step: metrics.append((step, values)),
     max_seconds=asked.get("max_seconds"),
+    max_skipped=asked.get("max_skipped", 20),
     progress=False,
 )
 trained = list(collated)

@@ -15,9 +15,9 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._arguments import check_functions
 from ._compile import compile_call
-from ._data import Batch, CollateFn, ordered_batches
+from ._data import Batch, CollateFn, count_examples, ordered_batches
 from ._distribute import own_rows, put
-from ._exchange import is_main
+from ._exchange import agree, is_main
 from ._loss import LossFn, evaluate_loss
 from ._mesh import ambient_or_default, batch_sharding
 from ._notes import noting
@@ -77,6 +77,7 @@ def evaluate(
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
+    _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
     plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
@@ -131,6 +132,7 @@ def predict_examples(
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
     check_batch_size(batch_size)
     mesh = ambient_or_default(mesh)
+    _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     plan, batches = _plan(model, predicted, batches, mesh, key)
@@ -140,6 +142,14 @@ def predict_examples(
     placed = place_tree(model, plan.shardings)
     found = run_prediction(prediction, placed, batches, output_fn, mesh, key, gather=gather)
     return list(found) if gather == "none" else [entry for _, entry in found]
+
+
+def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
+    """Has processes that would wait for each other in vain say so."""
+    if jax.process_count() > 1:
+        count = count_examples(examples)
+        same = {"`batch_size`": batch_size, "the number of `examples`": count}
+        agree({**same, "`mesh`": dict(mesh.shape)})
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:

@@ -164,6 +164,13 @@ def test_all_say_why_steps_were_skipped():
 
 
 @pytest.mark.hosts
+def test_an_error_that_all_survive_is_over():
+    survived = results(run(2, 1, mesh={}, twice="bad loss"))
+    alone = results(run(1, 2, mesh={}))[0]
+    check_same_metrics(survived[0]["metrics"], alone["metrics"])
+
+
+@pytest.mark.hosts
 def test_time_is_up_for_all_at_the_same_step():
     stopped = results(run(2, 2, max_seconds=0.001))
     assert {x["step"] for x in stopped} == {1}

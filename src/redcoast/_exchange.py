@@ -14,7 +14,9 @@ from ._rendezvous import name_processes
 # How often each topic was exchanged: all processes count alike, for they run the same program.
 _rounds: defaultdict[str, itertools.count] = defaultdict(itertools.count)
 TIMEOUT = 600.0  # seconds: the others may still compile, or read their data
-_FAILED = "redcoast/failed"
+# How often a run has begun or ended here: an error that all have survived is none of the next.
+_runs = itertools.count()
+_run = next(_runs)
 
 
 class ProcessLost(RuntimeError):
@@ -64,15 +66,25 @@ def tell_failure(error: BaseException) -> None:
     text = (str(error).splitlines() or [""])[0][:1000]
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be the coordinator that is gone
         store = key_value_store()
-        key = f"{_FAILED}/{jax.process_index()}"
+        key = f"{_failed()}/{jax.process_index()}"
         store.key_value_set(key, f"{type(error).__name__}: {text}", allow_overwrite=True)
 
 
 def failures() -> dict[int, str]:
     """What other processes have said of why they end."""
-    found = key_value_store().key_value_dir_get(_FAILED)
+    found = key_value_store().key_value_dir_get(_failed())
     said = {int(key.rsplit("/", 1)[1]): text for key, text in found}
     return {other: text for other, text in said.items() if other != jax.process_index()}
+
+
+def turn_page() -> None:
+    """A run begins, or ends: what failed until now is over."""
+    global _run
+    _run = next(_runs)
+
+
+def _failed() -> str:
+    return f"redcoast/failed/{_run}"
 
 
 def agree(values: dict[str, Any], *, timeout: float = TIMEOUT) -> None:

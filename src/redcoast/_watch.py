@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ._exchange import ProcessLost, failures, key_value_store, tell_failure
+from ._exchange import ProcessLost, failures, key_value_store, tell_failure, turn_page
 
 logger = logging.getLogger("redcoast")
 
@@ -92,6 +92,7 @@ class _Watch:
         return self._reason
 
     def __enter__(self) -> "_Watch":
+        turn_page()
         self._thread.start()
         return self
 
@@ -99,6 +100,7 @@ class _Watch:
         # The run is over here: no sign of life means nothing from now on.
         self._ended.set()
         self._thread.join(5)
+        turn_page()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _say({"beat": -1})
 

@@ -3,6 +3,7 @@
 run.py '{"mesh": {"data": 2}, "directory": "...", "fault": "kill", "who": 1, "at": 5}'
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -78,6 +79,18 @@ model = eqx.nn.MLP(8, 3, 32, 2, key=jax.random.key(2 if fault == "other values" 
 directory = asked.get("directory")
 metrics: list[tuple[int, dict[str, float]]] = []
 data = examples()
+if asked.get("twice"):  # a first run that ends with an error on all of them
+    with contextlib.suppress(ValueError):
+        rc.fit(
+            model,
+            optax.sgd(0.1),
+            data,
+            collate_fn=collate_fn,
+            loss_fn=lambda model, batch, key: jnp.log(-1.0) * jnp.sum(model(batch[0][0])),
+            batch_size=16,
+            steps=2,
+            progress=False,
+        )
 common = {"collate_fn": collate_fn, "mesh": mesh, "batch_size": 8 if fault == "batch" else 16}
 state = rc.fit(
     model,

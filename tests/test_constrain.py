@@ -98,7 +98,7 @@ meshes = st.sampled_from([(2, 2, 2), (1, 2, 4)])
 
 # Programs take seconds to compile, and are short enough to be understood as they are.
 @settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     database=None,

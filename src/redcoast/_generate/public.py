@@ -1,4 +1,4 @@
-"""The public function: checks, then delegates."""
+"""The public function. What it does is imported when it is first done."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,12 +7,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
-
-from .check import check_model, check_numbers, check_positions, check_prompt, check_stream
-from .eager import decode, decode_compiled
-from .prompt import bucket
-from .request import make_request
-from .stream import decode_streaming
 
 
 def generate(
@@ -85,6 +79,12 @@ def generate(
         )
         ```
     """
+    from .check import check_model, check_numbers, check_positions, check_prompt, check_stream
+    from .eager import decode, decode_compiled
+    from .prompt import bucket
+    from .request import make_request
+    from .stream import decode_streaming
+
     options = {
         "max_new_tokens": max_new_tokens,
         "key": key,

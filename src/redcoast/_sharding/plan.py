@@ -13,9 +13,6 @@ from .._arguments import check_functions
 from .._arguments import check_mesh as check_mesh_kind
 from .choice.hardware import Hardware, hardware_of
 from .constrain.compute import Compute
-from .constrain.constrained import Constrained
-from .constrain.verify import verify
-from .flow_plan import plan_flow
 from .nodes import flat_leaves
 from .overrides import Override, spec_axes
 from .report.figures import make_report
@@ -93,6 +90,9 @@ class Plan:
         """
         if self.mesh.size == 1:
             return fn
+        # Imported where a function is traced, so that importing redcoast stays cheap.
+        from .constrain.constrained import Constrained
+
         return Constrained(fn, self.mesh, self.compute)
 
     def verify(
@@ -124,6 +124,8 @@ class Plan:
         `ValueError` with the names of the arrays whose gradients differ by more.
         """
         shardings = model_of(self.shardings)
+        from .constrain.verify import verify
+
         return verify(self.constrain(loss_fn), loss_fn, shardings, model, batch, key, tolerance)
 
 
@@ -253,6 +255,8 @@ def plan_shardings(
         inside = structural_rows(model_of(tree), axes, overrides)
         rows = plan_rows(tree, lambda model: inside)
         return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), {})
+    from .flow_plan import plan_flow
+
     found = plan_flow(
         model_of(tree),
         axes,

@@ -122,6 +122,20 @@ def test_errors_of_the_users_functions_say_whose_and_where(tmp_path, name, when,
     assert not data_threads()
 
 
+@pytest.mark.parametrize("name", ["collate_fn", "log"])
+def test_after_a_hundred_steps(tmp_path, name):
+    functions = {"collate_fn": collate_fn, "log": log}
+    with pytest.raises(Broken) as error:
+        fit(
+            **{**functions, name: failing(functions[name], 100)},
+            steps=110,
+            checkpoints=rc.Checkpoints(tmp_path, every=1000),
+        )
+    assert re.search("batch of step 100|metrics of step 100", notes(error.value))
+    (last,) = saved(tmp_path)
+    assert last in (99, 100, 101)
+
+
 @pytest.mark.parametrize(("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3)])
 def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augmented, when):
     """Raised by a call in training, where examples are augmented, or in evaluation."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-import jax
+from ._exchange import is_main
 
 logger = logging.getLogger("redcoast")
 
@@ -28,7 +28,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
 
     `ValueError` that names the host and the process of the run that is there already.
     """
-    if directory is None or jax.process_index() != 0:
+    if directory is None or not is_main():
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import jax
 from jaxtyping import PyTree
 
 from ._checkpoint import save_args
+from ._exchange import is_main
 from ._orbax import make_checkpointer
 from ._retention import (
     Checkpoints,
@@ -56,7 +57,7 @@ class Saver:
     def __init__(self, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
         self._values = best_metrics(checkpoints)
-        if jax.process_index() == 0:
+        if is_main():
             checkpoints.path.mkdir(parents=True, exist_ok=True)
             remove_unfinished(checkpoints.path)
         self._together = Together()
@@ -109,7 +110,7 @@ class Saver:
         except Exception as error:
             self._together.fail(_reason(error))
             return error
-        if jax.process_index() == 0:
+        if is_main():
             delete_old(self._checkpoints, self._values)
             # Threads of a save that failed may have gone on writing after it was removed.
             remove_unfinished(self._checkpoints.path)
@@ -141,7 +142,7 @@ class Saver:
         # What is left of it would be in the way of the next, in the directory and in Orbax.
         with contextlib.suppress(Exception):
             self._checkpointer.close()
-        if jax.process_index() == 0:
+        if is_main():
             remove_unfinished(self._checkpoints.path)
         self._checkpointer = self._make()
 
@@ -201,7 +202,7 @@ def delete(path: Path) -> None:
 
 def _unwritable(path: Path) -> str | None:
     """Why process 0 cannot make a directory there, before all begin to wait for it."""
-    if jax.process_index() != 0:
+    if not is_main():
         return None
     probe = path.with_name(path.name + DELETING)
     try:

@@ -288,6 +288,15 @@ def test_names_in_checksums_that_are_paths(files, tmp_path):
     refused(files, "checkpoint", "outside is missing")
 
 
+@pytest.mark.parametrize("change", [{"value_type": "string"}, {"skip_deserialize": True}])
+def test_a_checkpoint_whose_arrays_are_said_to_be_none(files, change):
+    file = files["unsummed"] / "state" / "_METADATA"
+    found = json.loads(file.read_text())
+    found["tree_metadata"]["('down',)"]["value_metadata"] |= change
+    file.write_text(json.dumps(found))
+    refused(files, "unsummed", "says of down no shape")
+
+
 def test_a_checkpoint_that_claims_a_terabyte(tmp_path):
     import tensorstore as ts
 

@@ -72,7 +72,11 @@ def saved_arrays(path: Path) -> dict[Names, Any]:
     _check_names(path)
     tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path / ARRAYS)).tree
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
+    found = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
+    for names, x in found.items():
+        if not hasattr(x, "shape"):  # what Orbax makes of a type that it does not know
+            raise CheckpointDamaged(f"{path / ARRAYS} says of {'/'.join(names)} no shape.")
+    return found
 
 
 def read_arrays(

@@ -99,7 +99,13 @@ class CompiledStep:
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`."""
-        return self._jitted.lower(*self._split_state(state), *split(args, numbers=True))
+        return self.trace(state, *args).lower()
+
+    def trace(self, state: PyTree, /, *args: PyTree) -> jax.stages.Traced:
+        """As `jax.jit(...).trace`."""
+        traced = self._jitted.trace(*self._split_state(state), *split(args, numbers=True))
+        refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
+        return traced
 
     def _split_state(self, state: PyTree) -> tuple[list[Any], Static]:
         if self._last is not None and self._last[0]() is state:

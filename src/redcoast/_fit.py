@@ -217,7 +217,7 @@ def fit(
             return _loop(
                 state,
                 stack.enter_context(contextlib.closing(batches)),
-                compiled_steps(step, reader, plan, split),
+                compiled_steps(step, reader.pack, plan, split),
                 ft.partial(check_finite, reader, plan, course, checkpoints, split, loss_fn, given),
                 course=course,
                 reader=reader,

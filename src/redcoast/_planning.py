@@ -15,7 +15,7 @@ from ._distribute import own_rows
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
 from ._mesh import batch_shards
-from ._sharding import Plan, plan_shardings
+from ._sharding import Hardware, Plan, plan_shardings
 from ._shuffle import example_generators
 from ._train import TrainState, create_split, state_of
 
@@ -90,6 +90,7 @@ def plan_run(
     compute_dtype: Any,
     trainable: PyTree,
     overrides: Sequence[tuple[str, Any]],
+    hardware: Hardware | None = None,
 ) -> Plan:
     """The plan of a run's state, read off its loss on batches like those that `draw` makes."""
     if mesh.size == 1:
@@ -102,6 +103,7 @@ def plan_run(
         args=(batch, jax.random.key(0)),
         trainable=trainable,
         overrides=overrides,
+        hardware=hardware,
     )
 
 

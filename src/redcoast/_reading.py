@@ -32,7 +32,7 @@ class MetricsReader:
     def pack(self, metrics: dict[str, Array]) -> Float[Array, " metrics"]:
         """One array of all metrics, for a step to return: one is read faster than many."""
         self._names = list(metrics)  # when the step is traced
-        return jnp.stack([x.astype(jnp.result_type(float)) for x in metrics.values()])
+        return stacked(metrics)
 
     def push(self, step: int, metrics: Float[Array, " metrics"], rows: int) -> None:
         """Takes the metrics of a step that is under way, and reads those of the one before."""
@@ -92,6 +92,11 @@ class MetricsReader:
                 "Step %d was skipped: loss %g, gradient norm %g.",
                 *(step, values["loss"], values["grad_norm"]),
             )
+
+
+def stacked(metrics: dict[str, Array]) -> Float[Array, " metrics"]:
+    """One array of all metrics."""
+    return jnp.stack([x.astype(jnp.result_type(float)) for x in metrics.values()])
 
 
 def _name(log: Any) -> str:

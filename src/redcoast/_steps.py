@@ -7,23 +7,26 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from ._compile import compile_step
-from ._reading import VOTES, MetricsReader
+from ._compile import CompiledStep, compile_step
+from ._reading import VOTES
 from ._sharding import Plan
 from ._train import TrainState
 
 
 def compiled_steps(
-    step: Callable[..., Any], reader: MetricsReader, plan: Plan, split: Callable[[int], int]
-) -> Callable[[int], Any]:
-    """The compiled step for a number of examples."""
+    step: Callable[..., Any],
+    pack: Callable[[dict[str, Array]], Array],
+    plan: Plan,
+    split: Callable[[int], int],
+) -> Callable[[int], CompiledStep]:
+    """The compiled step for a number of examples; `pack` makes one array of its metrics."""
 
     @ft.cache
-    def compiled(count: int) -> Any:
+    def compiled(count: int) -> CompiledStep:
         def packed(state: TrainState, batch: PyTree, votes: Any) -> tuple[TrainState, Array]:
             state, metrics = step(state, batch, accumulate=count)
             counted = {} if votes is None else {VOTES: jnp.sum(votes)}
-            return state, reader.pack(metrics | counted)
+            return state, pack(metrics | counted)
 
         return compile_step(packed, plan.shardings)
 

@@ -73,6 +73,22 @@ def slurm(session: nox.Session) -> None:
     session.run("pytest", "tests/slurm", "-o", "python_files=*_slurm.py", *session.posargs)
 
 
+@nox.session(name="dryrun-tpu")
+def dryrun_tpu(session: nox.Session) -> None:
+    """Programs for TPUs that are not there, by their own compiler. Arguments go to pytest."""
+    install(session, "tests", extras="experiments,tpu")
+    options = ("-o", "python_files=*tpu_dryrun.py")
+    session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+
+
+@nox.session(name="dryrun-cuda")
+def dryrun_cuda(session: nox.Session) -> None:
+    """Programs for GPUs that are not there, by their own compiler. Arguments go to pytest."""
+    install(session, "tests", extras="experiments,cuda12")
+    options = ("-o", "python_files=*cuda_dryrun.py")
+    session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, formatting and types."""

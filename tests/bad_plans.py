@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from bad_helpers import (
     ABSTRACT,
+    SGD,
     other_mesh,
     plan_file,
     written,
@@ -13,6 +14,10 @@ from bad_helpers import (
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
+
+INIT = lambda key: {"w": jnp.zeros((8, 8))}
+LOSS = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
 ROWS = {
     "make_mesh": [
@@ -87,6 +92,17 @@ ROWS = {
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
+    ],
+    "dry_run and suggest_mesh": [
+        (lambda d: rc.dry_run(3, LOSS, X, SGD, target="cpu:2"), TypeError, "`init_fn`"),
+        (lambda d: rc.dry_run(INIT, None, X, SGD, target="cpu:2"), TypeError, "`loss_fn`"),
+        (lambda d: rc.dry_run(INIT, LOSS, X, None, target="cpu:2"), TypeError, "`optimizer`"),
+        (lambda d: rc.dry_run(INIT, LOSS, X, SGD, target=8), TypeError, "`target`"),
+        (lambda d: rc.dry_run(INIT, LOSS, X, SGD, target="h100:9"), ValueError, "9 devices"),
+        (lambda d: rc.dry_run(INIT, LOSS, 3.0, SGD, target="cpu:2"), TypeError, "batch"),
+        (lambda d: rc.dry_run(INIT, LOSS, X, SGD, target="cpu:2", mesh=2), TypeError, "`mesh`"),
+        (lambda d: rc.suggest_mesh(INIT, LOSS, X, SGD, target="v4:3x3x3"), ValueError, "3x3x3"),
+        (lambda d: rc.suggest_mesh(INIT, LOSS, X, SGD, compiled=0), ValueError, "`compiled`"),
     ],
     "save_plan and load_plan": [
         (

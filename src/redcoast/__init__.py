@@ -3,6 +3,10 @@
 from ._checkpoint import load_checkpoint as load_checkpoint
 from ._checkpoint import save_checkpoint as save_checkpoint
 from ._compile import compile_step as compile_step
+from ._dryrun import DryRun as DryRun
+from ._dryrun import MeshSuggestion as MeshSuggestion
+from ._dryrun import dry_run as dry_run
+from ._dryrun import suggest_mesh as suggest_mesh
 from ._evaluate import evaluate as evaluate
 from ._evaluate import predict_examples as predict_examples
 from ._fit import fit as fit

@@ -1,7 +1,7 @@
 """Writes the HLO that `test_hlo.py` reads, from compilers for hardware that is not there.
 
-    pip install "jax[tpu]" redcoast && python tests/hlo/make.py v4 && python tests/hlo/make.py v5e
-    pip install "jax[cuda12]" redcoast && python tests/hlo/make.py a100
+    pip install "redcoast[tpu]" && python tests/hlo/make.py v4 && python tests/hlo/make.py v5e
+    pip install "redcoast[cuda12]" && python tests/hlo/make.py a100
 
 The text is what `compiled.as_text()` returns, less the computations that hold no collective and
 count no loop, and less attributes that say nothing about either.
@@ -13,22 +13,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments/benchmarks"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from traffic.targets import A100
+from traffic.targets import target_devices
 
 from redcoast._hlo import collectives
 from redcoast._hlo.text import called, parse_module
@@ -142,13 +136,7 @@ def _plain(body, wanted):
 
 
 def main(platform):
-    if platform == "a100":
-        topology = topologies.get_topology_desc("a", "cuda", topology="1x1x8", target_config=A100)
-    else:
-        shape = {"v4": "v4:2x2x2", "v5e": "v5e:2x4"}[platform]
-        options = {"chip_config_name": "megacore"} if platform == "v4" else {}
-        topology = topologies.get_topology_desc(shape, "tpu", **options)
-    devices = np.array(topology.devices).reshape(2, 2, 2)
+    devices = np.array(target_devices(platform)).reshape(2, 2, 2)
     mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
     made = programs(mesh)
     # Of the newer chips' programs only this one differs: they start collectives inside fusions.

@@ -7,9 +7,10 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
+from .choice.arithmetic import arithmetic
 from .choice.dataflow import Decision, decide, follow_program
 from .choice.hardware import Hardware
-from .choice.memory import estimate, fit_budget
+from .choice.memory import estimate, fit_budget, room
 from .constrain.compute import Compute
 from .layout import is_large, layout
 from .nodes import flat_leaves
@@ -49,7 +50,8 @@ def plan_flow(
     program = follow_program(traced, trainable_arrays(model, trainable))
 
     def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
-        decision = decide(program, axes, covered, hardware, forced)
+        left = room(program, axes, covered, hardware.memory, state_bytes)
+        decision = decide(program, axes, covered, hardware, forced, left)
         return layout(leaves, decision, covered, given, axes), decision
 
     large = [is_large(program, value) for value in program.parameters]
@@ -65,6 +67,7 @@ def plan_flow(
         "hindrances": hindrances(find_reasons(leaves, decision, axes), leaves),
         "traffic": traffic(rows, decision, axes, hardware),
         "unknown": dict(sorted(program.graph.unknown.items())),
+        "arithmetic": arithmetic(decision, axes),
         "memory": estimate(rows, decision, axes, state_bytes),
         "device_memory": hardware.memory,
     }

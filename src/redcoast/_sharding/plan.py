@@ -42,9 +42,11 @@ class Plan:
         `model_axes`, which arrays are computed split over; `hindrances`, arrays that could not be
         split along another dimension, for its size; `traffic`, the bytes that each device
         sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how often each
-        primitive occurs that is not understood; and `memory`, an estimate of the bytes of "arrays",
-        "gradients", "optimizer_state" and "activations" on each device, and their "total", to be
-        compared with `device_memory`.
+        primitive occurs that is not understood; `arithmetic`, the floating point operations of
+        contractions in a step of the function and its gradient: "flops" of them all, and those
+        "per_device"; and `memory`, an estimate of the bytes of "arrays", "gradients",
+        "optimizer_state" and "activations" on each device, and their "total", to be compared with
+        `device_memory`.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
         is computed split over `model`, or `None`; and `batch_axes`.
     """

@@ -77,11 +77,13 @@ def decide(
     covered: Sequence[bool],
     hardware: Hardware,
     forced: Sequence[int | None] = (),
+    room: int | float = inf,
 ) -> Decision:
     """The cheapest way, with the cheapest set of classes that is computed split.
 
-    `covered` says which arrays are split whatever it costs, and `forced` has for each array a
-    dimension that is to be computed split over `model`, or None.
+    `covered` says which arrays are split whatever it costs, `forced` has for each array a
+    dimension that is to be computed split over `model`, or None, and `room` is how many bytes there
+    are for activations.
     """
     parameters = [
         Parameter(value, cover) for value, cover in zip(program.parameters, covered, strict=True)
@@ -91,6 +93,10 @@ def decide(
         if not _applies(way, program, sizes):
             continue
         found = _decide(program, way, sizes, parameters, hardware, ())
+        kept, before = saved_bytes(found, sizes), saved_bytes(best, sizes)
+        if max(kept, before) > room and kept != before:
+            best = min(best, found, key=lambda one: saved_bytes(one, sizes))
+            continue
         # Whoever asks for `fsdp` expects the batch to go over it: unless that sends clearly more.
         margin = 0.1 if "fsdp" in way.model else 1e-6
         if found.seconds < best.seconds - margin * best.sending:
@@ -189,3 +195,14 @@ def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | 
         d for d, node in enumerate(value.dims) if classes.divides(node) and classes[node] in chosen
     ]
     return found[0] if found else None
+
+
+def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
+    """Bytes kept for the backward pass: contractions, non-linear functions and carries."""
+    batch = batch_dims(decision.program, parts(decision.way.batch, axes))
+    n = parts(decision.way.model, axes)
+    classes, total = decision.classes, 0.0
+    for dims, size in decision.program.graph.saved.items():
+        split = any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
+        total += size / batch.parts(dims) / (n if split else 1)
+    return total

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 
@@ -58,8 +59,19 @@ class Hardware:
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     """The default for a mesh: emulated devices have a compiler that does less."""
-    cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return Hardware(adds_first=not cpu, scatters=not cpu)
+    if not isinstance(mesh, Mesh):
+        return Hardware()
+    cpu = mesh.devices.flat[0].platform == "cpu"
+    return Hardware(memory=device_memory(mesh), adds_first=not cpu, scatters=not cpu)
+
+
+def device_memory(mesh: Mesh) -> int | float:
+    """Bytes that a program can have on each device, where the devices are there to say so."""
+    try:
+        found = mesh.local_devices[0].memory_stats()
+    except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # devices of elsewhere
+        found = None
+    return (found or {}).get("bytes_limit") or Hardware.memory
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

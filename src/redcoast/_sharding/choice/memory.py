@@ -5,8 +5,10 @@ from math import prod
 
 from ..overrides import spec_axes
 from ..rows import Row
-from .dataflow import Decision, Program, batch_dims, parts
+from .dataflow import Decision, Program, saved_bytes
 
+# So much of a device may be taken by an estimate, which leaves out what compilers add.
+FILLED = 0.85
 Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 
 
@@ -33,15 +35,22 @@ def estimate(
     return found | {"total": sum(found.values())}
 
 
-def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
-    """Bytes kept for the backward pass: contractions, non-linear functions and carries."""
-    batch = batch_dims(decision.program, parts(decision.way.batch, axes))
-    n = parts(decision.way.model, axes)
-    classes, total = decision.classes, 0.0
-    for dims, size in decision.program.graph.saved.items():
-        split = any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
-        total += size / batch.parts(dims) / (n if split else 1)
-    return total
+def room(
+    program: Program,
+    axes: Mapping[str, int],
+    covered: Sequence[bool],
+    memory: int | float,
+    state_bytes: int,
+) -> int | float:
+    """Bytes left on each device for activations, if large arrays are split as far as they go."""
+    devices = axes["fsdp"] * axes["model"]
+    held = grads = trained = 0.0
+    for value, cover in zip(program.parameters, covered, strict=True):
+        part = value.bytes / (devices if cover else 1)
+        held += part
+        grads += value.grad * part
+        trained += value.grad * value.bytes
+    return FILLED * memory - held - grads - state_bytes * grads / max(1, trained)
 
 
 def fit_budget(

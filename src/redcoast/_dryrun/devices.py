@@ -1,0 +1,156 @@
+"""The devices of a target, for their compiler to compile for: none of them need be there."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from glob import glob
+from typing import Any, Literal
+
+import jax
+from jaxlib import xla_client
+
+from .gpu_config import gpu_config
+from .target import Target
+
+# What a TPU's compiler must not do where there is none: ask the network for its neighbours, or
+# refuse because another process compiles too.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# JAX's plugin for CUDA asks the driver for its version, and gives up if there is none.
+_NO_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# Found by compiling training steps of language models with both compilers.
+_BIAS = (
+    "Its figures are estimates: memory was within 10 % of what the accelerators' compilers say "
+    "in all cases but one, and the bytes sent were 1.3 to 1.6 times as many."
+)
+_OLD = (
+    "The compiler still compiles for the 1080ti (compute capability 6.1), though not "
+    "`jax.nn.dot_product_attention` in 16 bits. The card has no units for bfloat16: it saves "
+    "memory, and no time."
+)
+_NOMINAL = (
+    "Nobody publishes figures of emulated devices: their memory, rates and bandwidths are nominal, "
+    "about those of a core of a server."
+)
+_LOCK = (
+    " Another process uses libtpu, and keeps it for itself. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 "
+    "before this one starts: it compiles, and needs no TPU."
+)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices to compile for.
+
+    **Attributes:**
+
+    - `devices`: As many as the target has, for `make_mesh`.
+    - `compiler`: Which compiler they belong to.
+    - `notes`: Sentences that a reader of its figures must know.
+    """
+
+    devices: list[Any]
+    compiler: Literal["tpu", "cuda", "cpu"]
+    notes: tuple[str, ...]
+
+
+def target_devices(target: Target) -> Devices:
+    """The devices of a target, or as many of the CPU if the target's compiler is not installed.
+
+    It may be called in a process that has used JAX already, and leaves its devices alone.
+
+    **Raises:**
+
+    `RuntimeError` if the compiler is installed, and fails.
+    """
+    if target.chip.kind == "cpu":
+        return Devices(list(_cpu(target.count)), "cpu", (_NOMINAL,))
+    compiler, extra = ("tpu", "tpu") if target.chip.kind == "tpu" else ("cuda", "cuda12")
+    if not _installed(compiler):
+        note = (
+            f"The compiler for {target.chip.name} is not installed "
+            f"(`pip install 'redcoast[{extra}]'`), so that of the CPU stood in. {_BIAS}"
+        )
+        return Devices(list(_cpu(target.count)), "cpu", (note,))
+    try:
+        devices = _tpu(target) if compiler == "tpu" else _cuda(target)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        hint = _LOCK if "lockfile" in str(error) else ""
+        raise RuntimeError(
+            f"The compiler for {target.name} is installed, but does not work: "
+            f"{str(error).rstrip('.')}.{hint}"
+        ) from error
+    return Devices(devices, compiler, (_OLD,) if target.chip.name == "1080ti" else ())
+
+
+def _installed(compiler: str) -> bool:
+    if compiler == "tpu":
+        return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+    return any(_found(plugin) for plugin in _PLUGINS)
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False
+
+
+@lru_cache
+def _cpu(count: int) -> tuple[Any, ...]:
+    """A client of its own: JAX's has as many devices as were asked for when it was first used."""
+    return tuple(xla_client.make_cpu_client(num_devices=count).devices())
+
+
+def _tpu(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {}
+    if target.chip.name == "v4":
+        options["chip_config_name"] = "megacore"  # both cores of a chip as one device
+    if target.hosts == 1:
+        options["chips_per_host_bounds"] = [*target.shape, 1][:3]
+    shape = "x".join(map(str, target.shape))
+    with _environment(_NO_TPU, "/dev/accel*", "/dev/vfio/[0-9]*"):
+        return topologies.get_topology_desc(f"{target.chip.name}:{shape}", "tpu", **options).devices
+
+
+@contextmanager
+def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
+    """Sets what compilers read when they are loaded, unless the user did or hardware is there."""
+    there = any(glob(pattern) for pattern in present)
+    missing = [] if there else [name for name in variables if name not in os.environ]
+    os.environ |= {name: variables[name] for name in missing}
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _cuda(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    hosts, cards = target.shape
+    options = {"topology": f"1x{hosts}x{cards}", "target_config": gpu_config(target.chip)}
+    describe = partial(topologies.get_topology_desc, target.chip.name, "cuda", **options)
+    with _environment(_NO_CUDA, "/dev/nvidia[0-9]*"):
+        try:
+            return describe().devices
+        except NotImplementedError:
+            # JAX was used before, found no card, and left the plugin out.
+            _cuda_plugin().initialize()
+            return describe().devices
+
+
+def _cuda_plugin() -> Any:
+    found = next(name for name in _PLUGINS if _found(name))
+    return importlib.import_module(found)

@@ -1,0 +1,93 @@
+"""GPUs that are not there, and their own compiler: `nox -s dryrun-cuda`."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+from redcoast._dryrun.chips import CHIPS
+from redcoast._dryrun.devices import target_devices
+from redcoast._dryrun.target import parse_target
+
+CARDS = [chip.name for chip in CHIPS.values() if chip.kind == "gpu"]
+
+
+def compiled(fn, devices, *shapes, dtype=jnp.float32) -> Any:
+    mesh = rc.make_mesh(model=2, devices=devices)
+    sharding = NamedSharding(mesh, P(("data", "fsdp"), "model"))
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
+    return jax.jit(fn).lower(*args).compile()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", CARDS)
+def test_a_small_program(name, dtype):
+    """In a process that uses JAX on the CPU; its devices stay as they are."""
+    assert jnp.ones(3).sum() == 3
+    before = jax.devices()
+    target = parse_target(f"{name}:2x4")
+    found = target_devices(target)
+    assert (found.compiler, len(found.devices)) == ("cuda", 8)
+    assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
+    assert [device.process_index for device in found.devices] == [0] * 4 + [1] * 4
+    program = compiled(lambda x, w: jnp.tanh(x @ w), found.devices, *[(256, 256)] * 2, dtype=dtype)
+    held = 2 * 256 * 256 * jnp.dtype(dtype).itemsize // 8
+    assert program.memory_analysis().argument_size_in_bytes == held
+    assert "all-gather" in program.as_text()
+    assert jax.devices() == before
+
+
+def test_what_is_said_of_an_old_card():
+    (note,) = target_devices(parse_target("1080ti:2")).notes
+    assert "not `jax.nn.dot_product_attention` in 16 bits" in note
+    shape = (2, 128, 4, 64)
+
+    def attention(q):
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(q, q, q)
+
+    old, new = (target_devices(parse_target(name)).devices for name in ("1080ti:2", "l4:2"))
+    compiled(attention, old, shape)
+    compiled(attention, new, shape, dtype=jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Unsupported algorithm"):
+        compiled(attention, old, shape, dtype=jnp.bfloat16)
+
+
+def test_no_card_is_ever_too_small():
+    """Unlike that of TPUs the compiler accepts any size: `fits` is a comparison."""
+    target = parse_target("l4:2")
+    rows = target.chip.memory // 2**18
+    program = compiled(lambda x: x + 1, target_devices(target).devices, (4 * rows, 2**18))
+    assert program.memory_analysis().argument_size_in_bytes > target.chip.memory
+
+
+COMPILER = """
+import jax
+{first}
+from redcoast._dryrun.devices import target_devices
+from redcoast._dryrun.target import parse_target
+print(target_devices(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
+"""
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
+@pytest.mark.parametrize("first", ["", "jax.numpy.ones(3).sum()"])
+def test_where_nobody_told_jax_to_use_the_cpu(first):
+    """Without a GPU, JAX leaves its plugin out when it is first used."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILER.format(first=first)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert re.search("^cuda cpu$", done.stdout, re.M), done.stderr

@@ -1,0 +1,113 @@
+"""TPUs that are not there, and their own compiler: `nox -s dryrun-tpu`."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import redcoast as rc
+from redcoast._dryrun.chips import CHIPS
+from redcoast._dryrun.devices import target_devices
+from redcoast._dryrun.links import axis_bandwidths
+from redcoast._dryrun.target import parse_target
+
+SMALLEST = {"v4": "2x2x1", "v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1", "tpu7x": "2x2x1"}
+LARGER = ("v4:2x2x2", "v4:4x4x4", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v5p:2x2x2", "v6e:4x4")
+SLICES = (*(f"{name}:{size}" for name, size in SMALLEST.items()), *LARGER)
+
+
+def lower(fn, devices, *shapes, model=1):
+    mesh = rc.make_mesh(model=model, devices=devices)
+    sharding = NamedSharding(mesh, P(("data", "fsdp"), "model"))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for shape in shapes]
+    return jax.jit(fn, donate_argnums=0).lower(*args)
+
+
+def test_every_chip_is_here():
+    assert SMALLEST.keys() == {chip.name for chip in CHIPS.values() if chip.kind == "tpu"}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_small_program(name):
+    """In a process that uses JAX on the CPU; its devices stay as they are."""
+    assert jnp.ones(3).sum() == 3
+    before = jax.devices()
+    target = parse_target(name)
+    found = target_devices(target)
+    assert (found.compiler, found.notes, len(found.devices)) == ("tpu", (), target.count)
+    assert {device.device_kind for device in found.devices} == {target.chip.device_kind}
+    assert len({device.process_index for device in found.devices}) == target.hosts
+    side = 16 * target.count
+    lowered = lower(
+        lambda x, w: x @ w, found.devices, *[(side, side)] * 2, model=min(target.count, 4)
+    )
+    compiled: Any = lowered.compile()
+    assert compiled.memory_analysis().argument_size_in_bytes >= 2 * side**2 * 4 // target.count
+    assert ("all-gather" in compiled.as_text()) == (target.count > 1)
+    assert jax.devices() == before
+
+
+@pytest.mark.parametrize(("name", "size"), SMALLEST.items())
+def test_a_program_that_is_just_too_large(name, size):
+    """The compiler's limit is what the table says, to what its message tells of it."""
+    target = parse_target(f"{name}:{size}")
+    device = target_devices(target).devices[:1]
+    rows = target.chip.usable // (4 * 2**20)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as found:
+        lower(lambda x: x + 1, device, (rows + 2**8, 2**20)).compile()
+    limit = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(found.value))
+    assert limit is not None, str(found.value)
+    assert float(limit[1]) == pytest.approx(target.chip.usable / 2**30, abs=0.006)
+    # Less by an eighth of a GiB than that, it compiles.
+    lower(lambda x: x + 1, device, (rows - 2**5, 2**20)).compile()
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (4, 4, 4), (2, 4, 8), (1, 1, 64)])
+def test_bandwidths_are_those_of_devices_of_the_cpu_in_their_place(sizes):
+    target = parse_target("v4:4x4x4")
+    both = [target_devices(target).devices, target_devices(parse_target("cpu:64")).devices]
+    axes = dict(zip(("data", "fsdp", "model"), sizes, strict=True))
+    real, stood_in = (axis_bandwidths(target, rc.make_mesh(**axes, devices=it)) for it in both)
+    assert real == stood_in
+
+
+COMPILER = """
+from redcoast._dryrun.devices import target_devices
+from redcoast._dryrun.target import parse_target
+print(len(target_devices(parse_target("v5e:2x2")).devices), flush=True)
+input()
+"""
+
+
+def start(**variables: str) -> Any:
+    pipe = subprocess.PIPE
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
+    return subprocess.Popen(
+        [sys.executable, "-c", COMPILER],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env=environment,
+        text=True,
+    )
+
+
+def test_two_processes_at_once():
+    """Both compile; only one that asks to have libtpu for itself is refused, and told why."""
+    with start(ALLOW_MULTIPLE_LIBTPU_LOAD="0") as first:
+        assert first.stdout.readline() == "4\n"
+        with start() as second:
+            out, errors = second.communicate("\n", timeout=120)
+            assert (out, second.returncode) == ("4\n", 0), errors
+        with start(ALLOW_MULTIPLE_LIBTPU_LOAD="0") as third:
+            _, errors = third.communicate("\n", timeout=120)
+            assert third.returncode == 1
+            assert re.search("Another process uses libtpu.*ALLOW_MULTIPLE_LIBTPU_LOAD=1", errors)
+        first.communicate("\n", timeout=120)

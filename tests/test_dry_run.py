@@ -1,0 +1,261 @@
+"""Dry runs: against a step compiled by hand, sums, words, errors; for the CPU's compiler."""
+
+import functools as ft
+import json
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.core import Tracer
+
+import redcoast as rc
+from redcoast._dryrun.changes import can_rematerialise, find_changes, rematerialised
+from redcoast._dryrun.compiled import Compiled, cause, needed_bytes
+from redcoast._dryrun.step import make_job
+from redcoast._hlo import collectives
+from redcoast.models import GPT2, GPT2Config
+
+CONFIG = GPT2Config(256, 64, 2, 4, 256, positions=32)
+TOKENS = jax.ShapeDtypeStruct((16, 32), np.int32)
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def init_fn(key):
+    return GPT2(CONFIG, key=key)
+
+
+def loss_fn(model, tokens, key):
+    logits = model(tokens, key=key)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+    return losses.mean()
+
+
+def init_wide(key):
+    return {"up": jnp.zeros((2**14, 2**15)), "down": jnp.zeros((2**15, 2**14))}
+
+
+def wide_loss(model, x, key):
+    return jnp.mean((jnp.tanh(x @ model["up"]) @ model["down"]) ** 2)
+
+
+WIDE = jax.ShapeDtypeStruct((8, 2**14), np.float32)
+SIZES = {"data": 2, "fsdp": 2, "model": 2}
+
+
+@pytest.fixture(scope="module")
+def run():
+    return rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:8", mesh=SIZES)
+
+
+def test_the_step_is_the_one_that_a_loop_compiles(run):
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    state = eqx.filter_eval_shape(rc.init_state, init_fn, OPTIMIZER, key=jax.random.key(0))
+    plan = rc.plan_shardings(state, mesh, fn=loss_fn, args=(TOKENS, jax.random.key(0)))
+    step = ft.partial(rc.train_step, loss_fn=plan.constrain(loss_fn), optimizer=OPTIMIZER)
+    sharding = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+    batch = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype, sharding=sharding)
+    compiled = rc.compile_step(step, plan.shardings).lower(state, batch).compile()
+    memory: Any = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert run.memory["peak"] == pytest.approx(peak, rel=0.01)
+    sent = sum(one.count * one.sent_bytes for one in collectives(compiled.as_text(), mesh))
+    assert run.sent_bytes == pytest.approx(sent, rel=0.01)
+    assert str(run.plan) == str(plan)
+
+
+def test_no_array_is_made():
+    def traced(key):
+        assert isinstance(key, Tracer)
+        return init_fn(key)
+
+    before = len(jax.live_arrays())
+    rc.dry_run(traced, loss_fn, TOKENS, OPTIMIZER, target="cpu:8", mesh={"model": 8})
+    assert len(jax.live_arrays()) <= before + 1
+
+
+def test_memory_adds_up(run):
+    memory = run.memory
+    weights = sum(
+        x.size for x in jax.tree.leaves(eqx.filter(init_fn(jax.random.key(0)), eqx.is_array))
+    )
+    # Large arrays are split over all of fsdp x model, and a few small ones are whole.
+    assert weights * 4 / 4 < memory["parameters"] < weights * 4 / 3
+    assert memory["optimizer_state"] == pytest.approx(2 * memory["parameters"], abs=64)
+    assert memory["gradients"] == memory["parameters"]
+    assert memory["batch"] == 16 * 32 * 4 / 4
+    parts = sum(memory[key] for key in ("parameters", "optimizer_state", "other", "batch"))
+    assert memory["peak"] == pytest.approx(parts + memory["temporaries"], rel=0.01)
+    assert run.fits
+    assert memory["peak"] < memory["usable"] == 16 * 2**30
+
+
+def test_traffic_and_bounds_follow_from_the_program(run):
+    assert run.sent_bytes == sum(one["bytes"] for one in run.traffic) > 0
+    assert {one["axis"] for one in run.traffic} <= {
+        "data",
+        "fsdp",
+        "model",
+        "data+fsdp",
+        "data+fsdp+model",
+        "fsdp+model",
+        "data+model",
+    }
+    parts = {one["cause"].partition(":")[0] for one in run.traffic}
+    assert {"forward", "backward"} <= parts
+    per_axis = sum(one["bytes"] for one in run.traffic if one["axis"] == "model")
+    assert run.bounds.network["model"] == pytest.approx(per_axis / 1e10)
+    # 6 operations for each weight of a product and token, and attention's; on each of 8 devices.
+    weights = 2 * 12 * 64 * 64 + 256 * 64
+    tokens = 16 * 32
+    exact = 6 * weights * tokens + 2 * 12 * tokens * 32 * 64
+    assert sum(run.arithmetic.values()) == pytest.approx(exact / 8, rel=0.01)
+    assert run.bounds.arithmetic == pytest.approx(exact / 8 / 1e11, rel=0.01)
+
+
+def test_report_is_plain_data(run):
+    report = json.loads(json.dumps(run.report))
+    assert report["memory"] == run.memory
+    assert report["mesh"] == SIZES
+    assert report["bounds"]["binding"] == run.bounds.binding
+    assert report["plan"]["mesh"] == SIZES
+    assert report["changes"] == []
+
+
+def test_table(run):
+    text = str(run)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for words in ("It fits: ", "Memory of each device", "temporaries", "Sent by each device",
+                  "model: all-reduce, forward: dot_general", "<- binds", "nominal"):  # fmt: skip
+        assert words in text
+
+
+def test_mesh_is_chosen_by_price(run):
+    chosen = rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:2")
+    assert chosen.mesh["data"] * chosen.mesh["fsdp"] * chosen.mesh["model"] == 2
+    alone = rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:1")
+    assert "Nothing is sent" in str(alone)
+    assert alone.sent_bytes == 0
+    assert alone.arithmetic["float32"] == pytest.approx(8 * run.arithmetic["float32"])
+
+
+def test_a_step_that_is_too_large():
+    mesh = rc.make_mesh(data=8)
+    run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=mesh)
+    assert not run.fits
+    assert run.memory["peak"] >= 4 * 4 * 2**30  # weights, two moments and gradients
+    assert [change.what for change in run.changes] == ["mesh data=4, fsdp=2, model=1"]
+    assert run.changes[0].peak <= run.memory["usable"]
+    assert "It does not fit: " in str(run)
+    assert "With one of these changes it fits" in str(run)
+    again = rc.dry_run(
+        init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=run.changes[0].mesh
+    )
+    assert again.fits
+    assert again.memory["peak"] == run.changes[0].peak
+    quick = rc.dry_run(
+        init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh={"data": 8}, suggest=False
+    )
+    assert quick.changes == ()
+
+
+class Peaks:
+    """A compiler whose peaks are known."""
+
+    def __init__(self, peak):
+        self._peak, self.seen = peak, []
+
+    def __call__(self, job, mesh):
+        rows = job.rows // job.accumulate
+        remat = not can_rematerialise(job.state.model)
+        split = mesh["fsdp"] * mesh["model"]
+        self.seen.append((split, remat, job.accumulate, job.compute_dtype is not None))
+        peak = self._peak(split, rows, remat, job.compute_dtype is not None)
+        return Compiled(peak, 0, 0, (), 0.0)
+
+
+def changes_for(run, peak, usable):
+    make = ft.partial(make_job, loss_fn=loss_fn, batch=TOKENS, optimizer=OPTIMIZER)
+    job, compiler = make(init_fn), Peaks(peak)
+    small = type(run)(**{**vars(run), "mesh": {"data": 4, "fsdp": 1, "model": 1},
+                         "memory": {"usable": usable}})  # fmt: skip
+    return [one.what for one in find_changes(make, init_fn, job, small, compiler)], compiler.seen
+
+
+def test_changes_are_the_smallest_of_their_kind(run):
+    peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
+    found, _ = changes_for(run, peak, 180)
+    assert found == [
+        "mesh data=2, fsdp=2, model=1",
+        'remat="full" in the model',
+        "accumulate=2",
+        "compute_dtype=bfloat16",
+    ]
+
+
+def test_changes_go_together_where_none_is_enough(run):
+    peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
+    found, seen = changes_for(run, peak, 60)
+    assert found == ['mesh data=1, fsdp=2, model=2 and remat="full" in the model and accumulate=4']
+    assert (4, True, 4, False) in seen
+    assert changes_for(run, peak, 10)[0] == []
+
+
+def test_rematerialised_models_compute_the_same():
+    model = init_fn(jax.random.key(0))
+    again = rematerialised(init_fn)(jax.random.key(0))
+    assert (model.config.remat, again.config.remat) == ("none", "full")
+    assert not can_rematerialise(again)
+    assert can_rematerialise({"inside": [model]})
+    assert not can_rematerialise(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)))
+    tokens = jnp.arange(32)[None]
+    np.testing.assert_allclose(model(tokens), again(tokens), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("jit(f)/jvp()/while/body/dot_general", "forward: dot_general"),
+        ("jit(f)/transpose(jvp())/while/body/checkpoint/(mul:add:mul)", "backward: add, mul"),
+        ("jit(f)/transpose(jvp())/rematted_computation/exp", "computed again: exp"),
+        ("jit(f)/reduce_sum", "outside the gradient: reduce_sum"),
+        (None, "not named by the compiler"),
+    ],
+)
+def test_causes_in_words(source, words):
+    assert cause(source) == words
+
+
+def test_what_a_tpus_compiler_says_as_it_refuses():
+    used = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Used 139.02G of 30.75G hbm."
+    assert needed_bytes(used) == round(139.02 * 2**30)
+    temporaries = "the total memory required for HLO temporaries (57.5G) exceeds available HBM"
+    assert needed_bytes(temporaries) == round(57.5 * 2**30)
+    assert needed_bytes("something else") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"target": "cpu:6x2"}, ValueError, "too many sizes"),
+        ({"target": "v9:2"}, ValueError, "There is no target 'v9:2'"),
+        ({"mesh": {"model": 3}}, ValueError, "does not match the target 'cpu:8'.*model in"),
+        ({"mesh": {"tensor": 8}}, TypeError, "sizes of `data`, `fsdp` and `model`"),
+        ({"batch": {}}, ValueError, "`batch` holds no array"),
+        ({"batch": {"x": 3}}, TypeError, "int at x"),
+        ({"batch": {"x": jnp.zeros(())}}, ValueError, "x in the batch is a scalar"),
+        ({"batch": {"x": TOKENS, "y": WIDE}}, ValueError, "16 at x, 8 at y"),
+        ({"accumulate": 0}, ValueError, "`accumulate`"),
+        ({"accumulate": 3}, ValueError, "`accumulate=3` does not divide"),
+        ({"overrides": [("nothing", None)]}, ValueError, "nothing"),
+        ({"compute_dtype": "int32"}, (TypeError, ValueError), "compute_dtype"),
+    ],
+)
+def test_bad_input(changes, kind, words):
+    given = {"init_fn": init_fn, "loss_fn": loss_fn, "batch": TOKENS, "optimizer": OPTIMIZER}
+    given |= {"target": "cpu:8", "mesh": SIZES} | changes
+    with pytest.raises(kind, match=f"(?s){words}"):
+        rc.dry_run(**given)

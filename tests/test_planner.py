@@ -269,6 +269,30 @@ def test_the_batch_goes_over_model_where_nothing_is_worth_computing_split():
     assert "nothing is worth computing split" in many.report["batch"]
 
 
+def test_activations_are_whole_only_where_there_is_room():
+    mesh = rc.make_mesh(fsdp=8, data=1)
+    params = {"layers": jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((8, 16, 1024), jnp.float32)
+
+    def loss(params, x, key):
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] ** 2)
+
+    def plan(memory):
+        given = {"fn": loss, "args": (batch, None), "hardware": rc.Hardware(memory=memory)}
+        return rc.plan_shardings(params, mesh, **given).report
+
+    free = plan(80e9)
+    assert free["batch_axes"] == []  # few examples for so many parameters
+    needed = free["memory"]["total"]
+    assert plan(needed / 0.84)["batch_axes"] == []
+    tight = plan(needed / 0.86)
+    assert tight["batch_axes"] == ["fsdp"]
+    assert tight["memory"]["total"] < needed
+    # Where nothing fits, the price decides.
+    assert plan(1e6)["batch_axes"] == []
+
+
 def test_devices_decide_whether_splitting_pays():
     """Arrays so small that nothing is gained by storing them split, and a batch of one."""
     plan = lambda **constants: plan_of(

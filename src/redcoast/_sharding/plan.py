@@ -16,8 +16,7 @@ from .constrain.compute import Compute
 from .nodes import flat_leaves
 from .overrides import Override, spec_axes
 from .report.figures import make_report
-from .report.table import draw_table
-from .rows import Row, model_of, plan_rows, structural_rows
+from .rows import Row, model_of, plan_rows
 
 _AXES = ("data", "fsdp", "model")
 
@@ -57,6 +56,8 @@ class Plan:
     compute: Compute = field(repr=False)
 
     def __str__(self) -> str:
+        from .report.table import draw_table
+
         return draw_table(self.report)
 
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +255,8 @@ def plan_shardings(
         if args or budget is not None:
             given = "args" if args else "budget"
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
+        from .structural import structural_rows
+
         inside = structural_rows(model_of(tree), axes, overrides)
         rows = plan_rows(tree, lambda model: inside)
         return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), {})

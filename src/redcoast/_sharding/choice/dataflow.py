@@ -93,9 +93,9 @@ def decide(
         if not _applies(way, program, sizes):
             continue
         found = _decide(program, way, sizes, parameters, hardware, ())
-        kept, before = saved_bytes(found, sizes), saved_bytes(best, sizes)
-        if max(kept, before) > room and kept != before:
-            best = min(best, found, key=lambda one: saved_bytes(one, sizes))
+        fits, fitted = (saved_bytes(one, sizes) <= room for one in (found, best))
+        if fits != fitted:
+            best = found if fits else best
             continue
         # Whoever asks for `fsdp` expects the batch to go over it: unless that sends clearly more.
         margin = 0.1 if "fsdp" in way.model else 1e-6

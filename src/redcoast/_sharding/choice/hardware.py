@@ -19,7 +19,7 @@ class Hardware:
     - `model_bandwidth`: Bytes that a device sends per second over the `model` axis.
     - `batch_bandwidth`: The same over `data` and `fsdp`.
     - `memory_bandwidth`: Bytes read and written per second.
-    - `memory`: Bytes of memory.
+    - `memory`: Bytes of memory. If no `Hardware` is given, what the devices say, if they do.
     - `adds_first`: Whether the compiler adds partial sums before it reduces them over devices, so
         that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
     - `scatters`: Whether it reduces a gradient that is stored split over all of them only to the

@@ -3,6 +3,7 @@
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from .step import Job, trace_job
 Traffic = dict[str, Any]
 # Less work on machine code; buffers and collectives are the same.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
+# By default it lets all that can be done at once be done at once, which accelerators do not.
+_STAND_IN = _CPU_OPTIONS | {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The two ways in which a TPU's compiler says how much is needed. By the second it means arguments
 # and results too, and the least that it could come to.
@@ -41,25 +44,30 @@ class Compiled:
     open_loops: int = 0  # of which nobody knows how often they run, counted once
 
 
-def compile_job(job: Job, plan: Plan, mesh: Mesh) -> Compiled:
-    """Compiles the step for the mesh's devices; that it is too large for them is an answer too."""
+def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) -> Compiled:
+    """Compiles the step for the mesh's devices; that it is too large for them is an answer too.
+
+    `stands_in` says that they are the CPU's in the place of an accelerator's.
+    """
     traced = trace_job(job, plan, mesh)
     found = contractions(traced.jaxpr)
     counted = plan.report.get("arithmetic", {"flops": 1, "per_device": 1})
     share = counted["per_device"] / max(1, counted["flops"])
     return replace(
-        compile_for(traced.lower(), mesh),
+        compile_for(traced.lower(), mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
         flops={dtype: share * count for dtype, count in found.flops.items()},
         open_loops=found.open_loops,
     )
 
 
-def compile_for(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
+def compile_for(
+    lowered: jax.stages.Lowered, mesh: Mesh, cpu_options: Mapping[str, Any] = _CPU_OPTIONS
+) -> Compiled:
     """What the compiler says of a program."""
     platform = mesh.devices.flat[0].platform
     begin = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=_CPU_OPTIONS if platform == "cpu" else None)
+        compiled = lowered.compile(compiler_options=dict(cpu_options) if platform == "cpu" else None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) or (peak := needed_bytes(str(error))) is None:
             raise

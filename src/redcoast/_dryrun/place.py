@@ -27,6 +27,12 @@ class Place:
     usable: int | None
     notes: tuple[str, ...] = ()
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether these are devices of the CPU in the place of others."""
+        kind = "cpu" if self.target is None else self.target.chip.kind
+        return kind != "cpu" and self.devices[0].platform == "cpu"
+
     def mesh(self, sizes: dict[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)
 

@@ -39,7 +39,8 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
     mesh = place.mesh(one.mesh)
     found, wrong = None, None
     try:
-        found = compile_job(job, plan_job(job, mesh, hardware_there(place, mesh)), mesh)
+        plan = plan_job(job, mesh, hardware_there(place, mesh))
+        found = compile_job(job, plan, mesh, stands_in=place.stands_in)
     except ValueError as error:
         wrong = str(error)
     except jax.errors.JaxRuntimeError as error:  # of one mesh: others may well be compiled

@@ -63,7 +63,7 @@ def _mesh(sizes: Mapping[str, int], place: Place) -> Mesh:
 
 def _compile(job: Job, place: Place, mesh: Mesh) -> tuple[Plan, Compiled]:
     plan = plan_job(job, mesh, hardware_there(place, mesh))
-    return plan, compile_job(job, plan, mesh)
+    return plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
 
 
 def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:

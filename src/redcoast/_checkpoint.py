@@ -74,11 +74,13 @@ def save_checkpoint(
             "path, or remove it first."
         )
     with make_checkpointer(background=False) as checkpointer:
-        checkpointer.save(path, args=save_args(tree, metadata or {}))
+        checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
 
 
-def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
-    """What Orbax is to write of a tree."""
+def arrays_and_document(
+    tree: PyTree, metadata: Mapping[str, Any]
+) -> tuple[dict[Names, Any], dict[str, Any]]:
+    """What is to be written of a tree: its arrays, and the JSON beside them."""
     flat = flatten_arrays(tree)
     if not flat:
         raise ValueError("The tree holds no array, so that there is nothing to save.")
@@ -97,7 +99,7 @@ def save_args(tree: PyTree, metadata: Mapping[str, Any]) -> Any:
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
     arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
-    return orbax_args(arrays, document)
+    return arrays, document
 
 
 def _as_number(x: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ._checkpoint import save_args
+from ._checkpoint import arrays_and_document
 from ._exchange import is_main
-from ._orbax import make_checkpointer
+from ._host_copy import can_copy, copy_to_host
+from ._orbax import make_checkpointer, orbax_args
 from ._retention import (
     Checkpoints,
     best_metrics,
@@ -85,13 +86,31 @@ class Saver:
         self._settle()
         if step == self._last and not self._failed:
             return
-        args = save_args(tree, metadata)
+        arrays, document = arrays_and_document(tree, metadata)
         self._last = step
         value = metric_of(self._checkpoints, metadata["metrics"])
         if not math.isnan(value):
             self._values[step] = value
-        self._together.begin()
         path = self._checkpoints.path / str(step)
+        if jax.process_count() == 1 and can_copy(arrays):
+            args = orbax_args(copy_to_host(arrays), document)
+            self._pending = self._thread.submit(self._save_alone, path, args)
+        else:
+            self._save_together(path, orbax_args(arrays, document))
+
+    def _save_alone(self, path: Path, args: Any) -> Exception | None:
+        """Saves copies in the background, for most of what Orbax would do first is not copying."""
+        if (problem := _unwritable(path)) is not None:
+            return OSError(problem)
+        try:
+            self._checkpointer.save(path, args=args)
+        except Exception as error:
+            return error
+        return self._finish()
+
+    def _save_together(self, path: Path, args: Any) -> None:
+        """Lets Orbax copy the arrays, and all processes agree with it when to begin."""
+        self._together.begin()
         if (problem := self._together.outcome(_unwritable(path))) is not None:
             self._fail(OSError(problem))
             return

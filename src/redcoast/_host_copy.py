@@ -1,0 +1,73 @@
+"""Copies of arrays in the host's memory, begun at once and finished in the background."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+# XLA lets a process pin 64 GiB for GPUs unless told otherwise, of which a save takes no more than
+# half.
+MOST_BYTES = 2**35
+
+
+def can_copy(arrays: Mapping[Any, Any]) -> bool:
+    """Whether `copy_to_host` does, and may take the memory: elsewhere Orbax copies, and waits."""
+    known = (NamedSharding, SingleDeviceSharding)
+    on_device = [x for x in arrays.values() if isinstance(x, jax.Array)]
+    return (
+        all(isinstance(x.sharding, known) and x.is_fully_addressable for x in on_device)
+        and all(_kind(x) in _kinds(x) for x in on_device)
+        and sum(x.nbytes for x in on_device) <= MOST_BYTES
+    )
+
+
+def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same arrays in the host's memory, split as they are, of which their first replica.
+
+    Nothing is waited for. What is computed next may be put in the place of the originals: the
+    runtime lets it wait for the copies.
+    """
+    copies = {name: np.copy(x) for name, x in arrays.items() if not isinstance(x, jax.Array)}
+    first = {name: _first_replica(x) for name, x in arrays.items() if name not in copies}
+    places = {name: x.sharding.with_memory_kind(_kind(x)) for name, x in first.items()}
+    return copies | jax.device_put(first, places, may_alias=False)
+
+
+def _kind(x: jax.Array) -> str:
+    # On CPUs, what is called pinned is copied tens of times more slowly.
+    return "unpinned_host" if _device(x).platform == "cpu" else "pinned_host"
+
+
+def _kinds(x: jax.Array) -> set[str]:
+    return {memory.kind for memory in _device(x).addressable_memories()}
+
+
+def _device(x: jax.Array) -> Any:
+    return next(iter(x.sharding.device_set))
+
+
+def _first_replica(x: jax.Array) -> jax.Array:
+    """The same shards, without those that other devices hold as well; nothing is copied."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return x
+    used = _axes(sharding.spec)
+    where = tuple(slice(None if axis in used else 1) for axis in sharding.mesh.axis_names)
+    everywhere = np.asarray(sharding.mesh.devices)
+    devices = everywhere[where]
+    if devices.size == everywhere.size:
+        return x
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    mesh = Mesh(devices, sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
+    shards = [held[device] for device in devices.flat]
+    return jax.make_array_from_single_device_arrays(
+        x.shape, NamedSharding(mesh, sharding.spec), shards
+    )
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    """The axes of the mesh over which an array is split."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    return {axis for part in parts for axis in part if axis is not None}

@@ -136,6 +136,47 @@ def test_after_a_hundred_steps(tmp_path, name):
     assert last in (99, 100, 101)
 
 
+def raising_on_the_device(when):
+    """A loss whose step raises on the device, at the one that `when` says."""
+    steps = iter(range(1, 10**6))
+
+    def check(x):
+        if next(steps) == when:
+            raise Broken("seen too much")
+        return np.float32(0)
+
+    def loss(model, batch, key):
+        value, aux = loss_fn(model, batch, key)
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        return value + jax.pure_callback(check, shape, batch["x"]), aux
+
+    return loss
+
+
+@pytest.mark.parametrize("name", ["predict_fn", "output_fn", "metric_fn"])
+def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
+    # Before that one there were the trial on one batch, and 50 steps before, two batches.
+    when = {"output_fn": 5, "metric_fn": 3}
+
+    on_device = failing(np.asarray, 5)
+
+    def predict(model, batch, key):
+        found = predict_fn(model, batch, key)
+        return jax.pure_callback(on_device, jax.typeof(found), found)
+
+    functions = EVALUATION | ({"predict_fn": predict} if name == "predict_fn" else {})
+    if name in when:
+        functions[name] = failing(functions[name], when[name])
+    with pytest.raises(Exception, match="no such file") as error:
+        fit(
+            **functions | {"eval_every": 50},
+            steps=110,
+            checkpoints=rc.Checkpoints(tmp_path, every=1000),
+        )
+    assert "Raised in the evaluation after step 100." in notes(error.value)
+    assert saved(tmp_path) == [100]
+
+
 @pytest.mark.parametrize(("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3)])
 def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augmented, when):
     """Raised by a call in training, where examples are augmented, or in evaluation."""
@@ -189,27 +230,18 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_an_error_while_a_step_is_computed_saves_nothing(tmp_path):
+@pytest.mark.parametrize(("when", "before"), [(6, 4), (100, 96)])
+def test_an_error_while_a_step_is_computed_saves_nothing(tmp_path, when, before):
     """Its state may be wrong."""
-
-    def check(x):
-        if (seen := seen_so_far()) == 6:
-            raise Broken("seen too much")
-        return np.float32(seen * 0)
-
-    calls = iter(range(1, 100))
-    seen_so_far = lambda: next(calls)
-
-    def loss(model, batch, key):
-        value, aux = loss_fn(model, batch, key)
-        shape = jax.ShapeDtypeStruct((), np.float32)
-        return value + jax.pure_callback(check, shape, batch["x"]), aux
-
     with pytest.raises(Exception, match="seen too much") as error:
-        fit(loss_fn=loss, checkpoints=rc.Checkpoints(tmp_path, every=4))
-    assert saved(tmp_path) == [4]
-    assert re.search("Raised (by step 6|while step 6 was computed)", notes(error.value))
-    assert f"The last good checkpoint is {tmp_path}/checkpoints/4." in notes(error.value)
+        fit(
+            loss_fn=raising_on_the_device(when),
+            steps=110,
+            checkpoints=rc.Checkpoints(tmp_path, every=before),
+        )
+    assert saved(tmp_path) == [before]
+    assert re.search(f"Raised (by step {when}|while step {when} was computed)", notes(error.value))
+    assert f"The last good checkpoint is {tmp_path}/checkpoints/{before}." in notes(error.value)
 
 
 def test_examples_that_cannot_be_read_are_named():

@@ -289,6 +289,54 @@ def test_a_prompt_is_answered_word_by_word(weights):
     assert run("serve_prompt.py", *options, "--local-devices", 2, "--model", 2) == drawn
 
 
+def run_as_two(script, *options):
+    """As `run`, by two processes of two devices each; gives what the first printed."""
+    first, second = run_processes(FOLDER / script, *options, processes=2, devices=2, timeout=300)
+    assert first.returncode == second.returncode == 0, first.output + second.output
+    # What gloo prints of its connections may stand anywhere.
+    first, second = (re.sub(r"\[Gloo\][^\n]*\n", "", x.output) for x in (first, second))
+    assert not second
+    return first
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("options", [["--fsdp", 2, "--model", 2], ["--lora", "--rank", 2]])
+def test_two_processes_fine_tune(weights, texts, tmp_path, options):
+    options = ["--weights", weights, "--text", texts, "--learning-rate", 1e-2, *TUNING, *options]
+    alone = run("finetune.py", *options, "--directory", tmp_path / "one", "--local-devices", 4)
+    together = run_as_two("finetune.py", *options, "--directory", tmp_path / "two")
+    for words in ("perplexity before: ", "perplexity after: "):
+        assert number_after(words, together) == pytest.approx(number_after(words, alone), rel=1e-3)
+    directory = only_run(tmp_path / "two")
+    assert (directory / "model" / "tokenizer.json").exists()
+    assert (directory / "adapters").exists() == ("--lora" in options)
+    one, two = (rc.load_pretrained(only_run(tmp_path / x) / "model") for x in ("one", "two"))
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.hosts
+def test_two_processes_answer_together(weights):
+    options = ["--weights", weights, "--prompt", "Hello", "--new-tokens", 6]
+    alone = run("serve_prompt.py", *options)
+    assert run_as_two("serve_prompt.py", *options, "--model", 4) == alone
+
+
+@pytest.mark.hosts
+def test_two_processes_classify_images(tmp_path):
+    options = ["--epochs", 2, "--channels", 8]
+    alone = run(
+        "image_classification.py", *options, "--directory", tmp_path / "one", "--local-devices", 4
+    )
+    together = run_as_two("image_classification.py", *options, "--directory", tmp_path / "two")
+    words = "Test accuracy: "
+    assert number_after(words, together) == pytest.approx(number_after(words, alone), abs=1)
+    histories = [rc.read_metrics(only_run(tmp_path / x) / "metrics.jsonl") for x in ("one", "two")]
+    for one, two in zip(*histories, strict=True):
+        assert one == pytest.approx(two, rel=1e-2)
+    assert (only_run(tmp_path / "two") / "loss.png").is_file()
+
+
 def test_page_about_hosts_shows_the_job_as_it_is():
     job = (FOLDER / "language_modeling.sbatch").read_text("utf-8")
     assert f"```bash\n{job}```" in (FOLDER.parent / "docs" / "hosts.md").read_text("utf-8")

@@ -110,15 +110,42 @@ def test_generation(tmp_path):
         assert found["predicted"] == searched
 
 
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    """Weights that split into up to 16 parts, and what one device makes of them."""
+    config = LlamaConfig(vocab=64, width=64, layers=1, heads=16, kv_heads=16, hidden=64)
+    model = Llama(config, key=jax.random.key(0))
+    path = tmp_path_factory.mktemp("weights") / "model"
+    rc.save_pretrained(model, path)
+    prompts = np.random.default_rng(0).integers(1, 64, (16, 6))
+    decode = lambda beams: rc.generate(model, prompts, max_new_tokens=4, beams=beams).tolist()
+    return str(path), [decode(1), decode(2)]
+
+
 @pytest.mark.hosts
 @pytest.mark.parametrize("mesh", [{"data": -1}, {"fsdp": -1, "data": 1}, {"model": -1, "data": 1}])
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("devices", [1, 2, 4])
-def test_several_processes_are_one_run(mesh, processes, devices):
+def test_several_processes_are_one_run(mesh, processes, devices, decoder, tmp_path):
     asked = {"mesh": mesh, "gather": ["all", "first", "none"]}
-    alone = results(run(1, processes * devices, **asked))[0]
-    split = results(run(processes, devices, **asked))
+    if "model" in mesh or processes == devices == 2:  # compiling it again takes minutes
+        asked["weights"] = decoder[0]
+    one, many = tmp_path / "one", tmp_path / "many"
+    alone = results(run(1, processes * devices, directory=str(one), **asked))[0]
+    split = results(run(processes, devices, directory=str(many), **asked))
     check_same_run(split, alone, shared=processes if "model" in mesh else 1)
+    check_same_checkpoints(many / "checkpoints", one / "checkpoints")
+    if "weights" in asked:
+        assert all(x["decoded"] == decoder[1] for x in [alone, *split])
+
+
+def check_same_checkpoints(found, expected):
+    assert sorted(p.name for p in found.iterdir()) == sorted(p.name for p in expected.iterdir())
+    for path in expected.iterdir():
+        one, many = rc.load_checkpoint(path), rc.load_checkpoint(found / path.name)
+        assert jax.tree.structure(one) == jax.tree.structure(many)
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.hosts
@@ -144,6 +171,16 @@ def test_a_checkpoint_resumes_on_any_number_of_processes(counts, alone, tmp_path
     run(first, 4 // first, steps=6, directory=str(tmp_path))
     resumed = results(run(then, 4 // then, directory=str(tmp_path)))[0]
     check_same_metrics(resumed["metrics"], [x for x in alone["metrics"] if x[0] > 6])
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("counts", [[(4, 1), (2, 4)], [(1, 2), (4, 4)]])
+def test_a_checkpoint_resumes_on_another_mesh_of_other_processes(counts, alone, tmp_path):
+    (first, few), (then, many) = counts
+    run(first, few, mesh={"fsdp": -1, "data": 1}, steps=6, directory=str(tmp_path))
+    mesh = {"data": 2, "fsdp": 2, "model": -1}
+    resumed = results(run(then, many, mesh=mesh, directory=str(tmp_path)))
+    check_same_metrics(resumed[0]["metrics"], [x for x in alone["metrics"] if x[0] > 6])
 
 
 @pytest.mark.hosts

@@ -109,12 +109,25 @@ state = rc.fit(
     progress=False,
 )
 trained = list(collated)
+
+
+def decode(path):
+    """What a language model goes on with, greedily and with two beams."""
+    decoder = rc.load_pretrained(path, mesh=mesh)
+    prompts = np.random.default_rng(0).integers(1, 64, (16, 6))
+    return [
+        np.asarray(rc.generate(decoder, prompts, max_new_tokens=4, beams=beams)).tolist()
+        for beams in (1, 2)
+    ]
+
+
 predict = {**common, "predict_fn": predict_fn, "output_fn": lambda p: p.tolist()}
 found = {
     "process": jax.process_index(),
     "step": int(state.step),
     "metrics": metrics,
     "collated": trained,
+    "decoded": decode(asked["weights"]) if "weights" in asked else None,
     "evaluation": rc.evaluate(state.model, data, loss_fn=loss_fn, **common),
     **{
         x: rc.predict_examples(state.model, data, gather=x, **predict)

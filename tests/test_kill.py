@@ -98,9 +98,9 @@ def test_killed_in_the_middle_of_a_save(tmp_path, expected):
         names = [p.name for p in checkpoints.iterdir()] if checkpoints.is_dir() else []
         return [n for n in names if "tmp" in n and n.startswith(("12", "18", "24"))]
 
-    assert kill_when(start(tmp_path, 120, slow=0.02), unfinished)
+    assert kill_when(start(tmp_path, 48, slow=0.02), unfinished)
     assert unfinished(), "the save had ended"
-    assert finish(tmp_path, 120) == expected(120)
+    assert finish(tmp_path, 48) == expected(48)
     assert not unfinished()
 
 

@@ -8,28 +8,24 @@ from problem import make_model
 from test_errors import EXAMPLES, ONE, fit, notes, saved
 
 import redcoast as rc
-from redcoast import _fit, _memory, _steps
+from redcoast import _fit, _memory
+from redcoast._compile import CompiledStep
 from redcoast._planning import starting_state
 from redcoast._validation import Validation
 
 
 def out_of_memory(monkeypatch, at):
     """Lets a step fail as XLA's allocator does."""
-    compile_step = rc.compile_step
+    run, calls = CompiledStep.__call__, iter(range(1, 100))
 
-    def compiling(*args, **kwargs):
-        step, calls = compile_step(*args, **kwargs), iter(range(1, 100))
+    def call(self, *args):
+        if next(calls) == at:
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
+            )
+        return run(self, *args)
 
-        def call(*args):
-            if next(calls) == at:
-                raise jax.errors.JaxRuntimeError(
-                    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
-                )
-            return step(*args)
-
-        return call
-
-    monkeypatch.setattr(_steps, "compile_step", compiling)
+    monkeypatch.setattr(CompiledStep, "__call__", call)
 
 
 @pytest.mark.parametrize("sizes", [ONE, {"fsdp": 2, "model": 2}])

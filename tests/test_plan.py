@@ -191,6 +191,6 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
 
 def test_planning_a_hundred_layers_is_fast():
     state = train_state(stock(Transformer, layers=100), optax.adamw(1e-3))
-    start = time.perf_counter()
+    start = time.process_time()
     str(plan_shardings(state, mesh_of(2, 2, 4)))
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3

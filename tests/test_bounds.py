@@ -1,5 +1,7 @@
 """The least time of a step, computed by hand."""
 
+from typing import Any
+
 import pytest
 
 from redcoast._dryrun.bounds import Bounds, time_bounds
@@ -18,11 +20,16 @@ CHIP = Chip(
     source="none",
 )
 BANDWIDTHS = {"data": 1e9, "fsdp": 1e10, "model": 2e10}
-NEEDS = {"flops": {"float32": 2e12}, "moved_bytes": 5 * 10**10, "sent_bytes": {"model": 10**10}}
+NEEDS: dict[str, Any] = {
+    "flops": {"float32": 2e12},
+    "moved_bytes": 5 * 10**10,
+    "sent_bytes": {"model": 10**10},
+}
 
 
-def bounds(**changes):
-    return time_bounds(**NEEDS | changes, chip=CHIP, bandwidths=BANDWIDTHS)
+def bounds(**changes: Any):
+    given: Any = {"chip": CHIP, "bandwidths": BANDWIDTHS, **NEEDS, **changes}
+    return time_bounds(**given)
 
 
 def test_each_bound_and_which_is_the_largest():
@@ -41,9 +48,7 @@ def test_several_axes_are_as_fast_as_the_fastest_of_them():
 
 def test_axes_whose_bandwidth_together_is_known():
     together = BANDWIDTHS | {"data+fsdp": 2e10}
-    found = time_bounds(
-        **NEEDS | {"sent_bytes": {"data+fsdp": 5e10}}, chip=CHIP, bandwidths=together
-    )
+    found = bounds(sent_bytes={"data+fsdp": 5e10}, bandwidths=together)
     assert found.network == {"data+fsdp": 2.5}
 
 

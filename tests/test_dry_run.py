@@ -70,11 +70,11 @@ def test_the_step_is_the_one_that_a_loop_compiles(run):
 def test_no_array_is_made():
     def traced(key):
         assert isinstance(key, Tracer)
-        return init_fn(key)
+        return init_wide(key)
 
     before = len(jax.live_arrays())
-    rc.dry_run(traced, loss_fn, TOKENS, OPTIMIZER, target="cpu:8", mesh={"model": 8})
-    assert len(jax.live_arrays()) <= before + 1
+    rc.dry_run(traced, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh={"model": 8})
+    assert len(jax.live_arrays()) <= before + 1  # the key that the planner traces with
 
 
 def test_memory_adds_up(run):
@@ -133,13 +133,15 @@ def test_table(run):
         assert words in text
 
 
-def test_mesh_is_chosen_by_price(run):
-    chosen = rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:2")
-    assert chosen.mesh["data"] * chosen.mesh["fsdp"] * chosen.mesh["model"] == 2
-    alone = rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:1")
+def test_mesh_is_chosen_by_price():
+    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    # Copies of the model do not fit, and there are few examples for its size.
+    assert rc.dry_run(*given, target="cpu:2").mesh["data"] == 1
+    alone = rc.dry_run(*given, target="cpu:1", suggest=False)
     assert "Nothing is sent" in str(alone)
     assert alone.sent_bytes == 0
-    assert alone.arithmetic["float32"] == pytest.approx(8 * run.arithmetic["float32"])
+    # Two products forward, and three backward: the batch has no gradient.
+    assert alone.arithmetic == {"float32": 5 * 2 * 8 * 2**14 * 2**15}
 
 
 def test_a_step_that_is_too_large():

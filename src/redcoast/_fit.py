@@ -5,7 +5,7 @@ import functools as ft
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import optax
@@ -26,7 +26,7 @@ from ._evaluate import OutputFn, check_batch_size
 from ._exchange import is_main
 from ._loss import LossFn
 from ._memory import explained_memory
-from ._mesh import ambient_or_default
+from ._mesh import ambient_or_default, make_mesh
 from ._not_finite import check_finite
 from ._notes import noting
 from ._opening import announce, check_eval_every, rehearse, run_info
@@ -58,7 +58,7 @@ def fit(
     collate_fn: CollateFn,
     loss_fn: LossFn,
     batch_size: int,
-    mesh: Mesh | None = None,
+    mesh: Mesh | Literal["auto"] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     key: PRNGKeyArray | None = None,
@@ -100,6 +100,8 @@ def fit(
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch_size`: how many examples a step takes, over all devices.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient one, or all devices as `data`.
+        `"auto"` compares all meshes of the devices and takes the best, as
+        [`redcoast.suggest_mesh`][] does, which takes the time to compile the step thrice.
     - `epochs`, `steps`: how long to train, counted from the beginning of the run: one of the two.
         A stream may have neither, and trains until it ends.
     - `key`: a JAX key, which decides the order of the data and all that the loss draws;
@@ -156,13 +158,20 @@ def fit(
         check_key(key)
     if checkpoints is not None:
         check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
-    mesh = ambient_or_default(mesh)
+    auto = mesh == "auto"
+    mesh = make_mesh() if mesh == "auto" else ambient_or_default(mesh)
     quiet = progress is False or not is_main()
     with watching(), lock_run(checkpoints.path.parent if checkpoints else None):
         abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
         draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
         given = {"compute_dtype": compute_dtype, "trainable": trainable}
         options = {"loss_fn": loss_fn, "accumulate": accumulate, "overrides": overrides, **given}
+        if auto:
+            # Imported where a program is compiled, so that importing redcoast stays cheap.
+            from ._dryrun.auto import auto_mesh
+
+            mesh = auto_mesh(abstract, optimizer, draw, batch_size, quiet=quiet, **options)
+            draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
         plan = plan_run(abstract, draw, mesh, batch_size=batch_size, **options)
         functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "predict_fn": predict_fn}
         check_agreement(

@@ -66,11 +66,16 @@ def compile_for(
     """What the compiler says of a program."""
     platform = mesh.devices.flat[0].platform
     begin = time.perf_counter()
+    options = dict(cpu_options) if platform == "cpu" else None
     try:
-        compiled = lowered.compile(compiler_options=dict(cpu_options) if platform == "cpu" else None)
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) or (peak := needed_bytes(str(error))) is None:
-            raise
+        peak = needed_bytes(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
+        if peak is None:
+            raise RuntimeError(
+                "The compiler failed on this program, which it may not do for another mesh or "
+                f"another batch. It said: {error}"
+            ) from error
         return Compiled(peak, None, 0, None, time.perf_counter() - begin, refused=True)
     seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()

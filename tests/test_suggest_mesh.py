@@ -1,0 +1,257 @@
+"""Meshes compared by price and by what compilers say, and the one that is suggested."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from problem import collate_fn, loss_fn, make_examples, make_model
+from processes import run_processes
+
+import redcoast as rc
+from redcoast._dryrun.chips import CHIPS
+from redcoast._dryrun.meshes import cheapest, choose, suggest
+from redcoast._dryrun.place import Place, elsewhere, hardware_of_target
+from redcoast._dryrun.step import make_job
+from redcoast._dryrun.suggestion import Candidate
+from redcoast._dryrun.target import parse_target
+
+OPTIMIZER = optax.sgd(1e-3)
+
+
+def make_mlp(width, hidden):
+    """A model, its loss, and its batch of so many rows."""
+    init_fn = lambda key: {"up": jnp.zeros((width, hidden)), "down": jnp.zeros((hidden, width))}
+    loss = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+    return lambda rows: (init_fn, loss, jax.ShapeDtypeStruct((rows, width), jnp.float32), OPTIMIZER)
+
+
+SMALL, WIDE = make_mlp(64, 128)(2048), make_mlp(256, 1024)(8)
+
+
+@pytest.fixture(scope="module")
+def every():
+    """What each mesh of four devices comes to once it is compiled, for few and for many rows."""
+    place = elsewhere("cpu:4")
+    return {name: suggest(make_job(*case), place, 6) for name, case in cases()}
+
+
+def cases():
+    return [("small", SMALL), ("wide", WIDE)]
+
+
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_as_good_as_the_best_of_all_meshes(every, name, case):
+    found = rc.suggest_mesh(*case, target="cpu:4", compiled=2)
+    compiled = {tuple(one.mesh.values()): one for one in every[name].candidates}
+    assert len(compiled) == 6  # all of them
+    mine = compiled[tuple(found.values())]
+    assert mine.sent_bytes <= 1.1 * min(one.sent_bytes for one in compiled.values())
+    assert mine.seconds <= 1.1 * min(one.seconds for one in compiled.values())
+
+
+def test_many_rows_are_split_and_large_matrices_are(every):
+    assert dict(every["small"]) == {"data": 4, "fsdp": 1, "model": 1}
+    assert every["wide"]["model"] == 4
+
+
+def test_what_is_returned_is_a_mapping_and_a_table(every):
+    found = every["wide"]
+    assert list(found) == ["data", "fsdp", "model"]
+    assert dict(rc.make_mesh(**found, devices=elsewhere("cpu:4").devices).shape) == dict(found)
+    assert found == {"data": 1, "fsdp": 1, "model": 4}
+    assert isinstance(found, rc.MeshSuggestion)
+    head, _, columns, *rows = str(found).splitlines()
+    assert head == "Meshes for cpu:4: data=1, fsdp=1, model=4 is the best of 6"
+    assert columns.split()[:3] == ["data", "fsdp", "model"]
+    assert rows[0].split()[:3] == ["1", "1", "4"]
+    assert rows[0].endswith("fits")
+
+
+def test_prices_are_those_of_what_compilers_make(every):
+    """What the planner counts, against the compiled programs."""
+    for name, _ in cases():
+        for one in every[name].candidates:
+            assert one.priced_seconds == pytest.approx(one.seconds, rel=0.1)
+
+
+# Sizes, estimated memory, memory.
+FOUR = [
+    ((4, 1, 1), 90, 120),
+    ((2, 2, 1), 80, 110),
+    ((2, 1, 2), 70, 105),
+    ((1, 4, 1), 60, 70),
+    ((1, 2, 2), 50, 60),
+    ((1, 1, 4), 55, 65),
+]
+
+
+def choose_from(meshes, usable, compiled):
+    """What is chosen of meshes that are priced in their order, and which are compiled for that."""
+    tried = []
+
+    def compiling(one):
+        tried.append(tuple(one.mesh.values()))
+        peak = next(peak for mesh, _, peak in meshes if mesh == tried[-1])
+        return replace(one, seconds=one.priced_seconds, peak_memory=peak, fits=peak <= usable)
+
+    priced = [
+        Candidate(dict(zip(("data", "fsdp", "model"), mesh, strict=True)), place, estimated)
+        for place, (mesh, estimated, _) in enumerate(meshes)
+    ]
+    return choose(priced, compiling, Place("made up", range(4), None, usable), compiled), tried
+
+
+def test_the_cheapest_that_fits_wins():
+    found, tried = choose_from(FOUR, 110, 3)
+    assert tried == [(4, 1, 1), (2, 2, 1), (2, 1, 2)]
+    assert (tuple(found.values()), found.fits) == ((2, 2, 1), True)
+    assert [one.fits for one in found.candidates] == [True, True, False, None, None, None]
+
+
+def test_if_none_fits_those_that_need_least_are_compiled_too():
+    found, tried = choose_from(FOUR, 100, 1)
+    assert tried == [(4, 1, 1), (1, 2, 2)]
+    assert (tuple(found.values()), found.fits) == ((1, 2, 2), True)
+
+
+def test_what_was_compiled_says_what_else_may_fit():
+    """The first takes 4/3 of what was estimated, so that the next would take 107 of 100."""
+    found, tried = choose_from(FOUR, 100, 2)
+    assert tried == [(4, 1, 1), (2, 1, 2), (1, 2, 2)]
+    assert (tuple(found.values()), found.fits) == ((1, 2, 2), True)
+
+
+def test_if_nothing_fits_it_says_so_and_by_how_much():
+    found, tried = choose_from(FOUR, 30, 2)
+    assert len(tried) == 4
+    assert (tuple(found.values()), found.fits) == ((1, 2, 2), False)
+    assert "WARNING: none" in str(found)
+    assert "3e-08 GB too much" in str(found)
+
+
+def test_what_is_estimated_far_too_large_is_not_compiled_first():
+    found, tried = choose_from([((4, 1, 1), 900, 120), *FOUR[1:]], 110, 1)
+    assert tried == [(2, 2, 1)]
+    assert tuple(found.values()) == (2, 2, 1)
+
+
+def test_a_mesh_on_which_the_compiler_fails_is_shown_and_not_taken():
+    priced = [
+        Candidate(dict(zip(("data", "fsdp", "model"), mesh, strict=True)), place, 10)
+        for place, (mesh, *_) in enumerate(FOUR)
+    ]
+
+    def compiling(one):
+        if one.mesh["data"] == 4:
+            return replace(one, error="its compiler failed: INTERNAL")
+        return replace(one, seconds=1.0, peak_memory=10, fits=True)
+
+    found = choose(priced, compiling, Place("made up", range(4), None, None), 2)
+    assert tuple(found.values()) == (2, 2, 1)
+    assert sum(one.fits is True for one in found.candidates) == 2
+    assert str(found).splitlines()[-1].endswith("cannot be run: its compiler failed: INTERNAL")
+    failing = lambda one: replace(one, error="its compiler failed: INTERNAL")
+    with pytest.raises(ValueError, match="on any mesh.*compiler failed"):
+        choose(priced, failing, Place("made up", range(4), None, None), 2)
+
+
+def test_the_cheapest_by_the_plan_alone():
+    """Of large matrices and few rows, and where there is less memory than whole ones take."""
+    place = elsewhere("cpu:4")
+    assert cheapest(make_job(*SMALL), place) == {"data": 4, "fsdp": 1, "model": 1}
+    assert cheapest(make_job(*WIDE), place)["model"] == 4
+    cramped = replace(place, usable=10**5)
+    assert cheapest(make_job(*SMALL), cramped)["data"] < 4
+
+
+def test_a_target_is_weighed_by_its_figures():
+    target = parse_target("h100:2x8")
+    devices = elsewhere("cpu:16").devices
+    mesh = rc.make_mesh(data=2, model=8, devices=devices)
+    chip = CHIPS["h100"]
+    found = hardware_of_target(target, mesh, "bfloat16")
+    assert found.flops == chip.flops["bfloat16"] > hardware_of_target(target, mesh).flops
+    assert found.memory == chip.usable
+    assert found.model_bandwidth > 4 * found.batch_bandwidth > 0  # between hosts
+
+
+def test_devices_at_hand_are_the_default():
+    found = rc.suggest_mesh(*SMALL, compiled=1)
+    assert found.target == "8 x cpu"
+    assert dict(rc.make_mesh(**found).shape) == dict(found)
+    assert found.usable_memory is None
+
+
+def test_meshes_that_an_override_rules_out_are_none(every):
+    found = rc.suggest_mesh(
+        *make_mlp(6, 8)(8), target="cpu:4", compiled=1, overrides=[("up", jax.P("model"))]
+    )
+    errors = {one.mesh["model"]: one.error for one in found.candidates}
+    assert errors[1] is errors[2] is None
+    assert "divide" in str(errors[4])
+    assert "cannot be run" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"target": "v4:3x5"}, ValueError, "v4"),
+        ({"target": "z80:4"}, ValueError, "z80"),
+        ({"compiled": 0}, ValueError, "`compiled`"),
+        ({"overrides": [("none", None)]}, ValueError, "cannot be run on any mesh.*none"),
+    ],
+)
+def test_bad_input(changes, error, message):
+    with pytest.raises(error, match=message):
+        rc.suggest_mesh(*SMALL, **{"target": "cpu:4"} | changes)
+
+
+def fit(**options):
+    return rc.fit(
+        make_model(),
+        OPTIMIZER,
+        make_examples(64),
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=16,
+        steps=2,
+        **options,
+    )
+
+
+def test_fit_takes_the_best_mesh(capfd):
+    state = fit(mesh="auto", progress=True)
+    shown = capfd.readouterr().out
+    assert "Meshes for 8 x cpu" in shown
+    sizes = dict(jax.tree.leaves(state.model)[0].sharding.mesh.shape)
+    assert "Plan over the mesh " + ", ".join(f"{k}={v}" for k, v in sizes.items()) in shown
+
+
+def test_fit_knows_no_other_word():
+    with pytest.raises(TypeError, match="mesh"):
+        fit(mesh="automatic")
+
+
+PROGRAM = """
+import redcoast as rc
+rc.initialize()
+import jax
+from problem import collate_fn, loss_fn, make_examples, make_model
+from processes import run_processes
+import optax
+options = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 16, "steps": 2}
+state = rc.fit(make_model(), optax.sgd(0.1), make_examples(64), mesh="auto", **options)
+print("MESH", dict(jax.tree.leaves(state.model)[0].sharding.mesh.shape))
+"""
+
+
+@pytest.mark.hosts
+def test_processes_take_the_same_mesh():
+    finished = run_processes(PROGRAM, processes=2, devices=2)
+    assert all(one.returncode == 0 for one in finished), finished
+    lines = [line for one in finished for line in one.output.splitlines()]
+    first, second = (line for line in lines if line.startswith("MESH"))
+    assert first == second
+    assert sum(line.startswith("Meshes for 4 x cpu") for line in lines) == 1

@@ -1,0 +1,94 @@
+"""Results of dry runs, one by one in a file of JSON, and tables of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Cell = dict[str, Any]
+KEY = ("model", "column")
+
+
+def read_cells(file: Path) -> list[Cell]:
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def write_cell(file: Path, cell: Cell) -> None:
+    """In place of an older one for the same thing; a run that is killed leaves the file whole."""
+    same = lambda old: all(old[name] == cell[name] for name in KEY)
+    cells = [*(old for old in read_cells(file) if not same(old)), cell]
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(cells, indent=1))
+    draft.replace(file)
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table whose first column is text, and whose others are numbers."""
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = lambda row: [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+    return "\n".join(f"| {' | '.join(pad(row))} |" for row in rows)
+
+
+def paper_table(cells: list[Cell]) -> str:
+    """What the paper has: which models fit, and what they send."""
+    return markdown(PAPER, [_paper(cell) for cell in cells if cell["column"] == "paper"])
+
+
+def beyond_table(cells: list[Cell]) -> str:
+    """Each model at twice the length, on half of the devices, and in bfloat16."""
+    found = {(cell["model"], cell["column"]): cell for cell in cells}
+    models = dict.fromkeys(cell["model"] for cell in cells)
+    return markdown(BEYOND, [[model, *_beyond(found, model)] for model in models])
+
+
+PAPER = ["fp32, AdamW", "on", "compiler", "mesh", "fits", "peak, GiB", "headroom", "GB sent"]
+BEYOND = [
+    "one sequence a device",
+    "twice the length, GiB",
+    "half the devices, GiB",
+    "holds",
+    "bfloat16, GiB",
+    "bfloat16, GB sent",
+]
+
+
+def _paper(cell: Cell) -> list[str]:
+    return [
+        f"{cell['model']} ({cell['seq']})",
+        cell["target"],
+        cell["compiler"],
+        mesh_text(cell["mesh"]),
+        "yes" if cell["fits"] else "no",
+        gib(cell["memory"]["peak"]),
+        f"{1 - cell['memory']['peak'] / cell['usable']:.0%}",
+        gigabytes(cell["sent_bytes"]),
+    ]
+
+
+def _beyond(found: dict[tuple[str, str], Cell], model: str) -> list[str]:
+    twice, half, low = (found.get((model, column)) for column in ("twice", "half", "bfloat16"))
+    names = {"the length": twice, "the devices": half}
+    holds = [name for name, cell in names.items() if cell is not None and cell["fits"]]
+    both = "both" if len(holds) == 2 else (holds or ["neither"])[0]
+    known = both if twice is not None and half is not None else "-"
+    return [_peak(twice), _peak(half), known, _peak(low), gigabytes(low and low["sent_bytes"])]
+
+
+def _peak(cell: Cell | None) -> str:
+    """The peak, of what a device has."""
+    if cell is None:
+        return "-"
+    return f"{gib(cell['memory']['peak'])} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
+
+
+def mesh_text(mesh: dict[str, int]) -> str:
+    """The axes that something is split over."""
+    return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def gigabytes(size: Any) -> str:
+    return "-" if size is None else f"{size / 1e9:.2f}"

@@ -1,0 +1,56 @@
+"""How few devices are enough, and how long a sequence may be."""
+
+from collections.abc import Callable, Iterator
+from itertools import combinations_with_replacement
+from math import prod
+
+from redcoast._dryrun.target import Target, parse_target
+
+STEP = 128  # tokens; lengths are multiples of it
+MOST = 2**20  # tokens; no longer sequence is tried
+SIDES = (1, 2, 4, 8, 16)  # of slices
+CARDS = tuple(2**n for n in range(11))  # of GPUs, over hosts where there are more than one holds
+
+
+def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
+    """The longest sequence that fits, in tokens: doubled while it fits, then bisected.
+
+    It is 0 if not even 128 tokens fit, and at most 2**20. Whether a length fits is asked once.
+    """
+    low, high = 0, -(-start // STEP)
+    while high * STEP <= MOST and fits(high * STEP):
+        low, high = high, 2 * high
+    while high * STEP <= MOST and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * STEP) else (low, middle)
+    return low * STEP
+
+
+def sizes_of(target: Target) -> list[Target]:
+    """All slices of a TPU whose sides are powers of two, the most compact of each count; or as many
+    GPUs, in full hosts; the smallest first."""
+    found: dict[int, Target] = {}
+    for one in _candidates(target):
+        found.setdefault(one.count, one)
+    return [found[count] for count in sorted(found)]
+
+
+def _candidates(target: Target) -> Iterator[Target]:
+    chip = target.chip
+    if chip.kind != "tpu":
+        for count in CARDS:
+            cards = min(count, chip.per_host)
+            shape = (cards,) if count <= cards else (count // cards, cards)
+            yield from _existing(chip.name, shape)
+        return
+    shapes = [(2, 2, 1), *combinations_with_replacement(SIDES, 2)]
+    shapes += combinations_with_replacement(SIDES, 3)
+    for shape in sorted(shapes, key=lambda shape: (prod(shape), sum(shape))):
+        yield from _existing(chip.name, shape)
+
+
+def _existing(chip: str, shape: tuple[int, ...]) -> Iterator[Target]:
+    try:
+        yield parse_target(f"{chip}:{'x'.join(map(str, shape))}")
+    except ValueError:
+        return

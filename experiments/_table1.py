@@ -1,0 +1,111 @@
+"""The models and machines of the paper's Table 1 (arXiv:2310.16355), each in a dry run."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _cells import beyond_table, paper_table, read_cells, write_cell
+from _workload import make_workload, state_bytes
+
+import redcoast as rc
+from redcoast._dryrun.target import parse_target
+
+PAPER_1080TI = 10 * 10**9  # bytes; what the paper counts of the card's 11 GB
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, its maximum length, and the machine; and half of that machine."""
+
+    model: str
+    seq: int
+    target: str
+    half: str
+    usable: int | None = None  # bytes on a device, where that is not what the target says
+
+
+ROWS = (
+    Row("bart-large", 1024, "1080ti:2", "1080ti:1", PAPER_1080TI),
+    Row("gpt2-large", 512, "1080ti:2", "1080ti:1", PAPER_1080TI),
+    Row("llama-7b", 1024, "a100-40gb:4", "a100-40gb:2"),
+    Row("gptj-6b", 1024, "a100-40gb:4", "a100-40gb:2"),
+    Row("t5-xxl", 512, "v4:2x2x2", "v4:2x2x1"),
+    Row("opt-13b", 1024, "v4:2x2x2", "v4:2x2x1"),
+    Row("opt-66b", 512, "v4:4x4x4", "v4:2x4x4"),
+)
+# As in the paper; in bfloat16; at twice the length; on half of the devices.
+COLUMNS = ("paper", "bfloat16", "twice", "half")
+
+
+def print_table1(
+    out: Path, *, rows: tuple[str, ...] = (), columns: tuple[str, ...] = (), as_json: bool = False
+) -> None:
+    """Measures cell by cell, adds them to those in `out`, and prints all that there then are."""
+    out.mkdir(parents=True, exist_ok=True)
+    for row in choose_rows(rows):
+        for column in choose(columns, COLUMNS):
+            cell = measure(row, column)
+            write_cell(out / "table1.json", cell)
+            print(f"{row.model}, {column}: {_outcome(cell)}", file=sys.stderr, flush=True)
+    cells = in_order(read_cells(out / "table1.json"))
+    text = f"{paper_table(cells)}\n\n{beyond_table(cells)}"
+    print(json.dumps(cells, indent=1) if as_json else text)
+
+
+def choose_rows(names: tuple[str, ...]) -> list[Row]:
+    chosen = choose(names, tuple(row.model for row in ROWS))
+    return [row for row in ROWS if row.model in chosen]
+
+
+def choose(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"There is no {', '.join(unknown)}. There are {', '.join(known)}.")
+    return names or known
+
+
+def measure(row: Row, column: str, **options: Any) -> dict[str, Any]:
+    """A cell: fp32 and AdamW, one sequence for each device, all that a layer does computed again.
+
+    Where the mesh that is priced cheapest does not fit, others are compiled. `options` are more
+    arguments of `redcoast.dry_run`.
+    """
+    target = row.half if column == "half" else row.target
+    workload = make_workload(row.model, row.seq * (2 if column == "twice" else 1))
+    batch = parse_target(target).count
+    dtype = jnp.bfloat16 if column == "bfloat16" else None
+    arguments, asked = workload.arguments(batch), {"target": target, "compute_dtype": dtype}
+    run = rc.dry_run(*arguments, **asked, suggest=False, **options)
+    usable = row.usable or run.memory["usable"]
+    # No mesh helps where not even parameters, gradients and AdamW's two means of each would fit.
+    may = 4 / 3 * state_bytes(workload) < batch * usable
+    if may and not run.fits and not options:
+        mesh = dict(rc.suggest_mesh(*arguments, **asked, compiled=2))
+        run = rc.dry_run(*arguments, **asked, suggest=False, mesh=mesh)
+    return {
+        "model": row.model,
+        "column": column,
+        "seq": workload.seq,
+        "batch": batch,
+        "workload_notes": list(workload.notes),
+        **{name: value for name, value in run.report.items() if name != "plan"},
+        "usable": usable,
+        "fits": run.fits and run.memory["peak"] <= usable,
+        "jax": jax.__version__,
+    }
+
+
+def in_order(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the models stand in the table, and for each as the columns do."""
+    models = [row.model for row in ROWS]
+    places = {name: place for place, name in enumerate(COLUMNS)}
+    key = lambda cell: (models.index(cell["model"]), places.get(cell["column"], 0))
+    return sorted(cells, key=key)
+
+
+def _outcome(cell: dict[str, Any]) -> str:
+    peak, usable = cell["memory"]["peak"] / 2**30, cell["usable"] / 2**30
+    return f"{peak:.2f} of {usable:.2f} GiB, {cell['compile_seconds']:.0f} s to compile"

@@ -1,0 +1,186 @@
+"""What is trained in a dry run: a model by its name or its `config.json`, its loss and a batch."""
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from redcoast import models
+from redcoast._json_file import read_json
+from redcoast._pretrained.families import find_family
+from redcoast.losses import chunked_cross_entropy, cross_entropy
+from redcoast.models import sizes
+
+LONGEST = 1024  # tokens of a sequence, where none are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training step: how the model is made, its loss, and shapes of a batch for it."""
+
+    init_fn: Callable[[Any], Any]
+    loss_fn: Callable[[Any, Any, Any], Any]
+    make_batch: Callable[[int], Any]  # from the number of rows
+    seq: int | None  # tokens of a row; None for images
+    notes: tuple[str, ...]
+
+    def arguments(self, rows: int) -> tuple[Any, ...]:
+        """The first arguments of `redcoast.dry_run`, for batches of so many rows."""
+        return self.init_fn, self.loss_fn, self.make_batch(rows), optax.adamw(1e-4)
+
+
+def make_workload(
+    model: str, seq: int | None = None, *, remat: str = "full", chunk: int | None = None
+) -> Workload:
+    """Training of a model on sequences of `seq` tokens, or of the decoder's if it reads images.
+
+    The logits of `chunk` positions at a time are in memory, or by default all. Learned positions
+    are made as many as the sequence needs, which the notes then say.
+    """
+    model_class, config = find_model(model)
+    seq = _length(model, model_class, config, seq)
+    config, notes = _with_head(model_class, config), ()
+    if seq is not None and _learned(config) and seq > config.positions:
+        notes = (f"The published model has {config.positions} learned positions; here {seq}.",)
+        config = _changed(config, positions=seq)
+    config = _changed(config, remat=remat)
+    init_fn = lambda key: model_class(config, key=key)
+    loss_fn, make_batch = _task(model_class, config, seq, chunk)
+    return Workload(init_fn, loss_fn, make_batch, seq, notes)
+
+
+def abstract_key() -> Any:
+    # A key that is an array would make JAX look for accelerators.
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def state_bytes(workload: Workload) -> int:
+    """Bytes of what stays between steps: parameters, and AdamW's two means of each."""
+    model = eqx.filter_eval_shape(workload.init_fn, abstract_key())
+    arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.ShapeDtypeStruct)]
+    return 3 * sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def find_model(model: str) -> tuple[Any, Any]:
+    """The class and the configuration of a named model, or of what a `config.json` describes."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        try:
+            return find_family(read_json(path), path)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+    names = [name for name, make in vars(sizes).items() if _is_size(name, make)]
+    name = model.lower().replace("-", "_").replace(".", "_")
+    if name not in names:
+        raise SystemExit(_unknown(model, name, names))
+    abstract = eqx.filter_eval_shape(getattr(sizes, name), key=abstract_key())
+    return type(abstract), abstract.config
+
+
+def _is_size(name: str, make: Any) -> bool:
+    public = inspect.isfunction(make) and not name.startswith("_")
+    return public and make.__module__ == sizes.__name__
+
+
+def _unknown(model: str, name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=3)
+    meant = f" Is it {' or '.join(x.replace('_', '-') for x in near)}?" if near else ""
+    known = ", ".join(x.replace("_", "-") for x in names)
+    return (
+        f"There is no model {model!r}, and no config.json at that path.{meant} "
+        f"The named models are {known}."
+    )
+
+
+def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
+    if model_class is models.ViT and seq is not None:
+        raise SystemExit(f"{model} reads images of {config.image} pixels: leave --seq out.")
+    if seq is not None and seq < 1:
+        raise SystemExit(f"A sequence has at least one token, and --seq is {seq}.")
+    return None if model_class is models.ViT else seq or min(LONGEST, _most_tokens(config))
+
+
+def _learned(config: Any) -> bool:
+    return hasattr(config, "positions")
+
+
+def _most_tokens(config: Any) -> int:
+    """The greatest length that the weights are for, where the configuration says it."""
+    return getattr(config, "positions", getattr(config, "context", LONGEST))
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    """A configuration, and those that are its parts, with other values where they have such."""
+    fields = [field.name for field in dataclasses.fields(config)]
+    parts = {x: getattr(config, x) for x in fields if dataclasses.is_dataclass(getattr(config, x))}
+    own = {name: value for name, value in changes.items() if name in fields}
+    return dataclasses.replace(
+        config, **{x: _changed(y, **changes) for x, y in parts.items()}, **own
+    )
+
+
+def _with_head(model_class: Any, config: Any) -> Any:
+    """An encoder that has no head gets the one that it is trained with first."""
+    if model_class is models.Bert and config.head is None:
+        return dataclasses.replace(config, head="masked")
+    if model_class is models.ViT and config.head is None:
+        return dataclasses.replace(config, head="classification", labels=1000)
+    return config
+
+
+def _task(
+    model_class: Any, config: Any, seq: int | None, chunk: int | None
+) -> tuple[Callable[..., Any], Callable[[int], Any]]:
+    """The loss, and shapes of a batch of so many rows."""
+    labels = lambda rows: jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tokens = lambda rows: jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    images = getattr(config, "encoder", config)
+    pixels = lambda rows: jax.ShapeDtypeStruct((rows, images.channels, *images.image), jnp.float32)
+    if model_class is models.ViT or getattr(config, "head", None) == "classification":
+        inputs = pixels if model_class is models.ViT else tokens
+        return _classify, lambda rows: {"inputs": inputs(rows), "targets": labels(rows)}
+    loss_of = _token_loss(chunk)
+    if model_class in (models.Bart, models.T5, models.Captioner):
+        inputs = pixels if model_class is models.Captioner else tokens
+        loss_fn = _decode(loss_of, start=config.decoder_start or 0)
+        return loss_fn, lambda rows: {"inputs": inputs(rows), "targets": tokens(rows)}
+    return _predict(loss_of), lambda rows: {"inputs": tokens(rows), "targets": tokens(rows)}
+
+
+def _token_loss(chunk: int | None) -> Callable[..., Any]:
+    if chunk is None:
+        return lambda hidden, unembed, targets: cross_entropy(unembed(hidden), targets)
+    return lambda *args: chunked_cross_entropy(*args, chunk=chunk)
+
+
+def _classify(model: Any, batch: Any, key: Any) -> Any:
+    return cross_entropy(model(batch["inputs"], key=key), batch["targets"])
+
+
+def _decode(loss_of: Callable[..., Any], *, start: int) -> Callable[..., Any]:
+    """Each token of the target from what is read and from those before it: teacher forcing."""
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        before = models.shift_right(batch["targets"], start=start)
+        hidden = model.hidden(batch["inputs"], before, key=key)
+        return loss_of(hidden, model.unembed, batch["targets"])
+
+    return loss_fn
+
+
+def _predict(loss_of: Callable[..., Any]) -> Callable[..., Any]:
+    """The next token behind each, or the hidden one: what stands at its place in the targets."""
+
+    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+        hidden = model.hidden(batch["inputs"], key=key)
+        return loss_of(hidden, model.unembed, batch["targets"])
+
+    return loss_fn

@@ -1,0 +1,58 @@
+"""Puts the results of dry runs into the documentation.
+
+    python experiments/benchmarks/dry_run_docs.py --out runs/dry_run
+
+What `dry_run.py --table1`, `megatron_ahead.py`, `cpu_bias.py` and `real_peak.py` kept takes the
+place of what stands between the marks in the page, so that it can be done again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import cpu_bias
+import megatron_ahead
+import real_peak
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _cells import beyond_table, paper_table, read_cells
+from _table1 import in_order
+
+PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
+
+
+def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:
+    """Writes tables into the page.
+
+    Args:
+        out: Directory with the results as JSON.
+        page: The page with the marks.
+    """
+    cells, by_hand, by_cpu = (
+        in_order(read_cells(out / f"{name}.json")) for name in ("table1", "megatron", "cpu_bias")
+    )
+    if not cells:
+        raise SystemExit(f"There is no {out}/table1.json. Run dry_run.py --table1 first.")
+    text = page.read_text("utf-8")
+    text = between_marks(text, "paper", paper_table(cells))
+    text = between_marks(text, "beyond", beyond_table(cells))
+    if by_hand:
+        text = between_marks(text, "megatron", megatron_ahead.table(by_hand))
+    if by_cpu:
+        text = between_marks(text, "cpu", cpu_bias.report(cells, by_cpu))
+    if (real := out / "real_peak.json").exists():
+        text = between_marks(text, "real", real_peak.table(json.loads(real.read_text())))
+    page.write_text(text, "utf-8")
+
+
+def between_marks(text: str, name: str, new: str) -> str:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"The page must have one line {begin} and behind it one line {end}.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

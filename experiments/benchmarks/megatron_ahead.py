@@ -1,0 +1,152 @@
+"""What the models of the paper's Table 1 send with our plan, and with shardings written by hand.
+
+By hand: Megatron's split over `model` (arXiv:1909.08053), every large array stored split over
+`fsdp` along the largest dimension that is left, and activations as the compiler likes. The same
+step, on the mesh that our plan chose, by the compilers for A100 and TPU v4, which need no device.
+
+    pip install "redcoast[cuda12]" && python experiments/benchmarks/megatron_ahead.py a100
+    pip install "redcoast[tpu]" && python experiments/benchmarks/megatron_ahead.py v4
+
+Results are added to those in `--out`, so that a part can be measured again.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from traffic.columns import also_split
+
+import redcoast as rc
+from redcoast._dryrun.compiled import compile_job
+from redcoast._dryrun.devices import target_devices
+from redcoast._dryrun.step import Job, make_job
+from redcoast._dryrun.target import parse_target
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _cells import gib, gigabytes, markdown, mesh_text, read_cells, write_cell
+from _table1 import Row, choose_rows, in_order
+from _workload import make_workload
+
+Platform = Literal["a100", "v4"]
+
+# On how many devices each model is trained: as in the paper, or more where it takes more memory.
+TARGETS: dict[Platform, dict[str, str]] = {
+    "a100": {
+        **dict.fromkeys(("bart-large", "gpt2-large"), "a100-40gb:2"),
+        **dict.fromkeys(("llama-7b", "gptj-6b"), "a100-40gb:4"),
+        **dict.fromkeys(("t5-xxl", "opt-13b"), "a100-40gb:8"),
+        "opt-66b": "a100-40gb:8x8",
+    },
+    "v4": {
+        **dict.fromkeys(("bart-large", "gpt2-large"), "v4:2x2x1"),
+        **dict.fromkeys(("llama-7b", "gptj-6b", "t5-xxl", "opt-13b"), "v4:2x2x2"),
+        "opt-66b": "v4:4x4x4",
+    },
+}
+# The dimension that Megatron splits, from the end: heads, hidden features, or the vocabulary.
+COLUMNS = dict.fromkeys(["wq", "wk", "wv", "bq", "bk", "bv"], -2)
+COLUMNS |= dict.fromkeys(["up", "gate", "up_bias", "head", "head_bias", "relative_bias"], -1)
+SPLIT = COLUMNS | {"wo": -3, "down": -2, "embed": -2, "logits_bias": -1}
+
+
+class ByHand(rc.Plan):
+    """A plan that leaves activations to the compiler."""
+
+    def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn
+
+
+def main(
+    platform: Platform,
+    /,
+    rows: tuple[str, ...] = (),
+    out: Path = Path("runs/dry_run"),
+) -> None:
+    """Prints a table with a line for each model.
+
+    Args:
+        platform: Which compiler is asked.
+        rows: Models of the table, such as opt-66b; all by default.
+        out: Directory with the results as JSON.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    # What the table of the paper's rows has on the same devices need not be compiled again.
+    known = {(c["model"], c["target"]): c for c in read_cells(out / "table1.json") if paper(c)}
+    for row in choose_rows(rows):
+        target = TARGETS[platform][row.model]
+        cell = measure(row, target, known.get((row.model, target)))
+        write_cell(out / "megatron.json", cell | {"column": platform})
+        print(*line(cell), sep="  ", file=sys.stderr, flush=True)
+    print(table(in_order(read_cells(out / "megatron.json"))))
+
+
+def paper(cell: dict[str, Any]) -> bool:
+    return cell["column"] == "paper" and cell["compiler"] != "cpu"
+
+
+def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    """The same step twice, on the mesh that is chosen for it; ours may be known."""
+    devices = target_devices(parse_target(target)).devices
+    workload = make_workload(row.model, row.seq)
+    arguments = workload.arguments(len(devices))
+    report = known or rc.dry_run(*arguments, target=target, suggest=False).report
+    mesh, job = rc.make_mesh(**report["mesh"], devices=devices), make_job(*arguments)
+    by_hand = compile_job(job, plan_by_hand(job, mesh), mesh)
+    sent = None if by_hand.refused else sum(one["bytes"] for one in by_hand.traffic or ())
+    ours = {name: value for name, value in report.items() if name != "plan"}
+    found = {"sent_bytes": sent, "peak": by_hand.peak, "traffic": by_hand.traffic}
+    return {**ours, "model": row.model, "seq": row.seq, "batch": job.rows, "by_hand": found}
+
+
+def plan_by_hand(job: Job, mesh: Mesh) -> ByHand:
+    leaves = jax.tree_util.tree_leaves_with_path(job.state.model)
+    specs = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), x)
+        for path, x in leaves
+        if isinstance(x, jax.ShapeDtypeStruct)
+    ]
+    overrides = [(f"^{re.escape(name)}$", spec(name, x.shape, mesh)) for name, x in specs]
+    plan = rc.plan_shardings(job.state, mesh, overrides=overrides)
+    return ByHand(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
+
+
+def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Where a parameter lies: over `model` as Megatron has it, if that divides, then `fsdp`."""
+    *parts, last = name.split("/")
+    dim = len(shape) + SPLIT.get(last, 0)
+    over = mesh.shape["model"]
+    split = last in SPLIT and over > 1 and shape[dim] % over == 0
+    entries = P(*("model" if split and d == dim else None for d in range(len(shape))))
+    stack = int("layers" in parts)
+    return also_split(entries, shape, stack, "fsdp", mesh.shape["fsdp"])
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    heads = ["fp32, AdamW", "on", "mesh", "GB sent", "by hand", "of that", "peak, GiB", "by hand"]
+    return markdown(heads, [line(cell) for cell in cells])
+
+
+def line(cell: dict[str, Any]) -> list[str]:
+    ours = cell["sent_bytes"] if "temporaries" in cell["memory"] else None
+    by_hand = cell["by_hand"]["sent_bytes"]
+    return [
+        f"{cell['model']} ({cell['seq']})",
+        cell["target"],
+        mesh_text(cell["mesh"]),
+        gigabytes(ours),
+        gigabytes(by_hand),
+        f"{ours / by_hand:.2f}" if ours and by_hand else "-",
+        gib(cell["memory"]["peak"]),
+        gib(cell["by_hand"]["peak"]),
+    ]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

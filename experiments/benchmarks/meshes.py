@@ -1,0 +1,111 @@
+"""How good suggested meshes are: every mesh compiled, and compared with the one suggested.
+
+The compilers come with JAX and need no device: the programs are compiled, and not run.
+
+    pip install -e ".[experiments]" "jax[cuda12]" "jax[tpu]"
+    python experiments/benchmarks/meshes.py
+
+A program takes a few seconds on each mesh, for a TPU up to a minute. What was compiled is kept in
+a file, and a second call goes on from there.
+"""
+
+import os
+
+# No accelerator is looked for. JAX reads this when it is first imported.
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from _workload import make_workload
+from traffic.tables import markdown
+
+from redcoast._dryrun.meshes import choose, suggest
+from redcoast._dryrun.place import elsewhere
+from redcoast._dryrun.prices import price
+from redcoast._dryrun.step import factorisations, make_job
+
+# Names of models, tokens of a sequence (None for images), and sequences or images of a batch.
+CASES: tuple[tuple[str, int | None, int], ...] = (
+    ("gpt2-small", 512, 32),
+    ("llama3.2-1b", 1024, 8),
+    ("t5-large", 512, 16),
+    ("vit-large", None, 64),
+    ("opt-2.7b", 1024, 8),
+)
+TARGETS = ("cpu:8", "a100-40gb:8", "v4:2x2x2")
+Row = dict[str, Any]
+
+
+def main(
+    results: Path = Path("meshes.json"),
+    targets: tuple[str, ...] = TARGETS,
+    models: tuple[str, ...] = tuple(name for name, *_ in CASES),
+) -> None:
+    """Prints a table with a line for each model and target, and what estimates are worth.
+
+    Args:
+        results: A file of JSON that keeps what was compiled.
+        targets: The devices, by their names for `redcoast.suggest_mesh`.
+        models: Some of the models' names.
+    """
+    rows: list[Row] = json.loads(results.read_text()) if results.exists() else []
+    for target in targets:
+        for case in CASES:
+            known = any(row["model"] == case[0] and row["target"] == target for row in rows)
+            if case[0] in models and not known:
+                rows.append(measure(target, *case))
+                results.write_text(json.dumps(rows, indent=1))
+                print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
+    wanted = [row for row in rows if row["target"] in targets and row["model"] in models]
+    print(markdown(list(HEAD), [line(row) for row in wanted]))
+
+
+def measure(target: str, model: str, seq: int | None, rows: int) -> Row:
+    """What is suggested, and what every mesh comes to once it is compiled."""
+    job = make_job(*make_workload(model, seq).arguments(rows))
+    place = elsewhere(target)
+    every = suggest(job, place, len(factorisations(len(place.devices))))
+    known = {tuple(one.mesh.values()): one for one in every.candidates}
+    priced = [price(job, place, one.mesh) for one in every.candidates]
+    suggested = choose(priced, lambda one: known[tuple(one.mesh.values())], place, 3)
+    return {
+        "target": target,
+        "model": model,
+        "rows": rows,
+        "seq": seq,
+        "suggested": dict(suggested),
+        "meshes": [dataclasses.asdict(one) for one in every.candidates],
+        "notes": list(suggested.notes),
+    }
+
+
+HEAD = ("model, target", "suggested", "fits", "MB sent", "least", "ratio", "ms", "least", "ratio")
+HEAD += ("peak / estimated memory",)
+
+
+def line(row: Row) -> list[str]:
+    """The suggested mesh against the best of those that fit, by bytes sent and by time."""
+    compiled = [one for one in row["meshes"] if one["sent_bytes"] is not None]
+    fit = [one for one in compiled if one["fits"]]
+    mine = next(one for one in row["meshes"] if one["mesh"] == row["suggested"])
+    cells = [f"{row['model']}, {row['target']}", "x".join(map(str, row["suggested"].values()))]
+    failed = sum(one["error"] is not None for one in row["meshes"])
+    cells += [f"{len(fit)} of {len(row['meshes'])}" + (f", {failed} failed" if failed else "")]
+    for key, unit, digits in (("sent_bytes", 1e6, ",.0f"), ("seconds", 1e-3, ",.1f")):
+        least = min((one[key] for one in fit or compiled), default=0)
+        cells += [f"{(value or 0) / unit:{digits}}" for value in (mine[key], least)]
+        cells += [f"{mine[key] / least:.2f}" if mine[key] and least else "-"]
+    of = [one["peak_memory"] / one["estimated_memory"] for one in compiled]
+    return [*cells, f"{min(of):.2f} to {max(of):.2f}" if of else "-"]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

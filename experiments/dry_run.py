@@ -9,6 +9,11 @@ it, the CPU's stands in. Exits with 1 if the step does not fit.
     python experiments/dry_run.py --table1
 """
 
+import os
+
+# No accelerator is looked for. JAX reads this when it is first imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import json
 import sys
 from dataclasses import dataclass

@@ -8,6 +8,11 @@ CPU's compiler, on the same meshes: peak memory and bytes sent, against those of
 Results are added to those in `--out`, so that a part can be measured again.
 """
 
+import os
+
+# No accelerator is looked for. JAX reads this when it is first imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import sys
 from pathlib import Path
 from typing import Any

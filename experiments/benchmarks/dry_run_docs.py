@@ -2,8 +2,8 @@
 
     python experiments/benchmarks/dry_run_docs.py --out runs/dry_run
 
-What `dry_run.py --table1`, `megatron_ahead.py`, `cpu_bias.py` and `real_peak.py` kept takes the
-place of what stands between the marks in the page, so that it can be done again.
+What `dry_run.py --table1`, `megatron_ahead.py`, `cpu_bias.py`, `meshes.py` and `real_peak.py` kept
+takes the place of what stands between the marks in the page, so that it can be done again.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cpu_bias
 import megatron_ahead
+import meshes
 import real_peak
 import tyro
 
@@ -41,6 +42,8 @@ def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:
         text = between_marks(text, "megatron", megatron_ahead.table(by_hand))
     if by_cpu:
         text = between_marks(text, "cpu", cpu_bias.report(cells, by_cpu))
+    if (found := out / "meshes.json").exists():
+        text = between_marks(text, "meshes", meshes.table(json.loads(found.read_text())))
     if (real := out / "real_peak.json").exists():
         text = between_marks(text, "real", real_peak.table(json.loads(real.read_text())))
     page.write_text(text, "utf-8")

@@ -40,12 +40,12 @@ CASES: tuple[tuple[str, int | None, int], ...] = (
     ("vit-large", None, 64),
     ("opt-2.7b", 1024, 8),
 )
-TARGETS = ("cpu:8", "a100-40gb:8", "v4:2x2x2")
+TARGETS = ("cpu:8", "a100-40gb:8", "v4:2x2x1")
 Row = dict[str, Any]
 
 
 def main(
-    results: Path = Path("meshes.json"),
+    results: Path = Path("runs/dry_run/meshes.json"),
     targets: tuple[str, ...] = TARGETS,
     models: tuple[str, ...] = tuple(name for name, *_ in CASES),
 ) -> None:
@@ -65,7 +65,7 @@ def main(
                 results.write_text(json.dumps(rows, indent=1))
                 print(*line(rows[-1]), sep="  ", file=sys.stderr, flush=True)
     wanted = [row for row in rows if row["target"] in targets and row["model"] in models]
-    print(markdown(list(HEAD), [line(row) for row in wanted]))
+    print(table(wanted))
 
 
 def measure(target: str, model: str, seq: int | None, rows: int) -> Row:
@@ -85,6 +85,10 @@ def measure(target: str, model: str, seq: int | None, rows: int) -> Row:
         "meshes": [dataclasses.asdict(one) for one in every.candidates],
         "notes": list(suggested.notes),
     }
+
+
+def table(rows: list[Row]) -> str:
+    return markdown(list(HEAD), [line(row) for row in rows])
 
 
 HEAD = ("model, target", "suggested", "fits", "MB sent", "least", "ratio", "ms", "least", "ratio")

@@ -35,7 +35,7 @@ class Compiled:
     """
 
     peak: int
-    temporaries: int | None
+    temporaries: int | None  # at the peak
     moved: int  # of arguments and results
     traffic: tuple[Traffic, ...] | None
     seconds: float
@@ -80,12 +80,16 @@ def compile_for(
     seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    # Donated arguments hold results. A TPU's temporaries may also lie where arguments are no
-    # longer needed, which its own figure knows; that of others has no temporaries.
-    peak = arguments + results - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    # Donated arguments hold results.
+    held = arguments + results - memory.alias_size_in_bytes
+    peak = held + memory.temp_size_in_bytes
+    if platform == "tpu":
+        # Its temporaries may also lie where arguments are no longer needed, which this figure
+        # knows; that of other compilers has no temporaries.
+        peak = memory.peak_memory_in_bytes
     return Compiled(
-        peak=memory.peak_memory_in_bytes if platform == "tpu" else peak,
-        temporaries=memory.temp_size_in_bytes,
+        peak=peak,
+        temporaries=max(0, peak - held),
         moved=arguments + results,
         traffic=_traffic(compiled.as_text(), mesh),
         seconds=seconds,

@@ -5,6 +5,7 @@ from .bounds import Bounds
 from .result import DryRun
 
 _SHOWN = 8  # causes of traffic
+_LITTLE = 1e-3  # of the largest bound: a network that takes less is not shown
 _COMPILERS = {
     "tpu": "the TPU compiler",
     "cuda": "the CUDA compiler",
@@ -74,6 +75,8 @@ def _time(bounds: Bounds, arithmetic: dict[str, float]) -> list[str]:
     every |= {f"network ({axes})": seconds for axes, seconds in bounds.network.items()}
     lines = ["A step takes at least"]
     for name, seconds in every.items():
+        if name.startswith("network") and seconds < _LITTLE * every[bounds.binding]:
+            continue
         what = f": {flops}" if name == "arithmetic" and flops else ""
         binds = "  <- binds" if name == bounds.binding else ""
         lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{binds}")

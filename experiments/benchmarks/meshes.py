@@ -32,12 +32,12 @@ from redcoast._dryrun.place import elsewhere
 from redcoast._dryrun.prices import price
 from redcoast._dryrun.step import factorisations, make_job
 
-# Names of models, tokens of a sequence (None for images), and sequences or images of a batch.
-CASES: tuple[tuple[str, int | None, int], ...] = (
+# Names of models, tokens of a sequence, and sequences of a batch.
+CASES: tuple[tuple[str, int, int], ...] = (
     ("gpt2-small", 512, 32),
     ("llama3.2-1b", 1024, 8),
     ("t5-large", 512, 16),
-    ("vit-large", None, 64),
+    ("bert-large", 512, 32),
     ("opt-2.7b", 1024, 8),
 )
 TARGETS = ("cpu:8", "a100-40gb:8", "v4:2x2x1")
@@ -68,7 +68,7 @@ def main(
     print(table(wanted))
 
 
-def measure(target: str, model: str, seq: int | None, rows: int) -> Row:
+def measure(target: str, model: str, seq: int, rows: int) -> Row:
     """What is suggested, and what every mesh comes to once it is compiled."""
     job = make_job(*make_workload(model, seq).arguments(rows))
     place = elsewhere(target)

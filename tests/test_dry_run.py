@@ -13,6 +13,7 @@ import pytest
 from jax.core import Tracer
 
 import redcoast as rc
+from redcoast._dryrun import devices
 from redcoast._dryrun.changes import can_rematerialise, find_changes, rematerialised
 from redcoast._dryrun.compiled import Compiled, cause, needed_bytes
 from redcoast._dryrun.step import make_job
@@ -74,7 +75,7 @@ def test_no_array_is_made():
 
     before = len(jax.live_arrays())
     rc.dry_run(traced, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh={"model": 8})
-    assert len(jax.live_arrays()) <= before + 1  # the key that the planner traces with
+    assert len(jax.live_arrays()) == before
 
 
 def test_memory_adds_up(run):
@@ -149,7 +150,7 @@ def test_a_step_that_is_too_large():
     run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=mesh)
     assert not run.fits
     assert run.memory["peak"] >= 4 * 4 * 2**30  # weights, two moments and gradients
-    assert [change.what for change in run.changes] == ["mesh data=4, fsdp=2, model=1"]
+    assert [change.what.partition(" ")[0] for change in run.changes] == ["mesh"]
     assert run.changes[0].peak <= run.memory["usable"]
     assert "It does not fit: " in str(run)
     assert "With one of these changes it fits" in str(run)
@@ -184,7 +185,9 @@ def changes_for(run, peak, usable):
     job, compiler = make(init_fn), Peaks(peak)
     small = type(run)(**{**vars(run), "mesh": {"data": 4, "fsdp": 1, "model": 1},
                          "memory": {"usable": usable}})  # fmt: skip
-    return [one.what for one in find_changes(make, init_fn, job, small, compiler)], compiler.seen
+    others = [{"data": 2, "fsdp": 2, "model": 1}, {"data": 1, "fsdp": 4, "model": 1}]
+    found = find_changes(make, init_fn, job, small, others, compiler)
+    return [one.what for one in found], compiler.seen
 
 
 def test_changes_are_the_smallest_of_their_kind(run):
@@ -200,10 +203,105 @@ def test_changes_are_the_smallest_of_their_kind(run):
 
 def test_changes_go_together_where_none_is_enough(run):
     peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
-    found, seen = changes_for(run, peak, 60)
-    assert found == ['mesh data=1, fsdp=2, model=2 and remat="full" in the model and accumulate=4']
-    assert (4, True, 4, False) in seen
+    found, seen = changes_for(run, peak, 70)
+    assert found == ['mesh data=2, fsdp=2, model=1 and remat="full" in the model and accumulate=4']
+    assert (2, True, 2, False) in seen  # not enough
+    # What turns out not to be needed is left out again.
+    peak = lambda split, rows, remat, low: 100 - 40 * remat - 40 * (rows < 8)
+    assert changes_for(run, peak, 30)[0] == ['remat="full" in the model and accumulate=4']
     assert changes_for(run, peak, 10)[0] == []
+
+
+def test_a_change_that_cannot_be_compiled_is_passed_over(run):
+    def peak(split, rows, remat, low):
+        if split > 1:
+            raise RuntimeError("The compiler failed.")
+        return 100 - 50 * remat
+
+    assert changes_for(run, peak, 60)[0] == ['remat="full" in the model']
+
+
+def failing(message):
+    def compile(self, compiler_options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    return compile
+
+
+def test_a_step_that_its_compiler_refuses(monkeypatch):
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (57.50G) exceeds available HBM (30.75G)."
+    )
+    monkeypatch.setattr(jax.stages.Lowered, "compile", failing(message))
+    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    run = rc.dry_run(*given, target="cpu:2", mesh={"model": 2})
+    assert run.refused
+    assert not run.fits
+    assert run.memory["peak"] == 57.5 * 2**30
+    assert run.sent_bytes is run.bounds is run.report["bounds"] is None
+    text = str(run)
+    for words in ("at least 57.50 of 16.00 GiB", "is not known", "No change", "GFLOP in float32"):
+        assert words in text
+    assert "utilis" not in text
+    assert json.dumps(run.report)
+
+
+def test_a_compiler_that_fails_says_so(monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", failing("INTERNAL: no tile sizes"))
+    with pytest.raises(RuntimeError, match="another mesh or another batch.*no tile sizes"):
+        rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:2", mesh={"model": 2})
+
+
+def test_without_a_compiler_that_of_the_cpu_stands_in(monkeypatch):
+    monkeypatch.setattr(devices, "_installed", lambda compiler: False)
+    given = (init_wide, wide_loss, WIDE, OPTIMIZER)
+    run = rc.dry_run(*given, target="v4:2x2x1", mesh={"model": 4})
+    assert run.compiler == "cpu"
+    assert "pip install 'redcoast[tpu]'" in str(run).replace("\n", " ")
+    assert run.memory["usable"] == 30.75 * 2**30
+    assert run.report["notes"] == list(run.notes)
+
+
+def init_odd(key):
+    """With counters, a frozen array in 8 bits, and a key among the arrays."""
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+    more = {"w": jnp.zeros((8, 8)), "steps": jnp.zeros((), jnp.int32), "key": jax.random.key(0)}
+    return more | {"norm": model, "state": state, "frozen": jnp.zeros((8, 8), jnp.int8)}
+
+
+def odd_loss(model, x, key):
+    x = x @ model["w"] @ model["frozen"].astype(jnp.float32)
+    norm = jax.vmap(model["norm"], axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    x, state = norm(x, model["state"])
+    return jnp.mean(x**2), {}, model | {"state": state}
+
+
+def test_models_with_other_arrays_than_weights():
+    batch = np.zeros((8, 8), np.float32)
+    given = (init_odd, odd_loss, batch, OPTIMIZER)
+    for mesh in ({"data": 2}, {"model": 2}):
+        run = rc.dry_run(*given, target="cpu:2", mesh=mesh)
+        assert run.fits
+    # The matrix, scale and shift; not the running averages.
+    assert run.memory["gradients"] == 4 * (64 + 8 + 8)
+
+
+def test_an_ambient_mesh_of_other_devices_is_left():
+    with jax.set_mesh(rc.make_mesh(model=2)):
+        run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:2", mesh={"model": 2})
+        assert run.mesh == {"data": 1, "fsdp": 1, "model": 2}
+        assert not jax.sharding.get_mesh().empty
+
+
+def test_what_is_wrong_with_the_loss_is_said_as_it_is():
+    def wrong(model, x, key):
+        raise ValueError("my own error")
+
+    with pytest.raises(ValueError, match=r"^my own error"):
+        rc.dry_run(init_wide, wrong, WIDE, OPTIMIZER, target="cpu:2")
+    with pytest.raises(ValueError, match=r"^my own error"):
+        rc.suggest_mesh(init_wide, wrong, WIDE, OPTIMIZER, target="cpu:2")
 
 
 def test_rematerialised_models_compute_the_same():
@@ -250,6 +348,13 @@ def test_what_a_tpus_compiler_says_as_it_refuses():
         ({"batch": {"x": 3}}, TypeError, "int at x"),
         ({"batch": {"x": jnp.zeros(())}}, ValueError, "x in the batch is a scalar"),
         ({"batch": {"x": TOKENS, "y": WIDE}}, ValueError, "16 at x, 8 at y"),
+        ({"batch": {"x": np.zeros((0, 4))}}, ValueError, "x in the batch has no rows"),
+        (
+            {"batch": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))},
+            TypeError,
+            "key",
+        ),
+        ({"mesh": jax.make_mesh((8,), ("x",))}, TypeError, "sizes of `data`, `fsdp` and `model`"),
         ({"accumulate": 0}, ValueError, "`accumulate`"),
         ({"accumulate": 3}, ValueError, "`accumulate=3` does not divide"),
         ({"overrides": [("nothing", None)]}, ValueError, "nothing"),

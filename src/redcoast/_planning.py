@@ -100,7 +100,7 @@ def plan_run(
         abstract,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
-        args=(batch, jax.random.key(0)),
+        args=(batch, jax.eval_shape(lambda: jax.random.key(0))),
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,

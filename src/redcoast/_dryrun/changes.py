@@ -1,7 +1,7 @@
 """The smallest changes with which a step fits that is too large."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from jaxtyping import PyTree
 
 from .compiled import Compiled
 from .result import Change, DryRun
-from .step import Job, factorisations
+from .step import Job
 
 Run = Callable[[Job, Mapping[str, int]], Compiled]
+MESHES = 3  # of others that are compiled
 
 
 @dataclass(frozen=True)
@@ -27,87 +28,92 @@ class Settings:
     compute_dtype: Any
 
 
+_FIELDS = [field.name for field in dataclasses.fields(Settings)]
+
+
 def find_changes(
-    make: Callable[..., Job], init_fn: Callable[..., Any], job: Job, run: DryRun, again: Run
+    make: Callable[..., Job],
+    init_fn: Callable[..., Any],
+    job: Job,
+    run: DryRun,
+    others: Sequence[dict[str, int]],
+    again: Run,
 ) -> Iterator[Change]:
     """Single changes that fit, one of each kind; if there are none, several at once.
 
-    `make(init_fn, accumulate=..., compute_dtype=...)` makes another step, and `again` compiles it.
+    `make(init_fn, accumulate=..., compute_dtype=...)` makes another step, `others` are other
+    meshes, the likeliest first, and `again` compiles.
     """
     now = Settings(run.mesh, False, job.accumulate, job.compute_dtype)
-    usable = run.memory["usable"]
-    seen: list[Settings] = []
 
     def tried(settings: Settings) -> Change | None:
         changed = rematerialised(init_fn) if settings.remat else init_fn
         options = {"accumulate": settings.accumulate, "compute_dtype": settings.compute_dtype}
         try:
             found = again(make(changed, **options), settings.mesh)
-        except ValueError:  # an override, say, does not divide on that mesh
+        # An override, say, does not divide on that mesh; or the compiler fails.
+        except (ValueError, RuntimeError):
             return None
-        if found.refused or found.peak > usable:
+        if found.refused or found.peak > run.memory["usable"]:
             return None
-        return Change(
-            _words(now, settings),
-            found.peak,
-            settings.mesh,
-            settings.remat,
-            settings.accumulate,
-            None if settings.compute_dtype is None else str(jnp.dtype(settings.compute_dtype)),
-        )
+        dtype = None if settings.compute_dtype is None else jnp.dtype(settings.compute_dtype).name
+        of = (settings.mesh, settings.remat, settings.accumulate, dtype)
+        return Change(_words(now, settings), found.peak, *of)
 
-    fits = False
-    for options in _single(now, job, init_fn):
-        for settings in options:
-            seen.append(settings)
-            if (change := tried(settings)) is not None:
-                fits = True
-                yield change
-                break
-    if not fits:
-        together = (change for settings in _several(now, seen) if (change := tried(settings)))
-        yield from [change for _, change in zip(range(1), together, strict=False)]
+    kinds = _kinds(now, job, others)
+    single = [first(map(tried, options)) for options in kinds]
+    if any(single):
+        yield from filter(None, single)
+    elif (change := _together(now, kinds, tried)) is not None:
+        yield change
 
 
-def _single(now: Settings, job: Job, init_fn: Callable[..., Any]) -> Iterator[list[Settings]]:
+def first(found: Iterable[Change | None]) -> Change | None:
+    return next(filter(None, found), None)
+
+
+def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
     """Of each kind of change, the smaller before the larger."""
     change = dataclasses.replace
-    yield [change(now, mesh=sizes) for sizes in _split_further(now.mesh)]
+    found = [[change(now, mesh=sizes) for sizes in others[:MESHES]]]
     if can_rematerialise(job.state.model):
-        yield [change(now, remat=True)]
+        found.append([change(now, remat=True)])
     shards = now.mesh["data"] * now.mesh["fsdp"]
     counts = [now.accumulate * 2**n for n in range(1, 4)]
     # Microbatches that do not divide over the devices would be computed whole on each.
-    yield [change(now, accumulate=count) for count in counts if job.rows % (count * shards) == 0]
-    if now.compute_dtype is None:
-        yield [change(now, compute_dtype=jnp.bfloat16)]
+    counts = [count for count in counts if job.rows % (count * shards) == 0]
+    found.append([change(now, accumulate=count) for count in counts])
+    if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
+        found.append([change(now, compute_dtype=jnp.bfloat16)])
+    return [options for options in found if options]
 
 
-def _split_further(mesh: Mapping[str, int]) -> list[dict[str, int]]:
-    """Meshes of as many devices that split the model further: `data` as it halves, on `fsdp`."""
-    devices = mesh["data"] * mesh["fsdp"] * mesh["model"]
-    less = [sizes for sizes in factorisations(devices) if sizes["data"] < mesh["data"]]
-    further = [sizes for sizes in less if sizes["model"] == mesh["model"]]
-    whole = [
-        sizes
-        for sizes in factorisations(devices)
-        if sizes["data"] == 1 and sizes["model"] == 2 * mesh["model"]
-    ]
-    return sorted(further, key=lambda sizes: -sizes["data"])[:3] + whole
+def _together(
+    now: Settings, kinds: list[list[Settings]], tried: Callable[[Settings], Change | None]
+) -> Change | None:
+    """Several changes: more and more of them, and then without those that are not needed."""
+    settings, made, found = now, [], None
+    for options in kinds:
+        name = next(f for f in _FIELDS if getattr(options[0], f) != getattr(now, f))
+        # Of meshes the likeliest is the first; of numbers of microbatches the last saves most.
+        settings = _with(settings, options[0 if name == "mesh" else -1], name)
+        made.append((name, options))
+        if len(made) > 1 and (found := tried(settings)) is not None:
+            break
+    if found is None:
+        return None
+    for name, options in made:
+        # Without the last of them it did not fit.
+        less_of_it = [now] * (name != made[-1][0]) + options[:-1] * (name != "mesh")
+        for less in less_of_it:
+            if (better := tried(_with(settings, less, name))) is not None:
+                settings, found = _with(settings, less, name), better
+                break
+    return found
 
 
-def _several(now: Settings, seen: list[Settings]) -> Iterator[Settings]:
-    """The furthest of each kind of change, one after the other on top of those before."""
-    furthest: dict[str, Settings] = {}
-    for settings in seen:
-        for field in dataclasses.fields(settings):
-            if getattr(settings, field.name) != getattr(now, field.name):
-                furthest[field.name] = settings
-    settings = now
-    for count, name in enumerate(furthest):
-        settings = dataclasses.replace(settings, **{name: getattr(furthest[name], name)})
-        if count:
-            yield settings
+def _with(settings: Settings, other: Settings, name: str) -> Settings:
+    return dataclasses.replace(settings, **{name: getattr(other, name)})
 
 
 def _words(now: Settings, settings: Settings) -> str:
@@ -124,8 +130,8 @@ def _words(now: Settings, settings: Settings) -> str:
 
 
 def can_rematerialise(model: PyTree) -> bool:
-    """Whether a model of `redcoast.models` in it keeps all that its layers compute."""
-    return any(_keeps_all(module) for module in _modules(model))
+    """Whether a model of `redcoast.models` in it could compute more of its layers again."""
+    return any(_keeps_some(module) for module in _modules(model))
 
 
 def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +141,7 @@ def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
         # A copy, since modules cannot be changed from outside: only what was just made is.
         model = jax.tree.map(lambda x: x, init_fn(key))
         for module in _modules(model):
-            if _keeps_all(module):
+            if _keeps_some(module):
                 config = dataclasses.replace(module.config, remat="full")
                 object.__setattr__(module, "config", config)
         return model
@@ -143,7 +149,7 @@ def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _keeps_all(module: Any) -> bool:
+def _keeps_some(module: Any) -> bool:
     config = getattr(module, "config", None)
     return dataclasses.is_dataclass(config) and getattr(config, "remat", "full") != "full"
 

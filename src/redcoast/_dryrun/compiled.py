@@ -31,17 +31,26 @@ _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 class Compiled:
     """What a compiler says: bytes on each device, and what is sent.
 
-    Of a program that its compiler refused for want of memory it says no more than `peak`.
+    Of a program that it refuses for want of memory it says no more than the least that `peak`
+    could come to.
     """
 
     peak: int
     temporaries: int | None  # at the peak
-    moved: int  # of arguments and results
+    moved: int | None  # of arguments and results
     traffic: tuple[Traffic, ...] | None
     seconds: float
     refused: bool = False
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
     open_loops: int = 0  # of which nobody knows how often they run, counted once
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes that a device sends over each set of axes."""
+        found: Counter[str] = Counter()
+        for one in self.traffic or ():
+            found[one["axis"]] += one["bytes"]
+        return found
 
 
 def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) -> Compiled:
@@ -76,7 +85,7 @@ def compile_for(
                 "The compiler failed on this program, which it may not do for another mesh or "
                 f"another batch. It said: {error}"
             ) from error
-        return Compiled(peak, None, 0, None, time.perf_counter() - begin, refused=True)
+        return Compiled(peak, None, None, None, time.perf_counter() - begin, refused=True)
     seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes

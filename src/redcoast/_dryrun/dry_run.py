@@ -10,9 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._loss import LossFn
+from .._sharding.overrides import Override
 from .result import DryRun
-
-Overrides = Sequence[tuple[str, Any]]
 
 
 def dry_run(
@@ -25,7 +24,7 @@ def dry_run(
     mesh: Mesh | Mapping[str, int] | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
-    overrides: Overrides = (),
+    overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
     suggest: bool = True,
 ) -> DryRun:
@@ -78,6 +77,7 @@ def dry_run(
         ```
     """
     # Imported when it is first asked for, so that importing redcoast stays cheap.
+    from .place import without_ambient_mesh
     from .run import run
     from .step import make_job
 
@@ -90,4 +90,5 @@ def dry_run(
         trainable=trainable,
     )
     options = {"accumulate": accumulate, "compute_dtype": compute_dtype}
-    return run(init_fn, target, mesh, make, suggest, **options)
+    with without_ambient_mesh():
+        return run(init_fn, target, mesh, make, suggest, **options)

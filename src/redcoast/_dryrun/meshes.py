@@ -32,6 +32,16 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
     return (min(may, key=_price_of) if may else min(possible, key=_memory_of)).mesh
 
 
+def likely(job: Job, place: Place) -> list[dict[str, int]]:
+    """The sizes of the meshes on which the step may fit, those first that are priced cheapest of
+    those which do by the planner's estimate, then those that need the least memory."""
+    priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
+    usable = inf if place.usable is None else FILLED * place.usable
+    fits = lambda one: _memory_of(one) <= usable
+    order = lambda one: (0, _price_of(one)) if fits(one) else (1, _memory_of(one))
+    return [one.mesh for one in sorted(_tried(priced), key=order)]
+
+
 def _impossible(one: Candidate) -> ValueError:
     return ValueError(f"The step cannot be run on any mesh. On {one.mesh}: {one.error}")
 

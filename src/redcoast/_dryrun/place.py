@@ -1,10 +1,12 @@
 """Devices to find a mesh for, at hand or elsewhere, and what is known of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from .._exchange import exchange
@@ -26,6 +28,7 @@ class Place:
     target: Target | None
     usable: int | None
     notes: tuple[str, ...] = ()
+    compiler: str = ""
 
     @property
     def stands_in(self) -> bool:
@@ -33,15 +36,21 @@ class Place:
         kind = "cpu" if self.target is None else self.target.chip.kind
         return kind != "cpu" and self.devices[0].platform == "cpu"
 
-    def mesh(self, sizes: dict[str, int]) -> Mesh:
+    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)
+
+
+def without_ambient_mesh() -> AbstractContextManager[Any]:
+    """An ambient mesh is one of other devices than those that are compiled for."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def elsewhere(name: str) -> Place:
     """The devices of a target."""
     target = parse_target(name)
     found = target_devices(target)
-    return Place(target.name, found.devices, target, target.chip.usable, found.notes)
+    usable = target.chip.usable
+    return Place(target.name, found.devices, target, usable, found.notes, found.compiler)
 
 
 def at_hand() -> Place:

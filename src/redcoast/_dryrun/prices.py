@@ -45,12 +45,10 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
         wrong = str(error)
     except RuntimeError as error:  # of one mesh: others may well be compiled
         wrong = str(error)
-    sent: Counter[str] = Counter()
-    for entry in (found and found.traffic) or ():
-        sent[entry["axis"]] += entry["bytes"]
-    own = [wrong, found.peak, found.refused, dict(sent)] if found else [wrong, 0, False, {}]
-    # Compilers that try out what is fast may come to different results in different processes.
-    everyone = exchange("a compiled step", own)
+    own = [wrong, found.peak, found.refused, dict(found.sent)] if found else [wrong, 0, False, {}]
+    # Compilers that try out what is fast may come to different results in different processes,
+    # which all have to choose the same mesh of the devices at hand.
+    everyone = exchange("a compiled step", own) if place.target is None else [own]
     if found is None or any(wrong for wrong, *_ in everyone):
         return replace(one, error=next(wrong for wrong, *_ in everyone if wrong))
     needed = max(peak for _, peak, *_ in everyone)

@@ -39,16 +39,18 @@ class DryRun:
     - `notes`: Sentences that a reader of the figures must know.
     - `mesh`: The sizes of `data`, `fsdp` and `model`.
     - `fits`: Whether the peak is within the usable memory.
-    - `memory`: Bytes of `"parameters"`, `"optimizer_state"`, `"other"` (the key and counters of the
-        state, and what of the model is not trained by floating-point arrays), `"batch"`,
-        `"gradients"` (as planned; they are among the temporaries), `"temporaries"`, the `"peak"`
-        and what is `"usable"`. If the compiler refused the program, `"temporaries"` is missing.
+    - `refused`: Whether the compiler refused the program for want of memory, as those for TPUs do.
+        It then says nothing of what is sent, and the peak is the least that it could come to.
+    - `memory`: Bytes of `"parameters"` (and other floating-point arrays of the model),
+        `"optimizer_state"`, `"other"` arrays, `"batch"`, `"gradients"` (as planned; they are among
+        the temporaries), `"temporaries"` (all that is needed besides at the peak; missing if
+        refused), the `"peak"` and what is `"usable"`.
     - `traffic`: What is sent, by mesh `axis`, `kind` and `cause`: how many `times`, and how many
-        `bytes`; the largest first. Empty if the compiler refused the program.
-    - `sent_bytes`: All of it.
+        `bytes`; the largest first. Empty if refused.
+    - `sent_bytes`: All of it; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: The least seconds for arithmetic, memory and each network, which of them binds,
-        and the utilisation of the peak that it leaves.
+        and the utilisation of the peak that it leaves; `None` if refused.
     - `compile_seconds`: How long the compiler took.
     - `plan`: The [`redcoast.Plan`][].
     - `changes`: If it does not fit, the smallest changes found with which it does.
@@ -60,11 +62,12 @@ class DryRun:
     notes: tuple[str, ...]
     mesh: dict[str, int]
     fits: bool
+    refused: bool
     memory: dict[str, int]
     traffic: tuple[dict[str, Any], ...]
-    sent_bytes: int
+    sent_bytes: int | None
     arithmetic: dict[str, float]
-    bounds: Bounds
+    bounds: Bounds | None
     compile_seconds: float
     plan: Plan = field(repr=False)
     changes: tuple[Change, ...] = ()
@@ -77,7 +80,7 @@ class DryRun:
         found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
         changes = [asdict(change) for change in self.changes]
         return found | {
-            "bounds": asdict(self.bounds),
+            "bounds": None if self.bounds is None else asdict(self.bounds),
             "plan": self.plan.report,
             "changes": changes,
         }

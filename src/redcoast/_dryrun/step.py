@@ -1,28 +1,28 @@
 """The very step that `fit` runs, planned and traced with nothing but shapes."""
 
 import functools as ft
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._arguments import check_functions, check_integer, check_optimizer
-from .._loss import LossFn
+from .._loss import LossFn, evaluate_loss
 from .._mesh import batch_sharding
 from .._planning import plan_run
 from .._precision import check_compute_dtype
 from .._reading import stacked
 from .._sharding import Hardware, Plan
+from .._sharding.overrides import Override
 from .._steps import compiled_steps
 from .._train import TrainState, init_state, train_step
-
-Overrides = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
     optimizer: optax.GradientTransformation
     accumulate: int
     compute_dtype: Any
-    overrides: Overrides
+    overrides: Sequence[Override]
     trainable: PyTree
 
     @property
@@ -52,7 +52,7 @@ def make_job(
     *,
     accumulate: int = 1,
     compute_dtype: Any = None,
-    overrides: Overrides = (),
+    overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
 ) -> Job:
     """Makes everything abstract: no array is made."""
@@ -62,9 +62,13 @@ def make_job(
     check_compute_dtype(compute_dtype, training=True)
     make = ft.partial(init_state, init_fn, optimizer, trainable=trainable)
     state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
+    batch = abstract_batch(batch)
+    # What is wrong with the loss is the same on all meshes, and said as it is.
+    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
+    eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
     return Job(
         state,
-        abstract_batch(batch),
+        batch,
         loss_fn,
         optimizer,
         accumulate,
@@ -91,9 +95,16 @@ def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
                 f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
                 "`jax.ShapeDtypeStruct`s."
             )
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{name} in the batch is of dtype {x.dtype}. A batch holds numbers; keys are drawn "
+                "in the step."
+            )
         if not x.shape:
             raise ValueError(f"{name} in the batch is a scalar. Its first dimension must be rows.")
         rows[name] = x.shape[0]
+        if x.shape[0] == 0:
+            raise ValueError(f"{name} in the batch has no rows: its shape is {x.shape}.")
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
         raise ValueError(f"The arrays of the batch differ in their number of rows: {counts}.")
@@ -156,7 +167,3 @@ def factorisations(count: int) -> list[dict[str, int]]:
         for model in divisors
         if count % (fsdp * model) == 0
     ]
-
-
-def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
-    return dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)

@@ -9,9 +9,8 @@ from jaxtyping import PyTree
 
 from .._arguments import check_integer
 from .._loss import LossFn
+from .._sharding.overrides import Override
 from .suggestion import MeshSuggestion
-
-Overrides = Sequence[tuple[str, Any]]
 
 
 def suggest_mesh(
@@ -24,7 +23,7 @@ def suggest_mesh(
     compiled: int = 3,
     accumulate: int = 1,
     compute_dtype: Any = None,
-    overrides: Overrides = (),
+    overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
@@ -75,19 +74,19 @@ def suggest_mesh(
     """
     # Imported when it is first asked for, so that importing redcoast stays cheap.
     from .meshes import suggest
-    from .place import at_hand, elsewhere
+    from .place import at_hand, elsewhere, without_ambient_mesh
     from .step import make_job
 
     check_integer("compiled", compiled)
-    place = at_hand() if target is None else elsewhere(target)
-    job = make_job(
-        init_fn,
-        loss_fn,
-        batch,
-        optimizer,
-        accumulate=accumulate,
-        compute_dtype=compute_dtype,
-        overrides=overrides,
-        trainable=trainable,
-    )
-    return suggest(job, place, compiled)
+    with without_ambient_mesh():
+        job = make_job(
+            init_fn,
+            loss_fn,
+            batch,
+            optimizer,
+            accumulate=accumulate,
+            compute_dtype=compute_dtype,
+            overrides=overrides,
+            trainable=trainable,
+        )
+        return suggest(job, at_hand() if target is None else elsewhere(target), compiled)

@@ -21,7 +21,8 @@ def draw(run: DryRun) -> str:
         f"{run.compile_seconds:.1f} s"
     )
     lines = [*paragraph(head), "", *paragraph(_verdict(run)), ""]
-    lines += [*_memory(run), "", *_traffic(run), "", *_time(run.bounds, run.arithmetic)]
+    lines += [*_memory(run), "", *_traffic(run)]
+    lines += ["", *(_refused(run) if run.bounds is None else _time(run.bounds, run.arithmetic))]
     if not run.fits:
         lines += ["", *_changes(run)]
     for note in run.notes:
@@ -34,6 +35,8 @@ def _verdict(run: DryRun) -> str:
     of = f"{gib(peak)} of {gib(usable)} GiB of memory"
     if run.fits:
         return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
+    if run.refused:
+        return f"It does not fit: at least {of}, {gib(peak - usable)} GiB or more too much."
     return f"It does not fit: {of}, {gib(peak - usable)} GiB too much."
 
 
@@ -45,14 +48,16 @@ def _memory(run: DryRun) -> list[str]:
         if name not in memory or (name == "other" and memory[name] < 2**20):
             continue
         more = ""
-        if name == "temporaries" and memory["gradients"] < memory[name]:
-            more = f"  (gradients, {gib(memory['gradients'])}, are among them)"
+        if name == "temporaries":
+            # Compilers may do without some that are planned.
+            among = "are among them" if memory["gradients"] <= memory[name] else "if all were kept"
+            more = f"  (gradients, {gib(memory['gradients'])}, {among})"
         lines.append(f"  {name.replace('_', ' '):<28}{gib(memory[name]):>10}{more}")
     return lines
 
 
 def _traffic(run: DryRun) -> list[str]:
-    if "temporaries" not in run.memory:
+    if run.sent_bytes is None:
         return ["What it would send is not known, since the compiler refused it."]
     if not run.traffic:
         return ["Nothing is sent between devices."]
@@ -69,8 +74,23 @@ def _traffic(run: DryRun) -> list[str]:
     return lines
 
 
+def _refused(run: DryRun) -> list[str]:
+    return paragraph(f"Arithmetic of each device in a step: {_flops(run.arithmetic) or 'none'}.")
+
+
+def _flops(arithmetic: dict[str, float]) -> str:
+    return ", ".join(f"{_scaled(count)}FLOP in {name}" for name, count in arithmetic.items())
+
+
+def _scaled(count: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if count >= 0.1 * size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count / 1e6:.4g} M"
+
+
 def _time(bounds: Bounds, arithmetic: dict[str, float]) -> list[str]:
-    flops = ", ".join(f"{count / 1e12:.4g} TFLOP in {name}" for name, count in arithmetic.items())
+    flops = _flops(arithmetic)
     every = {"arithmetic": bounds.arithmetic, "memory": bounds.memory}
     every |= {f"network ({axes})": seconds for axes, seconds in bounds.network.items()}
     lines = ["A step takes at least"]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._exchange import decide
 from .._pretrained.safetensors_file import write_safetensors
 from ..models._product import LowRank
 from ..models._tensors import Tensor, tensor_names, tensor_shape
@@ -115,7 +116,9 @@ def save_adapters(model: Any, path: str | Path) -> None:
         ```
     """
     path = Path(path).expanduser().absolute()
-    if existing := [name for name in (CONFIG, TENSORS) if (path / name).exists()]:
+    # Process 0 writes, and would have done so before others look.
+    existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
+    if existing := decide("the files of adapters", existing):
         raise ValueError(
             f"{path} has {' and '.join(existing)} already, and nothing is overwritten. Choose "
             "another directory."

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redcoast._hlo import collectives
-from redcoast._hlo.loops import _iterations
+from redcoast._hlo.loops import iterations
 from redcoast._hlo.text import size_in_bytes
 
 AXES = ("data", "fsdp", "model")
@@ -217,7 +217,7 @@ def test_iterations_are_those_of_the_loop(start, step, direction, bound):
     i, count = start, 0
     while going_on(i) and count < 99:
         i, count = i + step, count + 1
-    found = _iterations(start, step, direction, bound)
+    found = iterations(start, step, direction, bound)
     assert found == (count if count < 99 else None) or (found is None and count == 0)
 
 

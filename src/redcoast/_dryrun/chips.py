@@ -237,8 +237,3 @@ _CPU = Chip(
     source="nominal",
 )
 CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in (*_TPUS, *_GPUS, _CPU)})
-
-
-def chip_of(device: Any) -> Chip | None:
-    """The chip that a device of JAX is, if it is one of those in the table."""
-    return next((chip for chip in CHIPS.values() if chip.device_kind == device.device_kind), None)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._hlo.loops import _MIRRORED, Carried, Value, _iterations, _sum
+from .._hlo.loops import MIRRORED, Carried, Value, added, iterations
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
 # What hands its operands on as they are.
@@ -38,7 +38,7 @@ def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
     left, direction, right = compared
     steady = lambda value: _steady(value, start, after)
     if not isinstance(left, Carried) or steady(left) is not None:
-        left, direction, right = right, _MIRRORED.get(direction, direction), left
+        left, direction, right = right, MIRRORED.get(direction, direction), left
     if not isinstance(left, Carried) or left.place is None:
         return None
     begin, moved, bound = start[left.place], after[left.place], steady(right)
@@ -46,7 +46,7 @@ def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
         return None
     if not isinstance(moved, Carried) or moved.place != left.place:
         return None
-    return _iterations(begin + left.more, moved.more, direction, bound)
+    return iterations(begin + left.more, moved.more, direction, bound)
 
 
 def _steady(value: Value, start: Sequence[Value], after: Sequence[Value]) -> int | None:
@@ -75,7 +75,7 @@ def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     name = equation.primitive.name
     body = called(equation)
     if name in ("add", "sub"):
-        return [_sum(inputs[0], inputs[1], 1 if name == "add" else -1)]
+        return [added(inputs[0], inputs[1], 1 if name == "add" else -1)]
     if name == "mul" and all(isinstance(value, int) for value in inputs):
         left, right = inputs
         return [left * right if isinstance(left, int) and isinstance(right, int) else None]

@@ -76,7 +76,7 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
         return None
     left, direction, right = compared
     if not isinstance(left, Carried) or _steady(scope, loop, left) is not None:
-        left, direction, right = right, _MIRRORED.get(direction, direction), left
+        left, direction, right = right, MIRRORED.get(direction, direction), left
     if not isinstance(left, Carried):
         return None
     start = _value(scope, operands(loop)[0], left.place)
@@ -86,13 +86,13 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
         return None
     if not isinstance(moved, Carried) or moved.place != left.place:
         return None
-    return _iterations(start + left.more, moved.more, direction, bound)
+    return iterations(start + left.more, moved.more, direction, bound)
 
 
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
-def _iterations(start: int, step: int, direction: str, bound: int) -> int | None:
+def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
     """How many of start, start + step, ... there are before one fails the comparison."""
     if direction == "NE" and step and (bound - start) % step == 0 and (bound - start) // step >= 0:
         return (bound - start) // step
@@ -158,7 +158,7 @@ def _value(scope: Scope, name: str, place: int | None) -> Value:
         case "add" | "subtract":
             terms = operands(instruction)
             left, right = _value(scope, terms[0], None), _value(scope, terms[1], None)
-            return _sum(left, right, 1 if instruction.opcode == "add" else -1)
+            return added(left, right, 1 if instruction.opcode == "add" else -1)
         case "fusion" | "call":
             inner = callee(instruction, "calls", "to_apply")
             return _root(inner_scope(scope, instruction, inner), place)
@@ -169,7 +169,7 @@ def _value(scope: Scope, name: str, place: int | None) -> Value:
     return None
 
 
-def _sum(left: Value, right: Value, sign: int) -> Value:
+def added(left: Value, right: Value, sign: int) -> Value:
     if isinstance(left, int) and isinstance(right, Carried) and sign == 1:
         left, right = right, left
     if not isinstance(right, int):

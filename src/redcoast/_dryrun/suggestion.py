@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._mesh import AXES
+from .._sharding.report.text import paragraph
 
 
 @dataclass(frozen=True)
@@ -137,4 +138,5 @@ def _words(found: MeshSuggestion) -> list[str]:
             f"WARNING: none of the meshes that were compiled fits. The first needs least: "
             f"{(best.peak_memory - usable) / 1e9:.3g} GB too much."
         )
-    return [*lines, *found.notes]
+    lines += found.notes
+    return [line for one in lines for line in paragraph(one)]

@@ -34,6 +34,21 @@ def paper_table(cells: list[Cell]) -> str:
     return markdown(PAPER, [_paper(cell) for cell in cells if cell["column"] == "paper"])
 
 
+def beyond_text(cells: list[Cell]) -> str:
+    """The table, and in words which of them fit."""
+    words = {"twice": "At twice the length", "half": "On half of the devices"}
+    lines = [_fitting(where, [x for x in cells if x["column"] == c]) for c, where in words.items()]
+    return "\n\n".join([beyond_table(cells), " ".join(filter(None, lines))]).rstrip()
+
+
+def _fitting(where: str, cells: list[Cell]) -> str:
+    fit = [cell["model"] for cell in cells if cell["fits"]]
+    if not cells or not fit:
+        return f"{where}, none of {len(cells)} fits." if cells else ""
+    which = "" if len(fit) == len(cells) else f" ({', '.join(fit)})"
+    return f"{where}, {len(fit)} of {len(cells)} fit{'s' if len(fit) == 1 else ''}{which}."
+
+
 def beyond_table(cells: list[Cell]) -> str:
     """Each model at twice the length, on half of the devices, and in bfloat16."""
     found = {(cell["model"], cell["column"]): cell for cell in cells}
@@ -59,9 +74,9 @@ def _paper(cell: Cell) -> list[str]:
         cell["compiler"],
         mesh_text(cell["mesh"]),
         "yes" if cell["fits"] else "no",
-        gib(cell["memory"]["peak"]),
-        f"{1 - cell['memory']['peak'] / cell['usable']:.0%}",
-        gigabytes(cell["sent_bytes"]),
+        peak_gib(cell),
+        "-" if refused(cell) else f"{1 - cell['memory']['peak'] / cell['usable']:.0%}",
+        gigabytes(sent_bytes(cell)),
     ]
 
 
@@ -71,14 +86,30 @@ def _beyond(found: dict[tuple[str, str], Cell], model: str) -> list[str]:
     holds = [name for name, cell in names.items() if cell is not None and cell["fits"]]
     both = "both" if len(holds) == 2 else (holds or ["neither"])[0]
     known = both if twice is not None and half is not None else "-"
-    return [_peak(twice), _peak(half), known, _peak(low), gigabytes(low and low["sent_bytes"])]
+    return [_peak(twice), _peak(half), known, _peak(low), gigabytes(low and sent_bytes(low))]
 
 
 def _peak(cell: Cell | None) -> str:
     """The peak, of what a device has."""
     if cell is None:
         return "-"
-    return f"{gib(cell['memory']['peak'])} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
+    return f"{peak_gib(cell)} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
+
+
+def refused(cell: Cell) -> bool:
+    """Whether the compiler refused the program for want of memory."""
+    # Files that do not say it have no temporaries of such a program.
+    return cell.get("refused", "temporaries" not in cell["memory"])
+
+
+def sent_bytes(cell: Cell) -> int | None:
+    """Nobody knows what a program sends that was not made."""
+    return None if refused(cell) else cell["sent_bytes"]
+
+
+def peak_gib(cell: Cell) -> str:
+    """Of a program that was refused, the least that it could come to."""
+    return f"{'at least ' if refused(cell) else ''}{gib(cell['memory']['peak'])}"
 
 
 def mesh_text(mesh: dict[str, int]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations_with_replacement
 from math import prod
 
+from redcoast._dryrun.chips import CHIPS, Chip
 from redcoast._dryrun.target import Target, parse_target
 
 STEP = 128  # tokens; lengths are multiples of it
@@ -17,26 +18,32 @@ def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
 
     It is 0 if not even 128 tokens fit, and at most 2**20. Whether a length fits is asked once.
     """
-    low, high = 0, -(-start // STEP)
-    while high * STEP <= MOST and fits(high * STEP):
-        low, high = high, 2 * high
-    while high * STEP <= MOST and high - low > 1:
+    low, high, most = 0, min(-(-start // STEP), MOST // STEP), MOST // STEP
+    while fits(high * STEP):
+        if high == most:
+            return MOST
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * STEP) else (low, middle)
     return low * STEP
 
 
-def sizes_of(target: Target) -> list[Target]:
+def read_chip(name: str) -> Chip:
+    """The chip of a target, of which the number of devices may be left out."""
+    return CHIPS.get(name.strip().lower()) or parse_target(name).chip
+
+
+def sizes_of(chip: Chip) -> list[Target]:
     """All slices of a TPU whose sides are powers of two, the most compact of each count; or as many
     GPUs, in full hosts; the smallest first."""
     found: dict[int, Target] = {}
-    for one in _candidates(target):
+    for one in _candidates(chip):
         found.setdefault(one.count, one)
     return [found[count] for count in sorted(found)]
 
 
-def _candidates(target: Target) -> Iterator[Target]:
-    chip = target.chip
+def _candidates(chip: Chip) -> Iterator[Target]:
     if chip.kind != "tpu":
         for count in CARDS:
             cards = min(count, chip.per_host)

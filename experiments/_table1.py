@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _cells import beyond_table, paper_table, read_cells, write_cell
-from _workload import make_workload, state_bytes
+from _cells import beyond_text, gib, paper_table, peak_gib, read_cells, write_cell
+from _fitting import dry_run_to_fit
+from _usage import refuse
+from _workload import make_workload
 
 import redcoast as rc
 from redcoast._dryrun.target import parse_target
@@ -52,7 +54,7 @@ def print_table1(
             write_cell(out / "table1.json", cell)
             print(f"{row.model}, {column}: {_outcome(cell)}", file=sys.stderr, flush=True)
     cells = in_order(read_cells(out / "table1.json"))
-    text = f"{paper_table(cells)}\n\n{beyond_table(cells)}"
+    text = f"{paper_table(cells)}\n\n{beyond_text(cells)}"
     print(json.dumps(cells, indent=1) if as_json else text)
 
 
@@ -63,33 +65,30 @@ def choose_rows(names: tuple[str, ...]) -> list[Row]:
 
 def choose(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"There is no {', '.join(unknown)}. There are {', '.join(known)}.")
+        refuse(f"There is no {', '.join(unknown)}. There are {', '.join(known)}.")
     return names or known
 
 
-def measure(row: Row, column: str, **options: Any) -> dict[str, Any]:
+def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dict[str, Any]:
     """A cell: fp32 and AdamW, one sequence for each device, all that a layer does computed again.
 
-    Where the mesh that is priced cheapest does not fit, others are compiled. `options` are more
-    arguments of `redcoast.dry_run`.
+    On the given mesh, or on the one that is priced cheapest; where that does not fit, others are
+    compiled.
     """
-    target = row.half if column == "half" else row.target
+    target = parse_target(row.half if column == "half" else row.target)
+    usable = target.chip.usable if row.usable is None else row.usable
     workload = make_workload(row.model, row.seq * (2 if column == "twice" else 1))
-    batch = parse_target(target).count
-    dtype = jnp.bfloat16 if column == "bfloat16" else None
-    arguments, asked = workload.arguments(batch), {"target": target, "compute_dtype": dtype}
-    run = rc.dry_run(*arguments, **asked, suggest=False, **options)
-    usable = row.usable or run.memory["usable"]
-    # No mesh helps where not even parameters, gradients and AdamW's two means of each would fit.
-    may = 4 / 3 * state_bytes(workload) < batch * usable
-    if may and not run.fits and not options:
-        mesh = dict(rc.suggest_mesh(*arguments, **asked, compiled=2))
-        run = rc.dry_run(*arguments, **asked, suggest=False, mesh=mesh)
+    asked: dict[str, Any] = {"compute_dtype": jnp.bfloat16 if column == "bfloat16" else None}
+    if mesh is None:
+        run = dry_run_to_fit(workload, target.count, target, usable=usable, **asked)
+    else:
+        asked |= {"target": target.name, "mesh": mesh}
+        run = rc.dry_run(*workload.arguments(target.count), **asked, suggest=False)
     return {
         "model": row.model,
         "column": column,
         "seq": workload.seq,
-        "batch": batch,
+        "batch": target.count,
         "workload_notes": list(workload.notes),
         **{name: value for name, value in run.report.items() if name != "plan"},
         "usable": usable,
@@ -107,5 +106,5 @@ def in_order(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _outcome(cell: dict[str, Any]) -> str:
-    peak, usable = cell["memory"]["peak"] / 2**30, cell["usable"] / 2**30
-    return f"{peak:.2f} of {usable:.2f} GiB, {cell['compile_seconds']:.0f} s to compile"
+    sizes = f"{peak_gib(cell)} of {gib(cell['usable'])} GiB"
+    return f"{sizes}, {cell['compile_seconds']:.0f} s to compile"

@@ -11,8 +11,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from _usage import refuse
 
 from redcoast import models
+from redcoast._dryrun.step import abstract_key
 from redcoast._json_file import read_json
 from redcoast._pretrained.families import find_family
 from redcoast.losses import chunked_cross_entropy, cross_entropy
@@ -44,6 +46,8 @@ def make_workload(
     The logits of `chunk` positions at a time are in memory, or by default all. Learned positions
     are made as many as the sequence needs, which the notes then say.
     """
+    if chunk is not None and chunk < 1:
+        refuse(f"The logits of at least one position are in memory, and --chunk is {chunk}.")
     model_class, config = find_model(model)
     seq = _length(model, model_class, config, seq)
     config, notes = _with_head(model_class, config), ()
@@ -54,11 +58,6 @@ def make_workload(
     init_fn = lambda key: model_class(config, key=key)
     loss_fn, make_batch = _task(model_class, config, seq, chunk)
     return Workload(init_fn, loss_fn, make_batch, seq, notes)
-
-
-def abstract_key() -> Any:
-    # A key that is an array would make JAX look for accelerators.
-    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def state_bytes(workload: Workload) -> int:
@@ -76,11 +75,11 @@ def find_model(model: str) -> tuple[Any, Any]:
         try:
             return find_family(read_json(path), path)
         except ValueError as error:
-            raise SystemExit(str(error)) from error
+            refuse(str(error))
     names = [name for name, make in vars(sizes).items() if _is_size(name, make)]
     name = model.lower().replace("-", "_").replace(".", "_")
     if name not in names:
-        raise SystemExit(_unknown(model, name, names))
+        refuse(_unknown(model, name, names))
     abstract = eqx.filter_eval_shape(getattr(sizes, name), key=abstract_key())
     return type(abstract), abstract.config
 
@@ -102,9 +101,9 @@ def _unknown(model: str, name: str, names: list[str]) -> str:
 
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
     if model_class is models.ViT and seq is not None:
-        raise SystemExit(f"{model} reads images of {config.image} pixels: leave --seq out.")
+        refuse(f"{model} reads images of {config.image} pixels: leave --seq out.")
     if seq is not None and seq < 1:
-        raise SystemExit(f"A sequence has at least one token, and --seq is {seq}.")
+        refuse(f"A sequence has at least one token, and --seq is {seq}.")
     return None if model_class is models.ViT else seq or min(LONGEST, _most_tokens(config))
 
 

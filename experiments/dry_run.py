@@ -2,7 +2,7 @@
 
 Whether it fits, bytes on each device, bytes sent between devices, how long it takes at least. The
 accelerator's own compiler is asked: `pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`; without
-it, the CPU's stands in. Exits with 1 if the step does not fit.
+it, the CPU's stands in. Exits with 1 if the step does not fit, with 2 if there is no answer.
 
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
     python experiments/dry_run.py --model path/to/config.json --target a100-80gb --smallest
@@ -16,14 +16,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import tyro
-from _reach import longest_sequence, sizes_of
+from _cells import gib, peak_gib
+from _fitting import dry_run_to_fit
+from _reach import longest_sequence, read_chip, sizes_of
 from _table1 import print_table1
+from _usage import refuse
 from _workload import make_workload, state_bytes
 
 import redcoast as rc
@@ -52,72 +55,105 @@ class Config:
     json: bool = False  # print the figures as JSON, in place of tables
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A dry run; `asked` are the model, the batch and the settings that it is of."""
+
+    run: rc.DryRun
+    asked: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        return self.run.fits
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.asked | self.run.report
+
+
 def main(c: Config) -> None:
+    try:
+        found = answer(c)
+    except (ValueError, TypeError, RuntimeError) as error:
+        # RuntimeError is a compiler that failed: Python would exit with 1, as if it did not fit.
+        refuse(str(error))
+    if found is not None:
+        print(json.dumps(found.report, indent=1) if c.json else found.run)
+        raise SystemExit(0 if found.fits else 1)
+
+
+def answer(c: Config) -> Attempt | None:
+    """The dry run that was asked for; of a table there is none, and it is printed."""
     if c.smallest + c.longest + c.table1 > 1:
-        raise SystemExit("Only one of --smallest, --longest and --table1 can be asked for.")
+        refuse("Only one of --smallest, --longest and --table1 can be asked for.")
     if c.table1:
         return print_table1(c.out, rows=c.rows, columns=c.columns, as_json=c.json)
     if c.smallest:
-        run = smallest(c)
-    elif c.longest:
-        run = longest(c)
-    else:
-        run = attempt(c, read_target(c.target), c.seq, suggest=True)
-    print(json.dumps(run.report, indent=1) if c.json else run)
-    raise SystemExit(0 if run.fits else 1)
+        return smallest(c)
+    return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
 
 
-def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False) -> rc.DryRun:
-    """A dry run, which is told of in a line."""
-    workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
-    run = rc.dry_run(
-        *workload.arguments(c.batch or target.count * c.accumulate),
-        target=target.name,
-        mesh=read_mesh(c.mesh),
-        accumulate=c.accumulate,
-        compute_dtype=jnp.dtype(c.dtype),
-        suggest=suggest,
-    )
-    mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
-    length = "" if workload.seq is None else f", {workload.seq} tokens"
-    peak, usable = (run.memory[name] / 2**30 for name in ("peak", "usable"))
-    words = f"{c.model} on {run.target} ({mesh}){length}: {peak:.2f} of {usable:.2f} GiB"
-    print(words, *workload.notes, file=sys.stderr, flush=True)
-    return run
-
-
-def smallest(c: Config) -> rc.DryRun:
+def smallest(c: Config) -> Attempt:
     """On the fewest chips on which it fits."""
     if c.mesh is not None:
-        raise SystemExit("--smallest chooses the number of devices: leave --mesh out.")
+        refuse("--smallest chooses the number of devices: leave --mesh out.")
+    chip = read_chip(c.target)
     least = state_bytes(make_workload(c.model, c.seq))
-    for target in sizes_of(read_target(c.target)):
+    for target in sizes_of(chip):
         # Without the compiler's help: what stays between steps does not fit on fewer.
-        if least <= target.count * target.chip.usable and (run := attempt(c, target, c.seq)).fits:
-            return run
-    raise SystemExit(f"{c.model} fits on no number of {c.target.partition(':')[0]} that was tried.")
+        if least <= target.count * chip.usable and (found := attempt(c, target, c.seq)).fits:
+            return found
+    words = f"{c.model} fits on no number of {chip.name} that can be tried."
+    print(words, file=sys.stderr, flush=True)
+    raise SystemExit(1)
 
 
-def longest(c: Config) -> rc.DryRun:
+def longest(c: Config) -> Attempt:
     """With the longest sequence that fits; or with 128 tokens, if not even those do."""
     if make_workload(c.model, c.seq).seq is None:
-        raise SystemExit(f"{c.model} reads images, and no texts that --longest could be asked of.")
-    target, runs = read_target(c.target), {}
+        refuse(f"{c.model} reads images, and no texts that --longest could be asked of.")
+    target, found = parse_target(c.target), {}
 
     def fits(seq: int) -> bool:
-        runs[seq] = attempt(c, target, seq)
-        return runs[seq].fits
+        found[seq] = attempt(c, target, seq)
+        return found[seq].fits
 
-    found = longest_sequence(fits, start=c.seq or 1024)
-    print(f"The longest sequence that fits has {found} tokens.", file=sys.stderr, flush=True)
-    return runs[found or min(runs)]
+    most = longest_sequence(fits, start=c.seq or 1024)
+    print(f"The longest sequence that fits has {most} tokens.", file=sys.stderr, flush=True)
+    return found[most or min(found)]
 
 
-def read_target(text: str) -> Target:
-    try:
-        return parse_target(text)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False) -> Attempt:
+    """A dry run, which is told of in a line.
+
+    If it does not fit, changes are looked for with `suggest`, and else other meshes, unless one was
+    asked for.
+    """
+    workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
+    rows, mesh = rows_of(c, target), read_mesh(c.mesh)
+    # Not float32 by its name: the library leaves alone what was asked for, and never suggests less.
+    dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
+    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": dtype}
+    if suggest or mesh is not None:
+        options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
+        run = rc.dry_run(*workload.arguments(rows), **options)
+    else:
+        run = dry_run_to_fit(workload, rows, target, **options)
+    run = replace(run, notes=(*workload.notes, *run.notes))
+    asked = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
+    asked |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}
+    print(_line(run, asked), *workload.notes, file=sys.stderr, flush=True)
+    return Attempt(run, asked)
+
+
+def rows_of(c: Config, target: Target) -> int:
+    """Of a batch; by default one for each device and microbatch."""
+    if c.accumulate < 1:
+        refuse(f"A batch is split into at least one part, and --accumulate is {c.accumulate}.")
+    rows = target.count * c.accumulate if c.batch is None else c.batch
+    if rows < 1:
+        refuse(f"A batch has at least one sequence or image, and --batch is {rows}.")
+    return rows
 
 
 def read_mesh(text: str | None) -> dict[str, int] | None:
@@ -126,8 +162,15 @@ def read_mesh(text: str | None) -> dict[str, int] | None:
         return None
     pairs = [part.split("=") for part in text.split(",")]
     if any(len(p) != 2 or not p[1].isdigit() or p[0] not in AXES for p in pairs):
-        raise SystemExit(f"A mesh is written as data=1,fsdp=4,model=2, and not as {text}.")
+        refuse(f"A mesh is written as data=1,fsdp=4,model=2, and not as {text}.")
     return {axis: int(size) for axis, size in pairs}
+
+
+def _line(run: rc.DryRun, asked: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    length = "" if asked["seq"] is None else f", {asked['seq']} tokens"
+    sizes = f"{peak_gib(run.report)} of {gib(run.memory['usable'])} GiB"
+    return f"{asked['model']} on {run.target} ({mesh}){length}: {sizes}"
 
 
 if __name__ == "__main__":

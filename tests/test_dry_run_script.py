@@ -1,12 +1,16 @@
 """`experiments/dry_run.py`, and what it is made of."""
 
 import dataclasses
+import functools
 import importlib
+import importlib.util
 import json
 import math
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -17,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
 from redcoast._dryrun.step import make_job
+from redcoast._dryrun.suggestion import Candidate
 from redcoast._dryrun.target import parse_target
-from redcoast.models import LlamaConfig, ViTConfig
+from redcoast.models import GPT2Config, LlamaConfig, ViTConfig
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 TINY = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
@@ -74,7 +79,36 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
     assert report["memory"]["optimizer_state"] < 2 * report["memory"]["parameters"] + 1000
     assert report["memory"]["peak"] > 3 * report["memory"]["parameters"]
     assert report["sent_bytes"] > 0
+    asked = {"model": str(config_json), "seq": 16, "batch": 4, "accumulate": 1, "chunk": None}
+    asked |= {"dtype": "float32", "remat": "full"}
+    assert {name: report[name] for name in asked} == asked
     assert "16 tokens" in captured.err
+
+
+def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_path, capsys):
+    config = GPT2Config(vocab=64, width=32, layers=1, heads=2, hidden=64, positions=16)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    said = "The published model has 16 learned positions; here 32."
+    options = {"model": str(tmp_path), "target": "cpu:1", "seq": 32}
+    assert dry_run(**options) == 0
+    assert said in capsys.readouterr().out
+    assert dry_run(json=True, **options) == 0
+    assert said in json.loads(capsys.readouterr().out)["notes"]
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("float32", None), ("bfloat16", "bfloat16")])
+def test_float32_is_left_to_the_library_so_that_it_may_suggest_less(
+    config_json, monkeypatch, dtype, wanted
+):
+    module, asked = script("dry_run"), []
+
+    def stop(*args, compute_dtype, **options):
+        asked.append(compute_dtype)
+        raise ValueError("Enough.")
+
+    monkeypatch.setattr(module.rc, "dry_run", stop)
+    assert dry_run(model=str(config_json), target="cpu:2", seq=8, dtype=dtype) == 2
+    assert asked == [wanted]
 
 
 def test_the_longest_sequence_is_compiled_and_the_next_does_not_fit(config_json, monkeypatch):
@@ -108,6 +142,53 @@ def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
     large = module.Config(model="opt-66b", target="l4", smallest=True)
     assert module.state_bytes(module.make_workload("opt-66b")) > 12 * 65e9
     assert module.smallest(large).fits
+    # A slice has to be named by its sizes, but here they are what is looked for.
+    tried.clear()
+    monkeypatch.setattr(module, "attempt", attempt)
+    assert module.smallest(module.Config(model=str(config_json), target="v5e", smallest=True))
+    assert tried == ["v5e:1x1", "v5e:2x2", "v5e:2x4"]
+
+
+def test_a_model_that_fits_nowhere_ends_as_one_that_does_not_fit(config_json, monkeypatch, capsys):
+    module = script("dry_run")
+    monkeypatch.setattr(module, "attempt", lambda *args: type("Run", (), {"fits": False}))
+    assert dry_run(model=str(config_json), target="v5e", smallest=True) == 1
+    assert "fits on no number of v5e" in capsys.readouterr().err
+
+
+def fitting(config_json, monkeypatch, first, others, usable=None):
+    """Which meshes are compiled, if the cheapest has one peak and others, the best first, have
+    these: GiB by their size of `model`, of 16 that are usable."""
+    module, asked = script("_fitting"), []
+
+    def run(*args, target, suggest, mesh=None):
+        asked.append(mesh and mesh["model"])
+        return SimpleNamespace(mesh={"model": 2}, fits=first <= 16, memory={"peak": first * 2**30})
+
+    candidates = tuple(
+        Candidate({"model": size}, fits=peak <= 16, peak_memory=peak * 2**30)
+        for size, peak in others.items()
+    )
+    best = candidates[0]
+    found = rc.MeshSuggestion(best.mesh, best.fits is True, "cpu:2", None, candidates)
+    monkeypatch.setattr(module.rc, "dry_run", run)
+    monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: found)
+    workload = script("_workload").make_workload(str(config_json), 8)
+    module.dry_run_to_fit(workload, 2, parse_target("cpu:2"), usable=usable)
+    return asked
+
+
+def test_other_meshes_are_compiled_where_the_cheapest_does_not_fit(config_json, monkeypatch):
+    ask = functools.partial(fitting, config_json, monkeypatch)
+    assert ask(10, {1: 12, 4: 8}) == [None]
+    assert ask(20, {1: 12, 4: 8}) == [None, 1]
+    # A device may have less than the target says.
+    assert ask(10, {1: 12, 4: 8}, usable=9 * 2**30) == [None, 4]
+    # Where none fits, the best is told of, unless it was compiled already.
+    assert ask(20, {1: 18, 4: 19}) == [None, 1]
+    assert ask(20, {2: 20, 4: 21}) == [None]
+    # Where not even what stays between steps has room, no mesh helps.
+    assert ask(20, {1: 12}, usable=1000) == [None]
 
 
 @pytest.mark.parametrize(
@@ -125,16 +206,50 @@ def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
         ({"model": "vit-base", "longest": True}, "reads images, and no texts"),
         ({"table1": True, "rows": ("opt-175b",)}, "There is no opt-175b.*opt-66b"),
         ({"table1": True, "columns": ("fp8",)}, "There is no fp8.*bfloat16"),
+        ({"model": "vit-base", "chunk": 0}, "--chunk is 0"),
+        ({"target": "v9", "smallest": True}, "no target 'v9'"),
     ],
 )
-def test_errors_say_what_would_work(options, words, tmp_path):
-    said = dry_run(**{"target": "cpu:2", "out": tmp_path} | options)
-    assert re.search(words, str(said), re.DOTALL)
+def test_errors_say_what_would_work(options, words, tmp_path, capsys):
+    assert dry_run(**{"target": "cpu:2", "out": tmp_path} | options) == 2
+    assert re.search(words, capsys.readouterr().err, re.DOTALL)
 
 
-def test_a_config_json_of_another_kind_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": "model=3"}, "model in .1, 2, 4. would fit"),
+        ({"mesh": "model=0"}, "at least one device, but model=0"),
+        ({"accumulate": 0}, "at least one part, and --accumulate is 0"),
+        ({"batch": 3, "accumulate": 2}, "`accumulate=2` does not divide the batch"),
+        ({"batch": 0}, "at least one sequence or image, and --batch is 0"),
+        ({"batch": -3}, "--batch is -3"),
+        ({"chunk": 0}, "at least one position are in memory, and --chunk is 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_not_what_does_not_fit(config_json, options, words, capsys):
+    assert dry_run(**{"model": str(config_json), "target": "cpu:4", "seq": 16} | options) == 2
+    captured = capsys.readouterr()
+    assert re.search(words, captured.err)
+    assert not captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_a_compiler_that_fails_is_not_what_does_not_fit(config_json, monkeypatch, capsys):
+    module = script("dry_run")
+
+    def fail(*args, **options):
+        raise RuntimeError("The compiler failed.")
+
+    monkeypatch.setattr(module.rc, "dry_run", fail)
+    assert dry_run(model=str(config_json), target="cpu:2", seq=8) == 2
+    assert capsys.readouterr().err == "The compiler failed.\n"
+
+
+def test_a_config_json_of_another_kind_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    assert re.search("'mamba'.*llama", str(dry_run(model=str(tmp_path), target="cpu:2")))
+    assert dry_run(model=str(tmp_path), target="cpu:2") == 2
+    assert re.search("'mamba'.*llama", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +296,7 @@ def test_positions_that_are_learned_are_as_many_as_it_takes_and_that_is_said():
 
 
 @pytest.mark.parametrize("limit", [0, 100, 128, 5000, 8192, 10**9])
-@pytest.mark.parametrize("start", [100, 1024, 65536])
+@pytest.mark.parametrize("start", [100, 1024, 1500, 65536, 2**21])
 def test_the_longest_sequence_by_trying_all(limit, start):
     module = script("_reach")
     asked = []
@@ -193,7 +308,7 @@ def test_the_longest_sequence_by_trying_all(limit, start):
 
 @pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:2x2", "tpu7x:2x2x1", "h100:2x8", "cpu:4"])
 def test_sizes_of_a_chip_grow_and_hold_what_was_asked_for(name):
-    targets = script("_reach").sizes_of(parse_target(name))
+    targets = script("_reach").sizes_of(parse_target(name).chip)
     counts = [target.count for target in targets]
     assert counts == sorted(set(counts))
     assert {target.chip.name for target in targets} == {parse_target(name).chip.name}
@@ -209,7 +324,7 @@ def test_rows_of_the_paper_have_models_and_halves():
 
 
 def cell(model, column, peak, **more):
-    memory = {"peak": peak * 2**30}
+    memory = {"temporaries": 0, "peak": peak * 2**30}
     sizes = {"seq": 512, "target": "v4:2x2x2", "compiler": "tpu", "mesh": {"fsdp": 8, "model": 1}}
     found = {"model": model, "column": column, "memory": memory, "usable": 32 * 2**30, **sizes}
     return found | {"fits": peak <= 32, "sent_bytes": 2e9} | more
@@ -238,6 +353,75 @@ def test_tables_say_which_of_the_two_holds():
     assert "40.00 of 32.00" in beyond
     cells[2] = cell("opt-13b", "half", 31)
     assert "both" in module.beyond_table(cells).splitlines()[-1]
+
+
+def test_it_is_said_how_many_hold():
+    text = script("_cells").beyond_text
+    cells = [cell(model, "twice", peak) for model, peak in (("a", 16), ("b", 40))]
+    cells += [cell(model, "half", 40) for model in "ab"]
+    assert "At twice the length, 1 of 2 fits (a)." in text(cells)
+    assert "On half of the devices, none of 2 fits." in text(cells)
+    assert text([cell(model, "twice", 16) for model in "ab"]).endswith("length, 2 of 2 fit.")
+    assert text([cell("a", "paper", 16)]).endswith("|")
+
+
+def refused(model, column, peak):
+    """As it is written now, and as it was."""
+    now = cell(model, column, peak, refused=True, sent_bytes=None, fits=False)
+    old = cell(model, column, peak, sent_bytes=0, fits=False)
+    del now["memory"]["temporaries"], old["memory"]["temporaries"]
+    return now, old
+
+
+def test_of_a_program_that_was_refused_the_least_is_told_and_no_traffic():
+    module, megatron = script("_cells"), script("megatron_ahead")
+    for one in refused("opt-13b", "paper", 40):
+        fields = [x.strip() for x in module.paper_table([one]).splitlines()[-1].split("|")]
+        assert fields[-5:-1] == ["no", "at least 40.00", "-", "-"]
+        half = one | {"column": "half"}
+        assert "at least 40.00 of 32.00" in module.beyond_table([half]).splitlines()[-1]
+        by_hand = {"by_hand": {"sent_bytes": None, "peak": 41 * 2**30}}
+        sent = ["-", "-", "-", "at least 40.00", "at least 41.00"]
+        assert megatron.line(one | by_hand)[-5:] == sent
+    by_hand = {"by_hand": {"sent_bytes": 4e9, "peak": 41 * 2**30}}
+    assert megatron.line(cell("a", "v4", 8) | by_hand)[-5:] == [
+        "2.00",
+        "4.00",
+        "0.50",
+        "8.00",
+        "41.00",
+    ]
+
+
+def test_the_cpus_compiler_is_compared_with_no_program_that_was_refused():
+    module = script("cpu_bias")
+    targets = [cell("a", "paper", 10), *refused("b", "half", 40)[:1], cell("c", "bfloat16", 10)]
+    targets += refused("d", "half", 40)[1:]
+    cpus = [cell("a", "paper", 12, sent_bytes=3e9), cell("b", "half", 60), cell("d", "half", 39)]
+    cpus += [cell("c", "bfloat16", 10, sent_bytes=4e9)]
+    lines = module.report(targets, cpus).splitlines()
+    fields = lambda line: [field.strip() for field in line.split("|")][1:-1]
+    assert fields(lines[2])[2:] == ["10.00", "12.00", "+20.0%", "2.00", "3.00", "1.50"]
+    assert fields(lines[3])[2:] == ["at least 40.00", "60.00", "-", "-", "2.00", "-"]
+    assert "by more than 10% for: a (512)." in "\n".join(lines)
+    assert "that was refused: d (512), half." in "\n".join(lines)
+    assert ["float32, with `fsdp`", "1", "+20.0% to +20.0%", "1.50 to 1.50"] in map(fields, lines)
+    assert ["bfloat16", "1", "+0.0% to +0.0%", "2.00 to 2.00"] in map(fields, lines)
+
+
+def test_without_the_compilers_that_of_the_cpu_stands_in(config_json, monkeypatch):
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere")
+    for name in ("libtpu", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        there = ModuleType(name)
+        there.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, there)
+    assert importlib.util.find_spec("libtpu") is not None
+    script("cpu_bias").forget_accelerators()
+    workload = script("_workload").make_workload(str(config_json), 8)
+    for target in ("v4:2x2x1", "a100-40gb:2"):
+        run = rc.dry_run(*workload.arguments(4), target=target, suggest=False)
+        assert run.compiler == "cpu"
+        assert "is not installed" in run.notes[0]
 
 
 def test_shardings_by_hand_are_those_of_megatron(tmp_path):

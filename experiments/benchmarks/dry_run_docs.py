@@ -17,7 +17,7 @@ import real_peak
 import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _cells import beyond_table, paper_table, read_cells
+from _cells import beyond_text, paper_table, read_cells
 from _table1 import in_order
 
 PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
@@ -37,7 +37,7 @@ def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:
         raise SystemExit(f"There is no {out}/table1.json. Run dry_run.py --table1 first.")
     text = page.read_text("utf-8")
     text = between_marks(text, "paper", paper_table(cells))
-    text = between_marks(text, "beyond", beyond_table(cells))
+    text = between_marks(text, "beyond", beyond_text(cells))
     if by_hand:
         text = between_marks(text, "megatron", megatron_ahead.table(by_hand))
     if by_cpu:

@@ -36,7 +36,16 @@ from redcoast._dryrun.step import Job, make_job
 from redcoast._dryrun.target import parse_target
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _cells import gib, gigabytes, markdown, mesh_text, read_cells, write_cell
+from _cells import (
+    gib,
+    gigabytes,
+    markdown,
+    mesh_text,
+    peak_gib,
+    read_cells,
+    sent_bytes,
+    write_cell,
+)
 from _table1 import Row, choose_rows, in_order
 from _workload import make_workload
 
@@ -144,8 +153,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def line(cell: dict[str, Any]) -> list[str]:
-    ours = cell["sent_bytes"] if "temporaries" in cell["memory"] else None
-    by_hand = cell["by_hand"]["sent_bytes"]
+    ours, by_hand = sent_bytes(cell), cell["by_hand"]["sent_bytes"]
     return [
         f"{cell['model']} ({cell['seq']})",
         cell["target"],
@@ -153,8 +161,9 @@ def line(cell: dict[str, Any]) -> list[str]:
         gigabytes(ours),
         gigabytes(by_hand),
         f"{ours / by_hand:.2f}" if ours and by_hand else "-",
-        gib(cell["memory"]["peak"]),
-        gib(cell["by_hand"]["peak"]),
+        peak_gib(cell),
+        # Refused, if nothing is known of what it sends: that is the least that it could come to.
+        f"{'at least ' if by_hand is None else ''}{gib(cell['by_hand']['peak'])}",
     ]
 
 

@@ -24,8 +24,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from _cells import markdown
 from _workload import make_workload
-from traffic.tables import markdown
 
 from redcoast._dryrun.meshes import choose, suggest
 from redcoast._dryrun.place import elsewhere
@@ -105,7 +105,9 @@ def line(row: Row) -> list[str]:
     cells += [f"{len(fit)} of {len(row['meshes'])}" + (f", {failed} failed" if failed else "")]
     for key, unit, digits in (("sent_bytes", 1e6, ",.0f"), ("seconds", 1e-3, ",.1f")):
         least = min((one[key] for one in fit or compiled), default=0)
-        cells += [f"{(value or 0) / unit:{digits}}" for value in (mine[key], least)]
+        cells += [
+            "-" if value is None else f"{value / unit:{digits}}" for value in (mine[key], least)
+        ]
         cells += [f"{mine[key] / least:.2f}" if mine[key] and least else "-"]
     of = [one["peak_memory"] / one["estimated_memory"] for one in compiled]
     return [*cells, f"{min(of):.2f} to {max(of):.2f}" if of else "-"]

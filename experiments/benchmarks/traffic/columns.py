@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
+from redcoast._dryrun.step import abstract_key
 
 LARGE = 4096  # elements; what the planner stores split over `fsdp` as well
 EVERY_AXIS = ("data", "fsdp", "model")
@@ -129,7 +130,3 @@ def counts_layers(path: tuple[Any, ...]) -> int:
 
 def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), tree)
-
-
-def abstract_key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(1))

@@ -28,10 +28,10 @@ _NO_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # As `experiments/benchmarks/cpu_bias.py` measured it.
 _BIAS = (
-    "Its figures are estimates. In float32, memory was 1 % too low to 7 % too high, but 14 to 27 % "
-    "too high with `fsdp`, where it keeps another copy of what is stored split; and 1.2 to 2 times "
-    "as much was sent. What is to be in bfloat16 it computes in float32: memory was 8 to 28 % too "
-    "high, and 2.4 to 4 times as much was sent."
+    "Its figures are estimates. In float32, memory was 0 to 18 % too high, and 14 to 27 % with "
+    "`fsdp`, where it keeps another copy of what is stored split; and 1.2 to 2 times as much was "
+    "sent. What is to be in bfloat16 it computes in float32: memory was 8 to 44 % too high, and "
+    "2.4 to 4 times as much was sent."
 )
 _OLD = (
     "The compiler still compiles for the 1080ti (compute capability 6.1), though not "

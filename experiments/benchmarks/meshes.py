@@ -38,9 +38,9 @@ CASES: tuple[tuple[str, int, int], ...] = (
     ("llama3.2-1b", 1024, 8),
     ("t5-large", 512, 16),
     ("bert-large", 512, 32),
-    ("opt-2.7b", 1024, 8),
+    ("gpt2-large", 512, 16),
 )
-TARGETS = ("cpu:8", "a100-40gb:8", "v4:2x2x1")
+TARGETS = ("cpu:8", "a100-40gb:8", "h100:8", "v4:2x2x1")
 Row = dict[str, Any]
 
 

@@ -54,6 +54,23 @@ class DryRun:
     - `compile_seconds`: How long the compiler took.
     - `plan`: The [`redcoast.Plan`][].
     - `changes`: If it does not fit, the smallest changes found with which it does.
+
+    !!! example
+
+        ```python
+        import json
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"w": jnp.zeros((64, 64))}
+        loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        run = rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:2")
+        print(run.fits, run.memory["peak"], run.bounds.binding)
+        print(json.dumps(run.report["traffic"]))
+        ```
     """
 
     target: str

@@ -2,8 +2,8 @@
 
 By hand: Megatron's split over `model` (arXiv:1909.08053), every large array stored split over
 `fsdp` along the largest dimension that is left, and activations as the compiler likes. The same
-step, on the mesh that was chosen for the paper's row (or for as many devices as there are here),
-by the compilers for A100 and TPU v4, which need no device.
+step, on the mesh that is chosen for it on these devices, by the compilers for A100 and TPU v4,
+which need no device.
 
     pip install "redcoast[cuda12]" && python experiments/benchmarks/megatron_ahead.py a100
     pip install "redcoast[tpu]" && python experiments/benchmarks/megatron_ahead.py v4
@@ -92,12 +92,11 @@ def main(
         out: Directory with the results as JSON.
     """
     out.mkdir(parents=True, exist_ok=True)
-    # The mesh of the paper's row, where there are as many devices here. And if they are the same
-    # devices, our step need not be compiled again.
-    known = {(c["model"], c["devices"]): c for c in read_cells(out / "table1.json") if paper(c)}
+    # What was measured for the paper's table need not be compiled again.
+    known = {(c["model"], c["target"]): c for c in read_cells(out / "table1.json") if paper(c)}
     for row in choose_rows(rows):
         target = TARGETS[platform][row.model]
-        cell = measure(row, target, known.get((row.model, parse_target(target).count)))
+        cell = measure(row, target, known.get((row.model, target)))
         write_cell(out / "megatron.json", cell | {"column": platform})
         print(*line(cell), sep="  ", file=sys.stderr, flush=True)
     print(table(in_order(read_cells(out / "megatron.json"))))
@@ -108,14 +107,11 @@ def paper(cell: dict[str, Any]) -> bool:
 
 
 def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, Any]:
-    """The same step twice, on the mesh that was chosen for it, or is."""
+    """The same step twice, on the mesh that is chosen for it; `known` if it was measured."""
     devices = target_devices(parse_target(target)).devices
     workload = make_workload(row.model, row.seq)
     arguments = workload.arguments(len(devices))
-    report = known if known and known["target"] == target else None
-    if report is None:
-        mesh = known and known["mesh"]
-        report = rc.dry_run(*arguments, target=target, mesh=mesh, suggest=False).report
+    report = known or rc.dry_run(*arguments, target=target, suggest=False).report
     mesh, job = rc.make_mesh(**report["mesh"], devices=devices), make_job(*arguments)
     by_hand = compile_job(job, plan_by_hand(job, mesh), mesh)
     sent = None if by_hand.refused else sum(one["bytes"] for one in by_hand.traffic or ())

@@ -78,7 +78,7 @@ def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Ha
         model_bandwidth=speeds["model"],
         batch_bandwidth=min(batch or [speeds["model"]]),
         memory_bandwidth=target.chip.memory_bandwidth,
-        memory=target.chip.usable,
+        memory=None if cpu else target.chip.usable,
         adds_first=not cpu,
         scatters=not cpu,
     )
@@ -90,7 +90,9 @@ def hardware_there(place: Place, mesh: Mesh) -> Hardware:
     if place.target is None:
         return hardware_of(mesh)
     cpu = place.target.chip.kind == "cpu"
-    return Hardware(memory=place.target.chip.usable, adds_first=not cpu, scatters=not cpu)
+    # Emulated devices do not say what they have.
+    memory = None if cpu else place.target.chip.usable
+    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
 
 
 def speeds_of(place: Place, mesh: Mesh) -> dict[str, float]:

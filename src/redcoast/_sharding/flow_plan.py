@@ -10,7 +10,8 @@ from .._parts import trainable_arrays
 from .choice.arithmetic import arithmetic
 from .choice.dataflow import Decision, decide, follow_program
 from .choice.hardware import Hardware
-from .choice.memory import estimate, fit_budget, room
+from .choice.memory import ASSUMED, estimate, fit_budget, room
+from .choice.spare import spare
 from .constrain.compute import Compute
 from .layout import is_large, layout
 from .nodes import flat_leaves
@@ -49,16 +50,21 @@ def plan_flow(
     traced, _ = trace(fn, model, args)
     program = follow_program(traced, trainable_arrays(model, trainable))
 
+    memory = ASSUMED if hardware.memory is None else hardware.memory
+
     def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
-        left = room(program, axes, covered, hardware.memory, state_bytes)
+        left = room(program, axes, covered, memory, state_bytes)
         decision = decide(program, axes, covered, hardware, forced, left)
         return layout(leaves, decision, covered, given, axes), decision
 
     large = [is_large(program, value) for value in program.parameters]
-    if budget is None:
-        rows, decision = make(large)
-    else:
+    if budget is not None:
         rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
+    else:
+        rows, decision = make(large)
+        if hardware.memory is not None:
+            decision, spared = spare(rows, decision, axes, memory, state_bytes)
+            rows = layout(leaves, decision, large, given, axes, spared)
     compute = Compute(decision.computed, decision.way.batch, decision.way.model, sequence)
     report = {
         "batch_axes": batch_axes(decision, axes),
@@ -69,7 +75,7 @@ def plan_flow(
         "unknown": dict(sorted(program.graph.unknown.items())),
         "arithmetic": arithmetic(decision, axes),
         "memory": estimate(rows, decision, axes, state_bytes),
-        "device_memory": hardware.memory,
+        "device_memory": memory,
     }
     return FlowPlan(rows, compute, report)
 

@@ -1,6 +1,6 @@
 """From a decision to the spec of every array, and the reason in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ from .nodes import Leaf, is_inexact
 from .optimizer_state import trim
 from .program.graph import Value
 from .report.reasons import Reasons, find_reasons
-from .rows import FSDP_TOO, Row
+from .rows import FSDP_TOO, OVERRIDE, Row
 
 _STORED = "stored split, gathered where used"
 LARGE = 4096  # elements of one layer; splitting fewer saves less than the communication costs
@@ -33,22 +33,31 @@ def layout(
     covered: Sequence[bool],
     given: Mapping[int, P],
     axes: Mapping[str, int],
+    spared: Collection[int] = (),
 ) -> list[Row]:
-    """A row for each array of a model; `given` are the specs of those that a user decided."""
+    """A row for each array of a model; `given` are the specs of those that a user decided.
+
+    `spared` are the places of arrays that are not stored split over `model`.
+    """
     why = find_reasons(leaves, decision, axes)
     rows = []
     for place, leaf in enumerate(leaves):
         role = "parameter" if is_inexact(leaf) else "other"
         if leaf.index in given:
-            rows.append(Row(leaf, given[leaf.index], "override", role))
+            rows.append(Row(leaf, given[leaf.index], OVERRIDE, role))
             continue
-        spec, reason = _spec(place, decision, covered[place], axes, why)
+        spec, reason = _spec(place, decision, covered[place], place in spared, axes, why)
         rows.append(Row(leaf, spec, reason, role))
     return rows
 
 
 def _spec(
-    place: int, decision: Decision, covered: bool, axes: Mapping[str, int], why: Reasons
+    place: int,
+    decision: Decision,
+    covered: bool,
+    spared: bool,
+    axes: Mapping[str, int],
+    why: Reasons,
 ) -> tuple[P, str]:
     value, way = decision.program.parameters[place], decision.way
     entries: list[Any] = [None] * len(value.dims)
@@ -62,7 +71,7 @@ def _spec(
     computed = decision.computed[place]
     if computed is not None:
         entries[computed] = _entry(model)
-    elif covered and model:
+    elif covered and model and not spared:
         _store(decision, value, entries, model, axes)
     also = covered and fsdp and _store(decision, value, entries, fsdp, axes)
     spec = trim(tuple(entries))
@@ -71,6 +80,8 @@ def _spec(
     if spec:
         reason = why.not_computed(place)
         return spec, f"{_STORED}: {reason}" if reason else _STORED
+    if spared:
+        return spec, f"whole: {why.not_computed(place)}, and the devices have room for it"
     return spec, f"whole: {_whole(place, decision, covered, axes, why)}"
 
 

@@ -203,8 +203,9 @@ def plan_shardings(
     With a function, its program is followed: every dimension through every operation. Dimensions
     that have to be split together form a class, and each class has a price: the bytes that are
     sent if it is split over `model`. The cheapest set of classes is computed split; other large
-    arrays are stored split and gathered where they are used; and if nothing is worth computing
-    split, the batch goes over `model` too.
+    arrays are stored split and gathered where they are used, or whole where the devices are known
+    to have memory to spare; and if nothing is worth computing split, the batch goes over `model`
+    too.
 
     Without a function, the rules on the structure of the tree hold: over `model`, attention is
     split on heads, consecutive matrices on alternate sides, and embeddings and language-model heads

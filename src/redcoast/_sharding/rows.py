@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from .nodes import Leaf, children_of, flat_leaves, key_name
 from .optimizer_state import follow
 
+OVERRIDE = "override"  # the reason for what a user decided
 FSDP_TOO = "; fsdp: largest remaining dimension"
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from .nodes import Leaf, flat_leaves, is_inexact
 from .optimizer_state import trim
 from .overrides import Override, apply_overrides
-from .rows import FSDP_TOO, Row
+from .rows import FSDP_TOO, OVERRIDE, Row
 from .rules.fsdp import fsdp_dim
 from .rules.roles import Roles, find_roles
 from .rules.splits import Split
@@ -23,7 +23,7 @@ def structural_rows(model: Any, axes: dict[str, int], overrides: Sequence[Overri
     for leaf in leaves:
         spec, reason = _spec(leaf, roles, axes)
         if leaf.index in given:
-            spec, reason = given[leaf.index], "override"
+            spec, reason = given[leaf.index], OVERRIDE
         rows.append(Row(leaf, spec, reason, "parameter" if is_inexact(leaf) else "other"))
     return rows
 

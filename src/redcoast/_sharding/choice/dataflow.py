@@ -147,7 +147,7 @@ def _decide(
     # Between the ways what is sent decides: all divide the arithmetic, or it is priced.
     quick = replace(hardware, memory_bandwidth=inf)
     _, problem = _problem(graph, classes, candidates, batch, parameters, axes, quick)
-    computed = tuple(_dimension(value, classes, chosen) for value in program.parameters)
+    computed = computed_dims(program, classes, chosen)
     seconds = problem.price(picked)
     quick = replace(quick, flops=inf)
     _, problem = _problem(graph, classes, candidates, batch, parameters, axes, quick)
@@ -188,6 +188,13 @@ def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[in
     order |= dict.fromkeys(classes[found.node] for found in program.graph.sums.values())
     order |= dict.fromkeys(classes[node] for node in nodes)
     return [one for one in order if one in found and one not in taken]
+
+
+def computed_dims(
+    program: Program, classes: Classes, chosen: frozenset[int]
+) -> tuple[int | None, ...]:
+    """For each array the dimension that is computed split, if one of its classes is chosen."""
+    return tuple(_dimension(value, classes, chosen) for value in program.parameters)
 
 
 def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | None:

@@ -19,7 +19,8 @@ class Hardware:
     - `model_bandwidth`: Bytes that a device sends per second over the `model` axis.
     - `batch_bandwidth`: The same over `data` and `fsdp`.
     - `memory_bandwidth`: Bytes read and written per second.
-    - `memory`: Bytes of memory. If no `Hardware` is given, what the devices say, if they do.
+    - `memory`: Bytes of memory. If no `Hardware` is given, what the devices say, if they do. `None`
+        if nobody knows: plans then count with 80 GB, and split whatever they can.
     - `adds_first`: Whether the compiler adds partial sums before it reduces them over devices, so
         that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
     - `scatters`: Whether it reduces a gradient that is stored split over all of them only to the
@@ -45,16 +46,15 @@ class Hardware:
     model_bandwidth: int | float = 2e11
     batch_bandwidth: int | float = 2e11
     memory_bandwidth: int | float = 1.5e12
-    memory: int | float = 80e9
+    memory: int | float | None = None
     adds_first: bool = True
     scatters: bool = True
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:5]:
-            if not getattr(self, field.name) > 0:
-                raise ValueError(
-                    f"`{field.name}` is {getattr(self, field.name)}. It must be positive."
-                )
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{field.name}` is {value}. It must be positive.")
 
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
@@ -65,13 +65,13 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     return Hardware(memory=device_memory(mesh), adds_first=not cpu, scatters=not cpu)
 
 
-def device_memory(mesh: Mesh) -> int | float:
-    """Bytes that a program can have on each device, where the devices are there to say so."""
+def device_memory(mesh: Mesh) -> int | None:
+    """Bytes that a program can have on each device, if the devices are there and say so."""
     try:
         found = mesh.local_devices[0].memory_stats()
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # devices of elsewhere
         found = None
-    return (found or {}).get("bytes_limit") or Hardware.memory
+    return (found or {}).get("bytes_limit")
 
 
 def all_reduce(count: int, size: int | float) -> int | float:

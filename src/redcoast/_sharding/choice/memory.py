@@ -9,6 +9,8 @@ from .dataflow import Decision, Program, saved_bytes
 
 # So much of a device may be taken by an estimate, which leaves out what compilers add.
 FILLED = 0.85
+# Of devices that do not say what they have: an A100.
+ASSUMED = 80e9
 Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
 
 

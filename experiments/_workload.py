@@ -14,7 +14,7 @@ import optax
 from _usage import refuse
 
 from redcoast import models
-from redcoast._dryrun.step import abstract_key
+from redcoast._abstract import abstract_key
 from redcoast._json_file import read_json
 from redcoast._pretrained.families import find_family
 from redcoast.losses import chunked_cross_entropy, cross_entropy

@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,10 +87,23 @@ def answer(c: Config) -> Attempt | None:
     if c.smallest + c.longest + c.table1 > 1:
         refuse("Only one of --smallest, --longest and --table1 can be asked for.")
     if c.table1:
+        if other := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
+            refuse(f"--table1 has models and settings of its own: leave out {written(other)}.")
         return print_table1(c.out, rows=c.rows, columns=c.columns, as_json=c.json)
+    if parts := chosen(c) & {"rows", "columns"}:
+        refuse(f"Without --table1 there are no rows and columns: leave out {written(parts)}.")
     if c.smallest:
         return smallest(c)
     return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
+
+
+def chosen(c: Config) -> set[str]:
+    """The names of the options that are not as they are by default."""
+    return {field.name for field in fields(c) if getattr(c, field.name) != field.default}
+
+
+def written(options: set[str]) -> str:
+    return ", ".join(f"--{name}" for name in sorted(options))
 
 
 def smallest(c: Config) -> Attempt:

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ._abstract import abstract_key
 from ._data import CollateFn, by_epoch, collate, fetch, is_stream
 from ._distribute import own_rows
 from ._evaluate import place_tree
@@ -100,7 +101,7 @@ def plan_run(
         abstract,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
-        args=(batch, jax.eval_shape(lambda: jax.random.key(0))),
+        args=(batch, abstract_key()),
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,

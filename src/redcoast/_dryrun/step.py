@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._abstract import abstract_key
 from .._arguments import check_functions, check_integer, check_optimizer
 from .._loss import LossFn, evaluate_loss
 from .._mesh import batch_sharding
@@ -76,10 +77,6 @@ def make_job(
         overrides,
         trainable,
     )
-
-
-def abstract_key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._abstract import abstract_key
 from .._parts import join, split
 from .families import find_family
 from .fill_device import fill_device
@@ -67,9 +68,8 @@ def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
-    key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        return eqx.filter_eval_shape(model_class, config, key=key)
+        return eqx.filter_eval_shape(model_class, config, key=abstract_key())
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ValueError(
             f"{path} cannot be loaded: there is no model with its settings ({error})."

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._abstract import abstract_key
 from ..models._product import LowRank
 from .gather import parts_of, put_together, take
 from .match import layout_of, needed_shapes
@@ -61,9 +62,8 @@ def _check_model(model: Any) -> dict[str, Any]:
             "weights that the model computes with. Merge the adapters into them first."
         )
     leaves = leaf_paths(model, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
-    key = jax.eval_shape(lambda: jax.random.key(0))
     wanted = leaf_paths(
-        eqx.filter_eval_shape(type(model), model.config, key=key), jax.ShapeDtypeStruct
+        eqx.filter_eval_shape(type(model), model.config, key=abstract_key()), jax.ShapeDtypeStruct
     )
     shape = lambda found, path: found[path].shape if path in found else "missing"
     odd = [

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from jax.sharding import PartitionSpec as P
@@ -40,6 +40,11 @@ def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_parts(spec: P, axes: Mapping[str, int]) -> int:
+    """Into how many parts a spec splits an array over a mesh with such axes."""
+    return prod(axes[axis] for entry in spec for axis in spec_axes(entry))
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -1,9 +1,8 @@
 """How much memory a plan takes on each device, by a rough count, and how to stay in a budget."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
-from ..overrides import spec_axes
+from ..overrides import spec_parts
 from ..rows import Row
 from .dataflow import Decision, Program, saved_bytes
 
@@ -24,7 +23,7 @@ def estimate(
     """
     arrays = gradients = trained = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
-        share = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
+        share = spec_parts(row.spec, axes)
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes

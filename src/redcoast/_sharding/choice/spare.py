@@ -4,9 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from math import prod
 
-from ..overrides import spec_axes
+from ..overrides import spec_axes, spec_parts
 from ..rows import OVERRIDE, Row
 from .dataflow import USUAL, Decision, computed_dims
 from .memory import FILLED, estimate
@@ -37,10 +36,9 @@ def spare(
 
     def more(place: int) -> float:
         """Bytes on each device for a whole array in the place of a part."""
-        value, spec = parameters[place], rows[place].spec
-        share = prod(axes[axis] for entry in spec for axis in spec_axes(entry))
-        part = value.bytes / share * (1 + value.grad * (1 + states))
-        return (axes["model"] - 1) * part
+        value = parameters[place]
+        part = value.bytes / spec_parts(rows[place].spec, axes)
+        return (axes["model"] - 1) * part * (1 + value.grad * (1 + states))
 
     size = lambda places: sum(map(more, places))
     spared: set[int] = set()
@@ -51,11 +49,16 @@ def spare(
         if left < 0:
             break
         spared.update(places)
-    value_of = lambda place: decision.classes[parameters[place].dims[decision.computed[place] or 0]]
-    whole = {value_of(place) for place in spared if decision.computed[place] is not None}
-    chosen = decision.chosen - whole
-    computed = computed_dims(decision.program, decision.classes, chosen)
-    return replace(decision, chosen=chosen, computed=computed), frozenset(spared)
+    return _without(decision, spared), frozenset(spared)
+
+
+def _without(decision: Decision, places: set[int]) -> Decision:
+    """The decision if these arrays, and whatever is split with them, are not computed split."""
+    split = [(decision.program.parameters[place], decision.computed[place]) for place in places]
+    classes = decision.classes
+    chosen = decision.chosen - {classes[value.dims[d]] for value, d in split if d is not None}
+    computed = computed_dims(decision.program, classes, chosen)
+    return replace(decision, chosen=chosen, computed=computed)
 
 
 def _idle(rows: Sequence[Row], decision: Decision) -> list[list[int]]:

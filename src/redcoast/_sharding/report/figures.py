@@ -1,12 +1,11 @@
 """A plan's figures as plain data."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from ..overrides import spec_axes
+from ..overrides import spec_parts
 from ..rows import Row
 
 ROLES = ("parameter", "optimizer state", "other")
@@ -29,7 +28,7 @@ def make_report(rows: Sequence[Row], axes: dict[str, int]) -> dict[str, Any]:
 
 
 def _row(row: Row, axes: dict[str, int]) -> dict[str, Any]:
-    parts = prod(axes[axis] for entry in row.spec for axis in spec_axes(entry))
+    parts = spec_parts(row.spec, axes)
     return {
         "path": row.leaf.name,
         "shape": list(row.leaf.shape),

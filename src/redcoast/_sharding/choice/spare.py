@@ -7,7 +7,7 @@ from itertools import groupby
 
 from ..overrides import spec_axes, spec_parts
 from ..rows import OVERRIDE, Row
-from .dataflow import USUAL, Decision, computed_dims
+from .dataflow import USUAL, Decision, computed_dims, parts
 from .memory import FILLED, estimate
 
 # So much of what an estimate leaves. Compiled programs were seen to take up to 1.4 times the
@@ -26,9 +26,10 @@ def spare(
 
     Each of them costs communication in every step, and no arithmetic is saved by that: what is only
     stored split is gathered, and what is looked up in parts is added up. The smallest of them are
-    taken, as long as all together need a small part of the memory that is left.
+    taken, as long as all together need a small part of the memory that is left. There are none
+    where the batch is split, since gradients are summed over it, whole ones or parts.
     """
-    if decision.way != USUAL or axes["model"] == 1:
+    if decision.way != USUAL or axes["model"] == 1 or parts(decision.way.batch, axes) > 1:
         return decision, frozenset()
     left = _SPENT * (FILLED * memory - estimate(rows, decision, axes, state_bytes)["total"])
     parameters = decision.program.parameters

@@ -13,6 +13,7 @@ import redcoast as rc
 from redcoast._dryrun.chips import CHIPS
 from redcoast._dryrun.meshes import cheapest, choose, suggest
 from redcoast._dryrun.place import Place, elsewhere, hardware_of_target
+from redcoast._dryrun.prices import price
 from redcoast._dryrun.step import make_job
 from redcoast._dryrun.suggestion import Candidate
 from redcoast._dryrun.target import parse_target
@@ -162,8 +163,13 @@ def test_the_cheapest_by_the_plan_alone():
     place = elsewhere("cpu:4")
     assert cheapest(make_job(*SMALL), place) == {"data": 4, "fsdp": 1, "model": 1}
     assert cheapest(make_job(*WIDE), place)["model"] == 4
+    # With so many rows `model` would be used as `fsdp` is, and with so few `fsdp` as `model` is.
     cramped = replace(place, usable=10**5)
-    assert cheapest(make_job(*SMALL), cramped)["data"] < 4
+    assert cheapest(make_job(*SMALL), cramped) == {"data": 1, "fsdp": 4, "model": 1}
+    job = make_job(*SMALL)
+    prices = [price(job, place, {"fsdp": 4}), price(job, place, {"model": 4})]
+    assert prices[0].priced_seconds == prices[1].priced_seconds
+    assert [one.usual for one in prices] == [True, False]
 
 
 def test_a_target_is_weighed_by_its_figures():

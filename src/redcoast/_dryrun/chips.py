@@ -132,10 +132,10 @@ _TPUS = (
 )
 # Of GPUs, rates are without sparsity (datasheets since Ampere print twice as much), links are half
 # of what is published for both directions, and `reported`, in GiB, is what CUDA says of a card
-# (what its driver and error correction take is gone), which no maker publishes: those of H200, L4,
-# RTX 4090 and 1080 Ti are approximate. Between hosts: the network card that the
-# maker's servers have for each GPU (A100: 200 Gb/s, H100 and H200: 400 Gb/s); 12.5 Gb/s is what
-# Google's machines with L4 have, and 10 Gb/s a usual port of a workstation.
+# (what its driver and error correction take is gone): no maker publishes it, and they are what
+# programs report that ran out of it, to 0.05 GiB. Between hosts: the network card that the maker's
+# servers have for each GPU (A100: 200 Gb/s, H100 and H200: 400 Gb/s); 12.5 Gb/s is what Google's
+# machines with L4 have, and 10 Gb/s a usual port of a workstation.
 _A100 = {
     "float32": 156e12,
     "bfloat16": 312e12,

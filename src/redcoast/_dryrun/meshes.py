@@ -29,7 +29,7 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
         raise _impossible(priced[0])
     usable = inf if place.usable is None else FILLED * place.usable
     may = [one for one in possible if _memory_of(one) <= usable]
-    return (min(may, key=_price_of) if may else min(possible, key=_memory_of)).mesh
+    return (min(may, key=_price_of) if may else min(possible, key=_need_of)).mesh
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
@@ -38,7 +38,7 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
     priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
     usable = inf if place.usable is None else FILLED * place.usable
     fits = lambda one: _memory_of(one) <= usable
-    order = lambda one: (0, _price_of(one)) if fits(one) else (1, _memory_of(one))
+    order = lambda one: (0, _price_of(one)) if fits(one) else (1, _need_of(one))
     return [one.mesh for one in sorted(_tried(priced), key=order)]
 
 
@@ -92,11 +92,15 @@ def _following(
     may = [one for one in left if usable is None or share * _memory_of(one) <= usable]
     if may and len(tried) < compiled:
         return min(may, key=_price_of)
-    return min(left, key=_memory_of)
+    return min(left, key=_need_of)
 
 
-def _price_of(one: Candidate) -> int | float:
-    return one.priced_seconds or 0
+def _price_of(one: Candidate) -> tuple[int | float, bool]:
+    return one.priced_seconds or 0, not one.usual
+
+
+def _need_of(one: Candidate) -> tuple[int | float, bool]:
+    return _memory_of(one), not one.usual
 
 
 def _memory_of(one: Candidate) -> int | float:

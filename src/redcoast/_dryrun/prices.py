@@ -31,7 +31,9 @@ def price(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
         sent[one["axis"].replace(" x ", "+")] += one["bytes"] * job.accumulate
     flops = plan.report.get("arithmetic", {"per_device": 0})["per_device"] * job.accumulate
     seconds = _seconds(place, mesh, {dtype_of(job): flops}, sent)
-    return Candidate(sizes, seconds, plan.report.get("memory", {}).get("total"))
+    batch, model = (plan.report.get(name, ()) for name in ("batch_axes", "model_axes"))
+    usual = "model" not in batch and "fsdp" not in model
+    return Candidate(sizes, seconds, plan.report.get("memory", {}).get("total"), usual)
 
 
 def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:

@@ -18,6 +18,8 @@ class Candidate:
     - `priced_seconds`: Arithmetic at the peak rate and what is sent at the links', one after the
         other, as the planner counts them.
     - `estimated_memory`: Bytes, as the planner counts them.
+    - `usual`: Whether the plan uses the axes as they are meant, and not `model` as `fsdp`, or the
+        other way round. Of meshes that cost the same, such a one is chosen.
     - `sent_bytes`, `seconds`, `peak_memory`: What is sent in the compiled program, the time with
         that, and the bytes of memory that it takes; `None` if it was not compiled.
     - `fits`: Whether it does, or `None` if it was not compiled.
@@ -27,6 +29,7 @@ class Candidate:
     mesh: dict[str, int]
     priced_seconds: int | float | None = None
     estimated_memory: int | None = None
+    usual: bool = True
     sent_bytes: int | None = None
     seconds: int | float | None = None
     peak_memory: int | None = None

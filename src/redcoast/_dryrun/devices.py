@@ -31,8 +31,8 @@ _BIAS = (
     "Its figures are estimates. In float32, memory was 0 to 18 % too high, and 14 to 27 % with "
     "`fsdp`, where it keeps another copy of what is stored split; and 1.2 to 2 times as much was "
     "sent. What is to be in bfloat16 it computes in float32: memory was 8 to 44 % too high, and "
-    "2.4 to 4 times as much was sent. Of two programs that were far too large it was too low, by "
-    "1 and 4 % at least."
+    "2.5 to 4 times as much was sent. Of two programs that were far too large it was too low, by "
+    "2 and 8 % at least."
 )
 _OLD = (
     "The compiler still compiles for the 1080ti (compute capability 6.1), though not "

@@ -43,7 +43,8 @@ def run(sources, namespace):
 
 def run_apart(source, cwd):
     """Runs a program in a process that has what a user's has: no emulated devices as yet."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     command = [sys.executable, "-c", source]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from odd_vocabulary import check_sent
 
 import redcoast as rc
 from redcoast._dryrun.chips import CHIPS
@@ -91,3 +92,7 @@ def test_where_nobody_told_jax_to_use_the_cpu(first):
         timeout=300,
     )
     assert re.search("^cuda cpu$", done.stdout, re.M), done.stderr
+
+
+def test_a_vocabulary_that_does_not_divide_costs_nothing():
+    check_sent("a100-40gb:2", 2)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from odd_vocabulary import check_sent
 
 import redcoast as rc
 from redcoast._dryrun.chips import CHIPS
@@ -111,3 +112,7 @@ def test_two_processes_at_once():
             assert third.returncode == 1
             assert re.search("Another process uses libtpu.*ALLOW_MULTIPLE_LIBTPU_LOAD=1", errors)
         first.communicate("\n", timeout=120)
+
+
+def test_a_vocabulary_that_does_not_divide_costs_nothing():
+    check_sent("v4:2x2x1", 4)

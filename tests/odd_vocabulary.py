@@ -1,0 +1,30 @@
+"""A GPT-2 whose vocabulary divides over nothing, split as one would by hand."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import redcoast as rc
+from redcoast.losses import cross_entropy
+from redcoast.models import GPT2, GPT2Config
+
+LAYERS, WIDTH, ROWS, LENGTH = 3, 256, 2, 128
+
+
+def check_sent(target, devices):
+    """Nothing is sent but the sums of Megatron's layers, two each way."""
+    config = GPT2Config(1001, WIDTH, LAYERS, 4, 4 * WIDTH, positions=LENGTH)
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    run = rc.dry_run(
+        lambda key: GPT2(config, key=key),
+        lambda model, batch, key: cross_entropy(model(batch), batch),
+        tokens,
+        optax.adamw(1e-3),
+        target=target,
+        mesh={"model": devices},
+    )
+    assert {one["kind"] for one in run.traffic} == {"all-reduce"}
+    activations = ROWS * LENGTH * WIDTH * 4
+    by_hand = 4 * LAYERS * 2 * (devices - 1) / devices * activations
+    assert run.sent_bytes == pytest.approx(by_hand, rel=1e-3)

@@ -1,3 +1,4 @@
+import gc
 import json
 import time
 
@@ -191,6 +192,10 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
 
 def test_planning_a_hundred_layers_is_fast():
     state = train_state(stock(Transformer, layers=100), optax.adamw(1e-3))
+    gc.collect()
+    gc.freeze()  # what other tests left behind is not gone through again and again
     start = time.process_time()
     str(plan_shardings(state, mesh_of(2, 2, 4)))
-    assert time.process_time() - start < 3
+    seconds = time.process_time() - start
+    gc.unfreeze()
+    assert seconds < 3

@@ -10,8 +10,8 @@ from ..rows import OVERRIDE, Row
 from .dataflow import USUAL, Decision, computed_dims, parts
 from .memory import FILLED, estimate
 
-# So much of what an estimate leaves. Compiled programs were seen to take up to 1.4 times the
-# estimate, and what fits must go on fitting.
+# So much of what an estimate leaves. Programs for accelerators were seen to take up to 1.4 times
+# the estimate (experiments/benchmarks/meshes.py), and what fits must go on fitting.
 _SPENT = 0.25
 
 

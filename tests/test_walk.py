@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flow_helpers import Followed, costs, integers, keys, links, unknown
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import real_mesh
 
@@ -189,9 +190,70 @@ def test_loops_count_every_iteration_and_sum_what_they_multiply_by_once():
 
 
 def test_rematerialised_sums_run_twice_forward_and_once_backward():
-    plain = costs(jnp.dot, (4, 6), (6, 8))
-    again = costs(jax.checkpoint(jnp.dot), (4, 6), (6, 8))
+    fn = lambda x, w: jnp.tanh(x @ w)
+    plain = costs(fn, (4, 6), (6, 8))
+    again = costs(jax.checkpoint(fn), (4, 6), (6, 8))
     assert again == plain | {"sum b": 2 * plain["sum b"]}
+
+
+def added(x, w):
+    """The product is added, which no derivative needs to know."""
+    return x + jnp.tanh(x) @ w
+
+
+def kept(fn, policy):
+    return jax.checkpoint(lambda x, w: jnp.tanh(fn(x, w)), policy=policy)
+
+
+TWICE = {
+    "added": (added, 0),
+    "added, and then a function of it": (lambda x, w: jnp.tanh(added(x, w)), 1),
+    "in a call": (jax.jit(lambda x, w: jax.jit(added)(x, w)), 0),
+    "a function in a call": (lambda x, w: jax.jit(lambda x: jnp.tanh(x) + x)(x @ w), 1),
+    "without a gradient": (lambda x, w: x * lax.stop_gradient(x @ w), 1),
+    "relu": (lambda x, w: jax.nn.relu(x @ w), 1),
+    "branches": (lambda x, w: lax.cond(x[0, 0] > 0, added, lambda x, w: jnp.tanh(x @ w), x, w), 1),
+    "carried": (lambda x, w: lax.scan(lambda c, _: (c + w, None), x @ w, length=3)[0], 0),
+    "carried through a function": (
+        lambda x, w: lax.scan(lambda c, _: (jnp.tanh(c), None), x @ w, length=3)[0],
+        1,
+    ),
+    "for a region inside": (lambda x, w: jax.checkpoint(jnp.tanh)(x @ w), 1),
+    "in a region inside": (jax.checkpoint(lambda x, w: jnp.tanh(x @ w)), 0),
+    "in both regions": (lambda x, w: jnp.tanh(jax.checkpoint(jnp.tanh)(jnp.tanh(x @ w))), 1),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_only_what_derivatives_need_is_computed_again(name):
+    """As often as a program that JAX differentiates multiplies, when it is compiled."""
+    fn, again = TWICE[name]
+
+    def loop(fn):
+        return lambda x, w: lax.scan(lambda x, _: (fn(x, w), None), x, length=3)[0]
+
+    def priced(fn):
+        sums = Followed(loop(fn), (4, 4), (4, 4)).graph.sums.values()
+        return sum(one.times / 3 for one in sums if not one.backward and len(one.dims) == 2)
+
+    def compiled(fn):
+        # In a loop, where the compiler cannot find that it has been computed before.
+        step = jax.value_and_grad(lambda x, w: jnp.sum(loop(fn)(x, w) ** 2), (0, 1))
+        return jax.jit(step).lower(*[jnp.ones((4, 4))] * 2).compile().as_text().count(" dot(")
+
+    region = jax.checkpoint(fn)
+    assert priced(region) - priced(fn) == compiled(region) - compiled(fn) == again
+
+
+def test_what_a_policy_keeps_is_not_computed_again():
+    policies = jax.checkpoint_policies
+    named = lambda x, w: checkpoint_name(x @ w, "product")
+    sums = lambda fn, policy: costs(kept(fn, policy), (4, 6), (6, 8))["sum b"] / 32
+    assert sums(jnp.dot, policies.nothing_saveable) == 2
+    assert sums(jnp.dot, policies.dots_saveable) == 1
+    assert sums(jax.jit(jnp.dot), policies.dots_with_no_batch_dims_saveable) == 1
+    assert sums(named, policies.save_only_these_names("product")) == 1
+    assert sums(named, policies.save_only_these_names("sum")) == 2
 
 
 def test_arithmetic_of_loops_is_counted_every_iteration():

@@ -9,6 +9,7 @@ from .ode import ODES
 from .recurrent import RECURRENT
 from .transformers import DECODERS, LARGE
 from .transformers import opt_layers as opt_layers
+from .varied import VARIED as VARIED
 from .vision import VISION, VIT
 
 TRANSFORMERS = (*DECODERS, *ENCODERS, VIT)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..program.graph import Cut, Graph, Sum, Value
+from ..program.graph import Cut, Graph, Meeting, Sum, Value
 from .classes import Classes
 from .hardware import Hardware, all_gather, all_reduce, reduce_gradient
 
@@ -90,14 +90,15 @@ def pose(
         group_of[one] for node in dims if (one := classes[node]) in group_of
     )
     model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
-    for found in reduced(graph, classes, hardware):
+    for found in reduced(graph.sums.values(), classes, hardware):
         if (one := classes[found.node]) in group_of and classes.divides(found.node):
             local = sum_bytes(found, hardware) / batch.parts(found.dims)
             problem.single[group_of[one]] += all_reduce(axes.model, local) / model
-    for found in reduced(graph, batch.classes, hardware):
-        if batch.has(found.node):
-            whole = over_batch(found, batch, axes.stored, hardware) / spread
-            _cover(problem, groups(found.dims), whole, axes.model)
+    for found in batch_sums(graph, batch, hardware):
+        whole = over_batch(found, batch, axes.stored, hardware) / spread
+        _cover(problem, groups(found.dims), whole, axes.model)
+    for meeting in batch_meetings(graph, batch):
+        _cover(problem, groups(meeting.dims), met(meeting, batch) / spread, axes.model)
     for cut in graph.cuts:
         for one, size in cut_sides(cut, classes, batch):
             if one in group_of:
@@ -114,14 +115,33 @@ def pose(
     return problem
 
 
-def reduced(graph: Graph, classes: Classes, hardware: Hardware) -> Iterator[Sum]:
+def reduced(sums: Iterable[Sum], classes: Classes, hardware: Hardware) -> Iterator[Sum]:
     """Partial sums, once for all uses of a value along one class if their cotangents are added."""
     seen: set[tuple[Value | None, int]] = set()
-    for found in graph.sums.values():
+    for found in sums:
         key = found.of, classes[found.node]
         if not (found.backward and hardware.adds_first and key in seen):
             yield found
         seen.add(key)
+
+
+def batch_sums(graph: Graph, batch: BatchDims, hardware: Hardware) -> Iterator[Sum]:
+    """The partial sums over the batch, where it is split."""
+    over = (one for one in graph.sums.values() if batch.has(one.node))
+    split = (one for one in over if not any(map(batch.has, one.before)))
+    return reduced(split, batch.classes, hardware)
+
+
+def batch_meetings(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:
+    """Where the batch meets itself, as in a table of all pairs of examples."""
+    for meeting in graph.meetings:
+        if batch.has(meeting.node) and any(map(batch.has, meeting.before)):
+            yield meeting
+
+
+def met(meeting: Meeting, batch: BatchDims) -> int | float:
+    """What each device sends to gather one of the two operands."""
+    return all_gather(batch.count, meeting.bytes) * meeting.times
 
 
 def sum_bytes(found: Sum, hardware: Hardware) -> int | float:

@@ -39,10 +39,13 @@ def _contracted(
     result = graph.value(aval, dims, grad=left.grad or right.grad)
     for node in summed:
         graph.sum(node, result)
+    second = len(dims) - len(right_free)
+    first = second - len(left_free)
+    for value, free, start in ((left, right_free, second), (right, left_free, first)):
+        for at, node in enumerate(free, start):
+            graph.sum(node, value, backward=True, before=dims[:at])
     for node in right_free:
-        graph.sum(node, left, backward=True)
-    for node in left_free:
-        graph.sum(node, right, backward=True)
+        graph.meet(right, node, left_free)
     flops = 2.0 * prod(result.shape) * prod(graph.sizes[node] for node in summed)
     passes = graph.forwards + left.grad + right.grad
     graph.work((*dims, *summed), flops * passes)

@@ -70,8 +70,11 @@ def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Va
         graph.node(size) if node is None else node for node, size in zip(dims, shape, strict=True)
     )
     for value in inputs:
-        for node, size, repeated in zip(nodes, shape, value.shape, strict=False):
-            if size != repeated:
+        for d, (node, size, given) in enumerate(zip(nodes, shape, value.shape, strict=False)):
+            if size != given:
                 # What is repeated forward is summed backward.
-                graph.sum(node, value, backward=True)
+                graph.sum(node, value, backward=True, before=nodes[:d])
+            else:
+                repeated = zip(nodes[:d], shape, value.shape, strict=False)
+                graph.meet(value, node, tuple(n for n, size, given in repeated if size != given))
     return graph.value(aval, nodes, grad=grad)

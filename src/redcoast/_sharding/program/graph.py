@@ -6,7 +6,9 @@ from math import prod
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .remat import Region
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +34,9 @@ class Value:
 class Sum:
     """Partial sums: splitting `node` makes an all-reduce of an array over `dims`.
 
-    Backward, it is for so many `uses` of one value, whose cotangents are added.
+    Backward, it is for so many `uses` of one value, whose cotangents are added. `before` are the
+    dimensions that come before `node` in what is summed: where one of them is split over the same
+    axis, as with a batch against itself, `node` is not.
     """
 
     node: int
@@ -42,6 +46,7 @@ class Sum:
     backward: bool
     uses: int = 1
     of: Value | None = None
+    before: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,21 @@ class Cut:
     dims: tuple[int, ...]
     times: int | float
     grad: bool
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An operand whose dimension `node` comes after those `before` in the result.
+
+    Where both are split over the same axis, as with a batch against itself, the operand is gathered
+    so many `times`.
+    """
+
+    node: int
+    before: tuple[int, ...]
+    dims: tuple[int, ...]
+    bytes: int
+    times: int | float
 
 
 @dataclass(frozen=True)
@@ -79,13 +99,20 @@ class Graph:
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     sums: dict[Any, Sum] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
+    meetings: list[Meeting] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     together: dict[tuple[int, ...], int] = field(default_factory=dict)
     traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
     saved: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
-    forwards: int | float = 1.0  # how often forward collectives run: rematerialised ones run again
+    # Of the equation at hand: how often it runs forward, with rematerialisation; whether its
+    # results are kept for the backward pass; and, for each rematerialised region around it, the
+    # programs that it calls.
+    forwards: int | float = 1.0
+    kept: bool = True
+    inner: list[dict[Jaxpr, Region]] = field(default_factory=list)
+    regions: tuple[Region, ...] = ()  # those around the program that is walked through
 
     def node(self, size: int, *, blocked: bool = False) -> int:
         self.sizes.append(size)
@@ -114,16 +141,24 @@ class Graph:
         if a != b:
             self.links.append((a, b))
 
-    def sum(self, node: int, value: Value, *, backward: bool = False) -> None:
+    def sum(
+        self, node: int, value: Value, *, backward: bool = False, before: tuple[int, ...] = ()
+    ) -> None:
         """Splitting `node` makes partial sums of `value`, or backward, of its cotangent."""
         if backward and not value.grad:
             return
         times = self.times if backward else self.times * self.forwards
-        key = (value, node) if backward else len(self.sums)
+        key = (value, node, before) if backward else len(self.sums)
         uses = self.sums[key].uses + 1 if key in self.sums else 1
         if backward and value.reduced is not None:
             times, uses = value.reduced, 1
-        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value)
+        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value, before)
+
+    def meet(self, value: Value, node: int, before: tuple[int, ...]) -> None:
+        """The dimension `node` of an operand comes after those `before` in the result."""
+        if before:
+            times = self.times * self.forwards
+            self.meetings.append(Meeting(node, before, value.dims, value.bytes, times))
 
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None
@@ -141,7 +176,7 @@ class Graph:
 
     def save(self, value: Value) -> None:
         """The value is kept for the backward pass, unless it is computed again there."""
-        if value.grad and self.forwards == 1:
+        if value.grad and self.kept:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
 

@@ -38,7 +38,7 @@ def broadcast_in_dim(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) 
         else:
             dims.append(graph.node(size))
             # What is repeated forward is summed backward.
-            graph.sum(dims[-1], operand, backward=True)
+            graph.sum(dims[-1], operand, backward=True, before=tuple(dims[:-1]))
     return [graph.value(aval, tuple(dims), grad=operand.grad, reduced=operand.reduced)]
 
 
@@ -259,7 +259,7 @@ def reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
     for result in results:
         for d in axes:
-            graph.sum(inputs[0].dims[d], result)
+            graph.sum(inputs[0].dims[d], result, before=inputs[0].dims[:d])
     return results
 
 

@@ -11,6 +11,7 @@ from . import contractions, indexing, shaping, special
 from .elementwise import ELEMENTWISE, PAIRWISE, elementwise, pairwise
 from .graph import Graph, Value
 from .lifted import can_be_lifted
+from .remat import CHECKPOINTS, Region, computed_again
 
 Rule = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -103,8 +104,13 @@ def walk(graph: Graph, jaxpr: Jaxpr, constants: Sequence[Value], inputs: Sequenc
     scope = Scope(jaxpr)
     scope.values.update(zip(jaxpr.constvars, constants, strict=True))
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
+    regions, grads = graph.regions, [value.grad for value in inputs]
+    again = [computed_again(jaxpr, region, grads) for region in regions]
     for place, equation in enumerate(jaxpr.eqns):
         values = [_read(graph, scope, atom) for atom in equation.invars]
+        graph.forwards = 1.0 + sum(place in each.places for each in again)
+        graph.kept = all(region.keeps(equation) for region in regions)
+        graph.inner = [each.inner[place] for each in again]
         results, inner = _follow(graph, equation, values)
         if inner:
             scope.inner[place] = inner
@@ -138,9 +144,8 @@ def _follow(
     body = called(equation)
     if body is None:
         return special.opaque(graph, equation, inputs), []
-    remat = name in ("checkpoint", "remat", "remat2")
-    with _more(graph, forwards=2.0 if remat else 1.0):
-        scope = _enter(graph, body, inputs)
+    region = Region((False,) * len(equation.outvars), True, equation.params.get("policy"))
+    scope = _enter(graph, body, inputs, *[region] * (name in CHECKPOINTS))
     return outputs_of(graph, scope), [scope]
 
 
@@ -172,17 +177,25 @@ def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def _enter(graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Scope:
+def _enter(
+    graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value], *regions: Region
+) -> Scope:
+    """Walks through a program that an equation calls, perhaps in a rematerialised region."""
     inner = open_jaxpr(jaxpr)
-    return walk(graph, inner, [graph.value(var.aval) for var in inner.constvars], inputs)
+    constants = [graph.value(var.aval) for var in inner.constvars]
+    outside = graph.regions, graph.inner, graph.forwards, graph.kept
+    graph.regions = (*(seen[inner] for seen in graph.inner if inner in seen), *regions)
+    scope = walk(graph, inner, constants, inputs)
+    graph.regions, graph.inner, graph.forwards, graph.kept = outside
+    return scope
 
 
 @contextmanager
-def _more(graph: Graph, *, times: int | float = 1.0, forwards: int | float = 1.0) -> Iterator[None]:
-    before = graph.times, graph.forwards
-    graph.times, graph.forwards = graph.times * times, graph.forwards * forwards
+def _more(graph: Graph, times: int | float) -> Iterator[None]:
+    before = graph.times
+    graph.times = before * times
     yield
-    graph.times, graph.forwards = before
+    graph.times = before
 
 
 def _scan(
@@ -202,7 +215,7 @@ def _scan(
         graph.blocked.add(value.dims[0])
         graph.stacks.add(value.dims[0])
         inside.append(graph.value(var.aval, value.dims[1:], grad=value.grad))
-    with _more(graph, times=params["length"]):
+    with _more(graph, params["length"]):
         for value in inside[consts : consts + carries]:
             graph.save(value)
         scope = _enter(graph, params["jaxpr"], inside)
@@ -237,7 +250,7 @@ def _while(
     grad = any(value.grad for value in inputs[first:])
     state = [_copy(value, grad) for value in carry]
     constants = [_copy(value, value.grad) for value in inputs[: first + second]]
-    with _more(graph, times=ASSUMED_TRIPS):
+    with _more(graph, ASSUMED_TRIPS):
         test = _enter(graph, params["cond_jaxpr"], [*constants[:first], *state])
         body = _enter(graph, params["body_jaxpr"], [*constants[first:], *state])
     _link(graph, state, outputs_of(graph, body))

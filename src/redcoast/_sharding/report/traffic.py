@@ -6,7 +6,16 @@ from typing import Any
 
 from ..choice.dataflow import Decision, batch_dims, parts, stored
 from ..choice.hardware import Hardware, all_gather, all_reduce
-from ..choice.price import cut_sides, gathers, over_batch, reduced, sum_bytes
+from ..choice.price import (
+    batch_meetings,
+    batch_sums,
+    cut_sides,
+    gathers,
+    met,
+    over_batch,
+    reduced,
+    sum_bytes,
+)
 from ..overrides import spec_axes
 from ..rows import Row
 from .braces import shortened
@@ -32,20 +41,22 @@ def traffic(
     sets = find_sets([row.leaf for row in rows], decision, axes)
     spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
     graph = decision.program.graph
-    for found in reduced(graph, decision.classes, hardware):
+    for found in reduced(graph.sums.values(), decision.classes, hardware):
         root = decision.classes[found.node]
         way = "backward" if found.backward else "forward"
         if decision.classes.divides(found.node) and root in decision.chosen:
             size = sum_bytes(found, hardware) / batch.parts(found.dims)
             cause = f"all-reduces of activations, {way}: {sets[root].names}"
             add(over, cause, all_reduce(n, size))
-    for found in reduced(graph, batch.classes, hardware):
+    for found in batch_sums(graph, batch, hardware):
         way = "backward" if found.backward else "forward"
-        if batch.has(found.node):
-            split = n if _is_split(decision, found.dims) else 1
-            size = over_batch(found, batch, stored(decision.way, axes), hardware)
-            gradient = found.backward and batch.parts(found.dims) == 1
-            add(spread, _GRADIENTS if gradient else f"sums over the batch, {way}", size / split)
+        split = n if _is_split(decision, found.dims) else 1
+        size = over_batch(found, batch, stored(decision.way, axes), hardware)
+        gradient = found.backward and batch.parts(found.dims) == 1
+        add(spread, _GRADIENTS if gradient else f"sums over the batch, {way}", size / split)
+    for meeting in batch_meetings(graph, batch):
+        split = n if _is_split(decision, meeting.dims) else 1
+        add(spread, "gathers of the batch, compared with itself", met(meeting, batch) / split)
     _cuts(decision, batch, (over, n), sets, add)
     _gathers(rows, decision, axes, add)
     ordered = sorted(sent.items(), key=lambda item: (-item[1], item[0]))

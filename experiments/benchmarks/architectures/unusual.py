@@ -99,7 +99,8 @@ def ode_loss(params: Any, batch: Any, key: Any) -> jax.Array:
 
     def solve(y: jax.Array) -> jax.Array:
         more = lambda carry: carry[0] < 1 - dt / 2
-        step = lambda carry: (carry[0] + dt, runge_kutta(ft.partial(row_field, params), carry[1], dt))
+        slope = ft.partial(row_field, params)
+        step = lambda carry: (carry[0] + dt, runge_kutta(slope, carry[1], dt))
         start = (jnp.zeros(()), y)
         return eqxi.while_loop(more, step, start, max_steps=16, kind="bounded")[1]
 

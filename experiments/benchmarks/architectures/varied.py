@@ -35,19 +35,23 @@ def convnext_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     return cross_entropy(x @ params["classifier"], batch["labels"] % CLASSES)
 
 
-def case(name: str, shapes: Any, loss: Any, batch: Any = token_batch(TINY)) -> Case:
+def case(name: str, shapes: Any, loss: Any, batch: Any) -> Case:
     return Case(name, "other", ft.partial(make_arrays, shapes=shapes), loss, batch)
+
+
+TOKENS = token_batch(TINY)
 
 
 VARIED: tuple[Case, ...] = (
     llama("decoder", TINY, scanned=False),
     llama("decoder, scanned", TINY, scanned=True),
-    case("LSTM", lstm_shapes(TINY), lstm_loss),
+    case("LSTM", lstm_shapes(TINY), lstm_loss, TOKENS),
     case("ConvNeXt", convnext_shapes(), convnext_loss, ft.partial(image_batch, 16)),
     case(
         "experts",
         experts.shapes(TINY),
         ft.partial(experts.loss, dispatch=experts.dense_dispatch),
+        TOKENS,
     ),
     *CONTRASTIVE,
     *UNUSUAL,

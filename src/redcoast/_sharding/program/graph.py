@@ -36,7 +36,7 @@ class Sum:
 
     Backward, it is for so many `uses` of one value, whose cotangents are added. `before` are the
     dimensions that come before `node` in what is summed: where one of them is split over the same
-    axis, as with a batch against itself, `node` is not.
+    axis, as with a batch against itself, `node` is not, and there are no partial sums.
     """
 
     node: int

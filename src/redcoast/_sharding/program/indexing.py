@@ -34,9 +34,12 @@ def gather(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Va
     for source, target in cut:
         graph.cut(operand, source, result, target)
     shared = {indices.dims[i] for i in indexed_batching}
+    # Rows that look up in themselves, as by `x[jnp.arange(len(x)), labels]`, are written where
+    # they are.
+    indexed = tuple(operand.dims[d] for d in numbers.collapsed_slice_dims)
     for at in looked_up:
         if dims[at] not in shared:
-            graph.sum(dims[at], operand, backward=True)
+            graph.sum(dims[at], operand, backward=True, before=indexed)
     return [result]
 
 
@@ -61,9 +64,10 @@ def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
     for d, i in zip(batching, indexed_batching, strict=True):
         graph.link(operand.dims[d], indices.dims[i])
     shared = {indices.dims[i] for i in indexed_batching}
+    indexed = tuple(operand.dims[d] for d in numbers.inserted_window_dims)
     for at, node in zip(written, indices.dims[:-1], strict=True):
         if node not in shared:
-            graph.sum(updates.dims[at], result)
+            graph.sum(updates.dims[at], result, before=indexed)
     return [result]
 
 

@@ -1,0 +1,82 @@
+"""What a plan says is sent, against what its compiled program sends."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from sharding_helpers import array, real_mesh
+
+import redcoast as rc
+from redcoast._hlo import collectives, sent_bytes
+
+
+def planned_and_sent(fn, model, batch, mesh):
+    """The bytes that each device sends in a step, as priced, and of the compiled program."""
+    plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
+    step = jax.jit(jax.value_and_grad(plan.constrain(fn)), out_shardings=(None, plan.shardings))
+    rows = jax.NamedSharding(mesh, jax.P(tuple(plan.report["batch_axes"])))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    given = jax.tree.map(place, model, plan.shardings)
+    placed = jax.tree.map(lambda x: place(x, rows), batch)
+    text = step.lower(given, placed, None).compile().as_text()
+    return (
+        sum(entry["bytes"] for entry in plan.report["traffic"]),
+        sent_bytes(collectives(text, mesh)),
+        plan,
+    )
+
+
+def unit(x):
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True))
+
+
+def towers(model, batch):
+    return (unit(jnp.tanh(batch[name] @ model[name]) @ model["out"]) for name in ("a", "b"))
+
+
+def contrastive(model, batch, key):
+    """Each row of one kind is told from the others by its row of the other kind."""
+    a, b = towers(model, batch)
+    scores = jax.nn.log_softmax(a @ b.T, axis=-1)
+    return -jnp.mean(jnp.sum(scores * jnp.eye(len(scores)), axis=-1))
+
+
+def distances(model, batch, key):
+    a, b = towers(model, batch)
+    return jnp.mean(jnp.sqrt(jnp.sum((a[:, None] - b[None, :]) ** 2, axis=-1) + 1.0))
+
+
+def of_itself(model, batch, key):
+    a = unit(jnp.tanh(batch["a"] @ model["a"]) @ model["out"])
+    return jnp.mean(jnp.tanh(a @ a.T)) + jnp.sum(model["b"])
+
+
+@pytest.mark.parametrize("fn", [contrastive, distances, of_itself])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (2, 1, 4)])
+def test_a_batch_against_itself_is_gathered_and_its_gradient_summed(fn, sizes):
+    model = {"a": array(16, 64), "b": array(16, 64), "out": array(64, 256)}
+    batch = {"a": array(256, 16), "b": array(256, 16)}
+    priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(*sizes))
+    assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def labelled(model, batch, key):
+    """The probabilities of labels, looked up by the number of the row as well."""
+    hidden = jnp.tanh(batch["x"] @ model["into"])
+    found = jax.nn.log_softmax(hidden @ model["out"])
+    return -jnp.mean(found[jnp.arange(len(found)), batch["y"]])
+
+
+def written(model, batch, key):
+    """The logits of labels, written over by the number of the row as well."""
+    logits = jnp.tanh(batch["x"] @ model["into"]) @ model["out"]
+    rows = jnp.arange(len(logits))
+    return jnp.mean(jax.nn.logsumexp(logits.at[rows, batch["y"]].add(1.0), axis=-1))
+
+
+@pytest.mark.parametrize("fn", [labelled, written])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
+def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
+    model = {"into": array(64, 128), "out": array(128, 1024)}
+    batch = {"x": array(256, 64), "y": jax.ShapeDtypeStruct((256,), jnp.int32)}
+    priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(*sizes))
+    assert abs(priced - sent) < 0.02 * sent, str(plan)

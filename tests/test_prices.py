@@ -80,3 +80,24 @@ def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
     batch = {"x": array(256, 64), "y": jax.ShapeDtypeStruct((256,), jnp.int32)}
     priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(*sizes))
     assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def repeated(step, length=6):
+    """A loop that closes over weights, and in which each iteration may be the last."""
+    one = lambda x: jax.lax.cond(jnp.sum(x) < 1e9, step, lambda x: x, x)
+    return lambda x: jax.lax.scan(lambda x, _: (one(x), None), x, length=length)[0]
+
+
+def solved(model, batch, key):
+    """As a differential equation's solver, which stops when it is done."""
+    step = lambda x: x + jnp.tanh(x @ model["up"]) @ model["down"] @ model["last"]
+    return jnp.mean(repeated(step)(batch) ** 2)
+
+
+def test_weights_that_a_loop_closes_over_are_gathered_once():
+    """Each is stored split, since the batch is over all devices, and whole inside of the loop."""
+    model = {"up": array(16, 512), "down": array(512, 64), "last": array(64, 16)}
+    mesh = real_mesh(1, 8, 1)
+    priced, sent, plan = planned_and_sent(solved, model, array(512, 16), mesh)
+    assert plan.report["batch_axes"] == ["fsdp"] and plan.shardings["up"].spec
+    assert abs(priced - sent) < 0.02 * sent, str(plan)

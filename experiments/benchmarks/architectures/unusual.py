@@ -102,7 +102,7 @@ def ode_loss(params: Any, batch: Any, key: Any) -> jax.Array:
         slope = ft.partial(row_field, params)
         step = lambda carry: (carry[0] + dt, runge_kutta(slope, carry[1], dt))
         start = (jnp.zeros(()), y)
-        return eqxi.while_loop(more, step, start, max_steps=16, kind="bounded")[1]
+        return eqxi.while_loop(more, step, start, max_steps=20, kind="bounded")[1]
 
     return jnp.mean((jax.vmap(solve)(batch["x"]) - batch["y"]) ** 2)
 

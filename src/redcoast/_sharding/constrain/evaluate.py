@@ -191,6 +191,7 @@ def _scan(
     avals = scope.jaxpr.invars[consts:split]
     values = [scope.values[var] for var in avals]
     constants = params["jaxpr"].consts
+    given[:consts], rests = _gathered(scope, pin, given[:consts], rests)
     lifted = _lifted(scope, pin, given[:consts])
     still = [*rests[:consts], *(False for _ in values), *rests[split:]]
 
@@ -209,6 +210,37 @@ def _scan(
         unroll=params["unroll"],
     )
     return [*carry, *ys]
+
+
+def _gathered(
+    scope: Scope, pin: Pins, constants: list[Any], rests: Sequence[bool]
+) -> tuple[list[Any], list[bool]]:
+    """What a loop closes over, pinned before the loop and not at every iteration.
+
+    Layers that a scan inside goes over stay as they are stored: they are gathered one by one.
+    """
+    still = list(rests)
+    for place, (x, var) in enumerate(zip(constants, scope.jaxpr.invars, strict=False)):
+        if rests[place] and not _has_layers(scope, var):
+            constants[place], still[place] = pin(x, scope.values[var]), False
+    return constants, still
+
+
+def _has_layers(scope: Scope, var: Any) -> bool:
+    """Whether a scan inside goes over the first dimension of an array."""
+    for place, inner in scope.inner.items():
+        equation = scope.jaxpr.eqns[place]
+        params, count = equation.params, len(equation.invars)
+        for at in (at for at, atom in enumerate(equation.invars) if atom is var):
+            if equation.primitive.name == "scan":
+                if at >= params["num_consts"] + params["num_carry"]:
+                    return True
+            for one in inner:
+                # Before the operands of what is called may stand others, as the index of branches.
+                behind = at - (count - len(one.jaxpr.invars))
+                if behind >= 0 and _has_layers(one, one.jaxpr.invars[behind]):
+                    return True
+    return False
 
 
 def _lifted(scope: Scope, pin: Pins, constants: Sequence[Any]) -> dict[Any, Any]:
@@ -248,6 +280,9 @@ def _while(
     split = first + second
     variables = body.jaxpr.invars[second:]
     values = [body.values[var] for var in variables]
+    given[first:split], rests[first:split] = _gathered(
+        body, pin, given[first:split], rests[first:split]
+    )
 
     def going(carry: list[Any]) -> Any:
         inputs = [*given[:first], *carry]

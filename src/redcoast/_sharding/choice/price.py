@@ -67,6 +67,11 @@ class BatchDims:
     roots: frozenset[int]
     count: int
 
+    def __getitem__(self, node: int) -> int:
+        # Gradients of all rows are summed together, linked or not.
+        root = self.classes[node]
+        return -1 if root in self.roots else root
+
     def has(self, node: int) -> bool:
         return self.classes[node] in self.roots
 
@@ -94,7 +99,7 @@ def pose(
         if (one := classes[found.node]) in group_of and classes.divides(found.node):
             local = sum_bytes(found, hardware) / batch.parts(found.dims)
             problem.single[group_of[one]] += all_reduce(axes.model, local) / model
-    for found in reduced(graph, batch.classes, hardware):
+    for found in reduced(graph, batch, hardware):
         if batch.has(found.node):
             whole = over_batch(found, batch, axes.stored, hardware) / spread
             _cover(problem, groups(found.dims), whole, axes.model)
@@ -114,7 +119,7 @@ def pose(
     return problem
 
 
-def reduced(graph: Graph, classes: Classes, hardware: Hardware) -> Iterator[Sum]:
+def reduced(graph: Graph, classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:
     """Partial sums, once for all uses of a value along one class if their cotangents are added."""
     seen: set[tuple[Value | None, int]] = set()
     for found in graph.sums.values():

@@ -34,6 +34,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(PAIRWISE, pairwise),
     **dict.fromkeys(special.FRESH, special.fresh),
+    **dict.fromkeys(special.KEYED, special.keyed),
     **dict.fromkeys(special.DECOMPOSITIONS, special.decomposition),
     **dict.fromkeys(("slice", "dynamic_slice"), shaping.sliced),
     **dict.fromkeys(
@@ -73,6 +74,7 @@ _RULES: dict[str, Rule] = {
     "ragged_dot": contractions.ragged_dot,
     "reshape": shaping.reshape,
     "rev": shaping.reverse,
+    "sharding_constraint": special.constrained,
     "sort": shaping.sort,
     "split": shaping.split,
     "squeeze": shaping.squeeze,
@@ -174,7 +176,7 @@ def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
 
 def _enter(graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Scope:
     inner = open_jaxpr(jaxpr)
-    return walk(graph, inner, [graph.value(var.aval) for var in inner.constvars], inputs)
+    return walk(graph, inner, [graph.constant(var.aval) for var in inner.constvars], inputs)
 
 
 @contextmanager

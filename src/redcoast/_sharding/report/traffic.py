@@ -39,7 +39,7 @@ def traffic(
             size = sum_bytes(found, hardware) / batch.parts(found.dims)
             cause = f"all-reduces of activations, {way}: {sets[root].names}"
             add(over, cause, all_reduce(n, size))
-    for found in reduced(graph, batch.classes, hardware):
+    for found in reduced(graph, batch, hardware):
         way = "backward" if found.backward else "forward"
         if batch.has(found.node):
             split = n if _is_split(decision, found.dims) else 1

@@ -143,8 +143,8 @@ class _Met:
         self._alone: dict[tuple[int, str], float] = defaultdict(float)
         self._both: dict[tuple[int, str], float] = defaultdict(float)
         works = ((work.dims, "work", work.forward) for work in graph.works)
-        moves = ((dims, "move", size) for dims, size in graph.traffic.items())
-        for dims, kind, amount in chain(works, moves):
+        results = ((dims, "result", size) for dims, size in graph.computed.items())
+        for dims, kind, amount in chain(works, results):
             roots = [classes[node] for node in dims]
             for one in set(roots):
                 others = any(root in main for root in roots if root != one)
@@ -152,8 +152,8 @@ class _Met:
                 many[one, kind] += amount
 
     def alone(self, one: int) -> tuple[float, float]:
-        return self._alone[one, "work"], self._alone[one, "move"]
+        return self._alone[one, "work"], self._alone[one, "result"]
 
     def mostly_alone(self, one: int) -> bool:
-        """Whether more arithmetic, or without any, more bytes, are of the class alone."""
-        return self.alone(one) > (self._both[one, "work"], self._both[one, "move"])
+        """Whether more arithmetic, or without any more of what is looked up, is for it alone."""
+        return self.alone(one) > (self._both[one, "work"], self._both[one, "result"])

@@ -92,6 +92,7 @@ class Graph:
     together: dict[tuple[int, ...], int] = field(default_factory=dict)
     traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
     saved: dict[tuple[int, ...], float] = field(default_factory=dict)
+    computed: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
     forwards: int | float = 1.0  # how often forward collectives run: rematerialised ones run again
@@ -161,6 +162,10 @@ class Graph:
         if value.grad and self.forwards == 1:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
+
+    def compute(self, value: Value) -> None:
+        """The value is the result of a product, a lookup or a scatter."""
+        self.computed[value.dims] = self.computed.get(value.dims, 0.0) + value.bytes * self.times
 
     def move(self, value: Value) -> None:
         """The value is written to memory or read from it, and its cotangent on the way back."""

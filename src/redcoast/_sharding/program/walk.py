@@ -130,6 +130,7 @@ def _follow(
         results = _RULES[name](graph, equation, inputs)
         if name in PINNED:
             graph.save(results[0])
+            graph.compute(results[0])
         if name in PINNED or name in REDUCTIONS:
             # Everything else is fused with one of these, and stays out of memory.
             for value in (*inputs, *results):

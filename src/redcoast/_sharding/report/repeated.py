@@ -81,7 +81,7 @@ class _Rows:
     def _sentence(self, size: int, against: str) -> str:
         rows = f"the {size:,} rows that the program makes"
         if against == HELD:
-            return f"{rows} are also a dimension of something that is not split with the batch"
+            return f"{rows} are also a dimension that cannot be split with the batch"
         if against == MET:
             return f"most is done for {rows} together with those of the batch"
         if against == WHOLE:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from .braces import shortened
 from .text import megabytes, paragraph
 
 # For each axis, so many causes at most, and none with less than this part of what is sent.
@@ -15,8 +14,6 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines += _memory(report)
     if report.get("batch"):
         lines += ["", *paragraph(report["batch"])]
-    if report.get("not_rows"):
-        lines += _not_rows(report["not_rows"])
     for entry in report.get("repeated", []):
         lines += ["", *paragraph(_repeated(entry, report["arithmetic"]["flops"]))]
     if report.get("hindrances"):
@@ -67,16 +64,6 @@ def _memory(report: dict[str, Any]) -> list[str]:
             "or `jax.checkpoint` in the model."
         )
     return ["", *lines]
-
-
-def _not_rows(sizes: dict[str, int]) -> list[str]:
-    """Arrays that came with the batch and have another size."""
-    by_size: dict[int, list[str]] = {}
-    for name, size in sizes.items():
-        by_size.setdefault(size, []).append(name)
-    named = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
-    more = f" and {len(named) - 6} other sizes" if len(named) > 6 else ""
-    return paragraph(f"Not taken as rows of it: {', '.join(named[:6])}{more}.")
 
 
 def _repeated(entry: dict[str, Any], flops: int | float) -> str:

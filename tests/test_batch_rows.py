@@ -277,6 +277,12 @@ def test_a_batch_that_is_not_split_is_computed_by_every_device():
     assert alone.report["repeated"] == []
 
 
+def test_without_a_batch_every_device_computes_everything():
+    fn = lambda p, x, key: size(network(p, normal(key, ROWS, WIDTH)))
+    plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(None, KEY))
+    assert "products with {down,up}, because there is no batch." in words(plan)
+
+
 def with_averages(p, batch, key):
     """Normalisation by running averages that come with the batch, as some pass them."""
     hidden = batch["x"] @ p["up"]
@@ -349,6 +355,11 @@ MIXED = {
         lambda p, b, key: size(network(p, b["x"]) @ b["targets"].T),
         {"targets": array(64, WIDTH), "x": array(16, WIDTH)},
         ["targets"],
+    ),
+    "rows that parameters belong to": (
+        lambda p, b, key: size(network(p, (b["x"] + p["square"].T) * b["scale"][None]) * b["y"]),
+        {"scale": array(WIDTH), "x": array(ROWS, WIDTH), "y": array(ROWS, 1)},
+        ["scale"],
     ),
     "a graph": (
         messages,

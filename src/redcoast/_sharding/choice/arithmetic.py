@@ -29,12 +29,13 @@ def sharing(decision: Decision, axes: Mapping[str, int]) -> Callable[[Sequence[i
     asked = asked_axes(decision.program.graph)
 
     def shared(dims: Sequence[int]) -> int:
-        rows, model = batch.parts(dims), parts(way.model, axes)
-        split = any(classes.divides(d) and classes[d] in decision.chosen for d in dims)
-        taken = {*(way.batch if rows > 1 else ()), *(way.model if split else ())}
-        # What the program constrains itself goes over the axes that are left.
-        own = {axis for d in dims for axis in asked.get(d, ())} - taken
-        return rows * (model if split else 1) * prod(axes.get(axis, 1) for axis in own)
+        rows = [d for d in dims if batch.has(d)]
+        split = [d for d in dims if classes.divides(d) and classes[d] in decision.chosen]
+        taken = {*(way.batch if rows else ()), *(way.model if split else ())}
+        # Of the other dimensions, what the program splits itself goes over the axes that are left.
+        own = {axis for d in {*dims} - {*rows, *split} for axis in asked.get(d, ())} - taken
+        count = batch.parts(dims) * (parts(way.model, axes) if split else 1)
+        return count * prod(axes.get(axis, 1) for axis in own)
 
     return shared
 

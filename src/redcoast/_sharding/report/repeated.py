@@ -32,7 +32,7 @@ def repeated(
     found: dict[str, tuple[float, set[int]]] = {}
     for work in alone:
         places = _places(decision.program, work)
-        why = rows.why(work) if rows else _not_split(places, reasons)
+        why = rows.why(work) if rows else _no_rows(decision.program, places, reasons)
         flops, known = found.get(why, (0.0, set()))
         found[why] = (flops + work.flops, known.union(places))
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
@@ -53,11 +53,12 @@ def _places(program: Program, work: Work) -> list[int]:
     ]
 
 
-def _not_split(places: Sequence[int], reasons: Reasons) -> str:
+def _no_rows(program: Program, places: Sequence[int], reasons: Reasons) -> str:
     """Why work is not divided where there is no batch to divide it by."""
     over = parts(reasons.decision.way.model, reasons.axes)
     why = reasons.not_computed(places[0]) if places and over > 1 else ""
-    return f"the batch is not split, and {why}" if why else "the batch is not split"
+    batch = "the batch is not split" if program.batch.given else "there is no batch"
+    return f"{batch}, and {why}" if why else batch
 
 
 class _Rows:

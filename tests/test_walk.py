@@ -121,7 +121,7 @@ LINKS = {
     "keys by row": (
         jax.vmap(lambda x, k: eqx.nn.Dropout()(x, key=k)),
         [(4, 6), keys(4)],
-        "ab,c->ab",
+        "ab,a->ab",
     ),
     "gradient": (jax.grad(loss), [(6, 8), (4, 6)], "ab,ca->ab"),
     "gradients by row": (

@@ -17,8 +17,9 @@ from .layout import is_large, layout
 from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
 from .program.trace import trace
-from .report.batch import batch_axes, batch_sentence
+from .report.batch import batch_axes, batch_sentences, not_rows
 from .report.reasons import find_reasons, hindrances
+from .report.repeated import repeated
 from .report.traffic import traffic
 from .rows import Row
 
@@ -66,14 +67,18 @@ def plan_flow(
             decision, spared = spare(rows, decision, axes, memory, state_bytes)
             rows = layout(leaves, decision, large, given, axes, spared)
     compute = Compute(decision.computed, decision.way.batch, decision.way.model, sequence)
+    others = not_rows(args[:1], decision)
+    reasons = find_reasons(leaves, decision, axes)
     report = {
         "batch_axes": batch_axes(decision, axes),
         "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
-        "batch": batch_sentence(decision, axes),
-        "hindrances": hindrances(find_reasons(leaves, decision, axes), leaves),
+        "batch": batch_sentences(decision, axes, others),
+        "not_rows": others,
+        "hindrances": hindrances(reasons, leaves),
         "traffic": traffic(rows, decision, axes, hardware),
         "unknown": dict(sorted(program.graph.unknown.items())),
         "arithmetic": arithmetic(decision, axes),
+        "repeated": repeated(leaves, decision, axes, reasons),
         "memory": estimate(rows, decision, axes, state_bytes),
         "device_memory": memory,
     }

@@ -35,17 +35,19 @@ class Plan:
     - `report`: The table's figures as plain data that `json.dumps` takes. `rows` has, for each
         array, its `path`, `shape`, `dtype`, `spec`, `reason`, `role` ("parameter", "optimizer
         state" or "other"), `parts` (how many devices share it), `bytes` and `bytes_per_device`.
-        `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole
-        on every device, with their reasons; `mesh` the size of each axis. A plan that was read off
-        a function has `batch_axes`, which the batch is split over, and `batch`, which says why;
-        `model_axes`, which arrays are computed split over; `hindrances`, arrays that could not be
-        split along another dimension, for its size; `traffic`, the bytes that each device
-        sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how often each
-        primitive occurs that is not understood; `arithmetic`, the floating point operations of
-        contractions in a step of the function and its gradient: "flops" of them all, and those
-        "per_device"; and `memory`, an estimate of the bytes of "arrays", "gradients",
-        "optimizer_state" and "activations" on each device, and their "total", to be compared with
-        `device_memory`.
+        `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole on
+        every device, with their reasons; `mesh` the size of each axis. A plan that was read off a
+        function has `batch_axes`, which the batch is split over, and `batch`, which says why;
+        `not_rows`, arrays that came with the batch and are not split as its rows are, with the size
+        of their first dimension; `model_axes`, which arrays are computed split over; `hindrances`,
+        arrays that could not be split along another dimension, for its size; `traffic`, the bytes
+        that each device sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how
+        often each primitive occurs that is not understood; `arithmetic`, the floating point
+        operations of contractions in a step of the function and its gradient: "flops" of them all,
+        and those "per_device"; `repeated`, those of them that every device computes, if they are
+        many: so many `flops` with these `arrays`, and `why`; and `memory`, an estimate of the bytes
+        of "arrays", "gradients", "optimizer_state" and "activations" on each device, and their
+        "total", to be compared with `device_memory`.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
         is computed split over `model`, or `None`; and `batch_axes`.
     """
@@ -63,10 +65,11 @@ class Plan:
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function with its activations split as the plan splits the model.
 
-        The results of contractions, convolutions and lookups, and what loops carry, are pinned
-        with `jax.lax.with_sharding_constraint`, so that the compiler does not guess. No value
-        changes. The function is traced at the shapes it is called with; it can be a loss, a
-        prediction or decoding, under `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`.
+        The results of contractions, convolutions and lookups, and what loops carry, are pinned with
+        `jax.lax.with_sharding_constraint`, so that the compiler does not guess. Constraints of the
+        function itself are kept. No value changes. The function is traced at the shapes it is
+        called with; it can be a loss, a prediction or decoding, under `jax.jit`, `jax.grad`,
+        `jax.vmap` and `jax.lax.scan`.
 
         **Arguments:**
 

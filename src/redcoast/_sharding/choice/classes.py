@@ -9,12 +9,13 @@ class Classes:
     """The nodes of a graph in classes, as they are when they are split over `n` devices.
 
     A link between two dimensions holds if both divide: a dimension of 12 heads of 64 can be split
-    over 8 devices, but not together with the 12 heads.
+    over 8 devices, but not together with the 12 heads. Sizes below `least` have no links.
     """
 
-    def __init__(self, graph: Graph, n: int, *, soft: bool = False):
+    def __init__(self, graph: Graph, n: int, *, soft: bool = False, least: int = 1):
         self._parent = list(range(len(graph.sizes)))
         self._n = n
+        self._least = least
         self._sizes = graph.sizes
         for a, b in [*graph.links, *graph.soft_links] if soft else graph.links:
             if self._divides(a) and self._divides(b):
@@ -31,7 +32,7 @@ class Classes:
         return self._divides(node)
 
     def _divides(self, node: int) -> bool:
-        return self._sizes[node] > 0 and self._sizes[node] % self._n == 0
+        return self._sizes[node] >= self._least and self._sizes[node] % self._n == 0
 
     def _join(self, a: int, b: int) -> None:
         a, b = self[a], self[b]

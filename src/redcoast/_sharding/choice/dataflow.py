@@ -7,6 +7,7 @@ from math import inf, prod
 from ..program.graph import Graph, Value
 from ..program.trace import Traced
 from ..program.walk import Scope, walk
+from .batch import Batch, find_batch
 from .classes import Classes, conflicts, splittable
 from .groups import group
 from .hardware import Hardware
@@ -22,7 +23,7 @@ class Program:
     graph: Graph
     scope: Scope
     parameters: tuple[Value, ...]
-    batch: tuple[int, ...]  # nodes
+    batch: Batch
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
         graph.value(var.aval, grad=grad and traced.trains)
         for var, grad in zip(jaxpr.invars, grads, strict=True)
     ]
-    scope = walk(graph, jaxpr, [graph.value(var.aval) for var in jaxpr.constvars], inputs)
-    first = inputs[traced.arrays : traced.arrays + traced.batch]
-    batch = tuple(value.dims[0] for value in first if value.dims)
-    return Program(traced, graph, scope, tuple(inputs[: traced.arrays]), batch)
+    scope = walk(graph, jaxpr, [graph.constant(var.aval) for var in jaxpr.constvars], inputs)
+    parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
+    graph.held.update(node for value in parameters for node in value.dims)
+    batch = find_batch(graph, rest[: traced.batch], rest[traced.batch :])
+    return Program(traced, graph, scope, tuple(parameters), batch)
 
 
 def decide(
@@ -157,8 +159,11 @@ def _decide(
 def batch_dims(program: Program, count: int) -> BatchDims:
     """The dimensions that go over `count` devices with the batch; none if it does not divide."""
     classes = Classes(program.graph, count, soft=True)
-    roots = frozenset(classes[node] for node in program.batch if classes.divides(node))
-    return BatchDims(classes, roots, count if roots else 1)
+    if not any(map(classes.divides, program.batch.given)):
+        return BatchDims(classes, frozenset(), 1)
+    nodes = (*program.batch.given, *program.batch.made)
+    roots = frozenset(classes[node] for node in nodes if classes.divides(node))
+    return BatchDims(classes, roots, count)
 
 
 def _problem(

@@ -67,6 +67,11 @@ class BatchDims:
     roots: frozenset[int]
     count: int
 
+    def __getitem__(self, node: int) -> int:
+        # Gradients of all rows are summed together, linked or not.
+        root = self.classes[node]
+        return -1 if root in self.roots else root
+
     def has(self, node: int) -> bool:
         return self.classes[node] in self.roots
 
@@ -115,7 +120,7 @@ def pose(
     return problem
 
 
-def reduced(sums: Iterable[Sum], classes: Classes, hardware: Hardware) -> Iterator[Sum]:
+def reduced(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:
     """Partial sums, once for all uses of a value along one class if their cotangents are added."""
     seen: set[tuple[Value | None, int]] = set()
     for found in sums:
@@ -129,7 +134,7 @@ def batch_sums(graph: Graph, batch: BatchDims, hardware: Hardware) -> Iterator[S
     """The partial sums over the batch, where it is split."""
     over = (one for one in graph.sums.values() if batch.has(one.node))
     split = (one for one in over if not any(map(batch.has, one.before)))
-    return reduced(split, batch.classes, hardware)
+    return reduced(split, batch, hardware)
 
 
 def batch_meetings(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:

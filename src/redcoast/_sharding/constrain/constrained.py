@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..._parts import ARRAYS, join
+from ..choice.arithmetic import asked_axes
+from ..choice.batch import Batch, made_rows
 from ..choice.classes import Classes
 from ..choice.dataflow import Program, batch_dims, follow_program, parts
 from ..choice.price import BatchDims
@@ -37,6 +39,7 @@ class Splits:
     batch_axes: tuple[str, ...]
     model_axes: tuple[str, ...]
     sequence: frozenset[int] = frozenset()
+    asked: frozenset[int] = frozenset()  # dimensions that the program splits itself
 
     def spec(self, value: Value) -> P:
         """The batch over its axes and a chosen class over those of the model, each only once."""
@@ -68,7 +71,10 @@ class Splits:
     def _pinned(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
-        return self._constrained(x, self._spec(value, chosen))
+        entries = zip(self._spec(value, chosen), value.dims, strict=True)
+        # What the program itself splits is for the compiler to carry on.
+        own = [P.UNCONSTRAINED if e is None and d in self.asked else e for e, d in entries]
+        return self._constrained(x, P(*own))
 
     def _constrained(self, x: Any, spec: P) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -112,7 +118,8 @@ class Splits:
         nodes = tuple(value.dims[d] for value, d in batch if d is not None)
         dims = tuple(_place(spec, self.model_axes) for _, spec in pairs)
         compute = Compute(dims, self.batch_axes, self.model_axes)
-        splits = find_splits(replace(program, batch=nodes), self.mesh, compute)
+        rows = Batch(nodes, made_rows(program.graph, nodes))
+        splits = find_splits(replace(program, batch=rows), self.mesh, compute)
         results = evaluate(program.scope, splits, traced.jaxpr.consts, arrays)
         found = [splits.spec(value) for value in outputs_of(program.graph, program.scope)]
         leaves, structure = jax.tree.flatten(join(results, traced.output))
@@ -196,7 +203,8 @@ def find_splits(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -
     while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
         axes = axes[:-1]
     batch = batch_dims(program, parts(axes, mesh.shape))
-    found = Splits(mesh, classes, chosen, batch, axes, compute.model_axes)
+    asked = frozenset(asked_axes(program.graph))
+    found = Splits(mesh, classes, chosen, batch, axes, compute.model_axes, asked=asked)
     if not compute.sequence:
         return found
     return replace(found, sequence=sequence_classes(program, classes, chosen, batch))

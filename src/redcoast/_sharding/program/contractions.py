@@ -48,7 +48,7 @@ def _contracted(
         graph.meet(right, node, left_free)
     flops = 2.0 * prod(result.shape) * prod(graph.sizes[node] for node in summed)
     passes = graph.forwards + left.grad + right.grad
-    graph.work((*dims, *summed), flops * passes)
+    graph.work((*dims, *summed), flops, passes, left, right)
     return result
 
 
@@ -88,7 +88,7 @@ def fused_attention(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -
     products = 2 if len(results) < 3 else 5  # forward; backward, with the scores once more
     flops = 2.0 * batch * heads * queries * keys * head_dim * products
     passes = 1 if products == 5 else graph.forwards + 2.5 * q.grad
-    graph.work((q.dims[0], q.dims[2]), flops * passes)
+    graph.work((q.dims[0], q.dims[2]), flops, passes, *inputs[:3])
     return results
 
 
@@ -128,7 +128,7 @@ def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     _no_space_split(graph, (image, spec.lhs_spec), (kernel, spec.rhs_spec), (result, spec.out_spec))
     flops = 2.0 * prod(result.shape) * prod(kernel.shape) / kernel.shape[spec.rhs_spec[0]]
     passes = graph.forwards + image.grad + kernel.grad
-    graph.work((*result.dims, channel), flops * passes)
+    graph.work((*result.dims, channel), flops, passes, image, kernel)
     graph.sum(batch, kernel, backward=True)
     if groups == 1:
         graph.link(channel, into)

@@ -14,9 +14,8 @@ ELEMENTWISE = frozenset(
     is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
     nextafter not or polygamma population_count pow random_fold_in random_gamma
     random_gamma_grad real reciprocal reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_if_vmap select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
-    zeta
+    rsqrt select_if_vmap select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()  # noqa: SIM905
 )
 # Their derivatives need what they computed; the compiler computes what is between them again.

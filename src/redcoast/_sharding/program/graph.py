@@ -82,10 +82,15 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic, in floating point operations, that is divided if one of `dims` is split."""
+    """Arithmetic, in floating point operations, that is divided if one of `dims` is split.
+
+    Forward alone it is `forward` of them. `of` are the dimensions of each operand.
+    """
 
     dims: tuple[int, ...]
     flops: int | float
+    forward: int | float
+    of: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -95,6 +100,10 @@ class Graph:
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked ones that count the layers of a scan
+    made: set[int] = field(default_factory=set)  # those that no input has: noise, zeros, copies
+    held: set[int] = field(default_factory=set)  # those of parameters and of constants
+    # The axes that the program itself constrains a dimension to; none if it is to be replicated.
+    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
     soft_links: list[tuple[int, int]] = field(default_factory=list)
     sums: dict[Any, Sum] = field(default_factory=dict)
@@ -104,6 +113,7 @@ class Graph:
     together: dict[tuple[int, ...], int] = field(default_factory=dict)
     traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
     saved: dict[tuple[int, ...], float] = field(default_factory=dict)
+    computed: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
     # Of the equation at hand: how often it runs forward, with rematerialisation; whether its
@@ -114,11 +124,19 @@ class Graph:
     inner: list[dict[Jaxpr, Region]] = field(default_factory=list)
     regions: tuple[Region, ...] = ()  # those around the program that is walked through
 
-    def node(self, size: int, *, blocked: bool = False) -> int:
+    def node(self, size: int, *, blocked: bool = False, made: bool = False) -> int:
         self.sizes.append(size)
         if blocked:
             self.blocked.add(len(self.sizes) - 1)
+        if made:
+            self.made.add(len(self.sizes) - 1)
         return len(self.sizes) - 1
+
+    def constant(self, aval: Any) -> Value:
+        """An array that is part of the program."""
+        found = self.value(aval)
+        self.held.update(found.dims)
+        return found
 
     def value(
         self,
@@ -180,13 +198,22 @@ class Graph:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
 
+    def compute(self, value: Value) -> None:
+        """The value is the result of a product, a lookup or a scatter."""
+        self.computed[value.dims] = self.computed.get(value.dims, 0.0) + value.bytes * self.times
+
     def move(self, value: Value) -> None:
         """The value is written to memory or read from it, and its cotangent on the way back."""
         moved = value.bytes * self.times * (self.forwards + value.grad)
         self.traffic[value.dims] = self.traffic.get(value.dims, 0.0) + moved
 
-    def work(self, dims: tuple[int, ...], flops: int | float) -> None:
-        self.works.append(Work(dims, flops * self.times))
+    def work(
+        self, dims: tuple[int, ...], flops: int | float, passes: int | float, *operands: Value
+    ) -> None:
+        """So many operations in each of so many passes, forward and backward."""
+        forward = flops * self.times
+        of = tuple(value.dims for value in operands)
+        self.works.append(Work(dims, forward * passes, forward, of))
 
 
 def itemsize(aval: Any) -> int:

@@ -36,7 +36,7 @@ def broadcast_in_dim(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) 
         if d in came and operand.shape[came[d]] == size:
             dims.append(operand.dims[came[d]])
         else:
-            dims.append(graph.node(size))
+            dims.append(graph.node(size, made=True))
             # What is repeated forward is summed backward.
             graph.sum(dims[-1], operand, backward=True, before=tuple(dims[:-1]))
     return [graph.value(aval, tuple(dims), grad=operand.grad, reduced=operand.reduced)]
@@ -202,7 +202,10 @@ def unstack(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
 
 
 def tile(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [_kept(graph, equation, inputs[0], [n == 1 for n in equation.params["reps"]])]
+    result = _kept(graph, equation, inputs[0], [n == 1 for n in equation.params["reps"]])
+    once = zip(result.dims, inputs[0].shape, result.shape, strict=True)
+    graph.made.update(node for node, before, after in once if before == 1 != after)
+    return [result]
 
 
 def split(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

@@ -1,10 +1,12 @@
-"""Operations whose dimensions are not free: transforms, decompositions, random bits."""
+"""Transforms, decompositions, random bits, and what a program constrains itself."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
 
+from ..overrides import spec_axes
 from .contractions import cut_all
 from .graph import Graph, Value, output
 
@@ -20,16 +22,46 @@ _OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
 # Known to have nothing that could be split, or nothing that comes out.
 FRESH = frozenset(
     """
-    iota random_bits random_seed random_wrap random_unwrap random_split rng_uniform
-    rng_bit_generator random_clone debug_callback debug_print axis_index empty create_token
+    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
     partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
+    """.split()  # noqa: SIM905
+)
+# What comes of each key: keys in rows give results in the same rows.
+KEYED = frozenset(
+    """
+    random_bits random_clone random_seed random_split random_unwrap random_wrap
     """.split()  # noqa: SIM905
 )
 
 
 def fresh(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     grad = any(value.grad for value in inputs)
-    return [graph.value(var.aval, grad=grad) for var in equation.outvars]
+    return [_made(graph, var.aval, (), grad) for var in equation.outvars]
+
+
+def keyed(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    # Of old keys, which are numbers in rows, the last dimension is gone or new.
+    return [_made(graph, output(equation), inputs[0].dims, grad=False)]
+
+
+def _made(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Value:
+    shape = tuple(getattr(aval, "shape", ()))
+    kept = leading[: len(shape)]
+    new = (graph.node(size, made=True) for size in shape[len(kept) :])
+    return graph.value(aval, (*kept, *new), grad=grad)
+
+
+def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """What the program constrains is left to it, dimension by dimension."""
+    (operand,), params = inputs, equation.params
+    spec = getattr(params["sharding"], "spec", None)
+    if spec is not None:
+        entries = (*spec, *(None for _ in operand.dims[len(spec) :]))
+        for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
+            if entry is not P.UNCONSTRAINED and d not in params["unconstrained_dims"]:
+                before = graph.asked.get(node, ())
+                graph.asked[node] = (*before, *(a for a in spec_axes(entry) if a not in before))
+    return [graph.value(output(equation), operand.dims, grad=operand.grad)]
 
 
 def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

@@ -35,6 +35,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(PAIRWISE, pairwise),
     **dict.fromkeys(special.FRESH, special.fresh),
+    **dict.fromkeys(special.KEYED, special.keyed),
     **dict.fromkeys(special.DECOMPOSITIONS, special.decomposition),
     **dict.fromkeys(("slice", "dynamic_slice"), shaping.sliced),
     **dict.fromkeys(
@@ -74,6 +75,7 @@ _RULES: dict[str, Rule] = {
     "ragged_dot": contractions.ragged_dot,
     "reshape": shaping.reshape,
     "rev": shaping.reverse,
+    "sharding_constraint": special.constrained,
     "sort": shaping.sort,
     "split": shaping.split,
     "squeeze": shaping.squeeze,
@@ -134,6 +136,7 @@ def _follow(
         results = _RULES[name](graph, equation, inputs)
         if name in PINNED:
             graph.save(results[0])
+            graph.compute(results[0])
         if name in PINNED or name in REDUCTIONS:
             # Everything else is fused with one of these, and stays out of memory.
             for value in (*inputs, *results):
@@ -182,7 +185,7 @@ def _enter(
 ) -> Scope:
     """Walks through a program that an equation calls, perhaps in a rematerialised region."""
     inner = open_jaxpr(jaxpr)
-    constants = [graph.value(var.aval) for var in inner.constvars]
+    constants = [graph.constant(var.aval) for var in inner.constvars]
     outside = graph.regions, graph.inner, graph.forwards, graph.kept
     graph.regions = (*(seen[inner] for seen in graph.inner if inner in seen), *regions)
     scope = walk(graph, inner, constants, inputs)

@@ -14,6 +14,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines += _memory(report)
     if report.get("batch"):
         lines += ["", *paragraph(report["batch"])]
+    for entry in report.get("repeated", []):
+        lines += ["", *paragraph(_repeated(entry, report["arithmetic"]["flops"]))]
     if report.get("hindrances"):
         lines += ["", "Could not be split otherwise:"]
     for entry in report.get("hindrances", []):
@@ -62,6 +64,19 @@ def _memory(report: dict[str, Any]) -> list[str]:
             "or `jax.checkpoint` in the model."
         )
     return ["", *lines]
+
+
+def _repeated(entry: dict[str, Any], flops: int | float) -> str:
+    scale, unit = next(
+        (scale, unit)
+        for scale, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP"))
+        if flops >= scale or scale == 1
+    )
+    of = f": products with {entry['arrays']}" if entry["arrays"] else ""
+    return (
+        f"{entry['flops'] / scale:.3g} of {flops / scale:.3g} {unit} are computed by every device"
+        f"{of}, because {entry['why']}."
+    )
 
 
 def _traffic(traffic: list[dict[str, Any]]) -> list[str]:

@@ -80,6 +80,7 @@ def evaluate(
     _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
     plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
     evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
@@ -135,6 +136,7 @@ def predict_examples(
     _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
     plan, batches = _plan(model, predicted, batches, mesh, key)
     prediction = compile_prediction(
         plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype, gather=gather
@@ -150,6 +152,11 @@ def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
         count = count_examples(examples)
         same = {"`batch_size`": batch_size, "the number of `examples`": count}
         agree({**same, "`mesh`": dict(mesh.shape)})
+
+
+def _on_mesh(key: PRNGKeyArray | None, mesh: Mesh) -> PRNGKeyArray:
+    # That of a state is on the devices of its run, which may be others.
+    return put(_default(key), NamedSharding(mesh, P()))
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:

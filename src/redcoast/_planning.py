@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._abstract import abstract_key
 from ._data import CollateFn, by_epoch, collate, fetch, is_stream
-from ._distribute import own_rows
+from ._distribute import own_rows, put
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
 from ._mesh import batch_shards
@@ -45,7 +45,7 @@ def starting_state(
     def make(shardings: PyTree) -> TrainState:
         # A copy: training donates its state, and the caller's model stays theirs.
         model = place_tree(model_or_state, shardings.model, copy=True)
-        return create_split(create, model, key, shardings=shardings)
+        return create_split(create, model, put(key, shardings.key), shardings=shardings)
 
     return eqx.filter_eval_shape(create, model_or_state, key), make
 

@@ -114,7 +114,7 @@ class Plan:
         - `loss_fn`: `loss_fn(model, batch, key)` as for [`redcoast.train_step`][].
         - `model`: The model, with arrays; it has to fit on one device.
         - `batch`: A batch, which may be small.
-        - `key`: A JAX key.
+        - `key`: A JAX key. Model, batch and key may be on any devices.
         - `tolerance`: The largest difference that passes for rounding, relative to the largest
             element of each array.
 
@@ -126,10 +126,15 @@ class Plan:
 
         `ValueError` with the names of the arrays whose gradients differ by more.
         """
-        shardings = model_of(self.shardings)
         from .constrain.verify import verify
 
-        return verify(self.constrain(loss_fn), loss_fn, shardings, model, batch, key, tolerance)
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                "`verify` runs the program, and the plan is for an abstract mesh. Plan over a mesh "
+                "of devices, such as `rc.make_mesh()`."
+            )
+        planned, shardings = self.constrain(loss_fn), model_of(self.shardings)
+        return verify(planned, loss_fn, shardings, self.mesh, model, batch, key, tolerance)
 
 
 def infer_shardings(
@@ -265,7 +270,7 @@ def plan_shardings(
 
     found = plan_flow(
         model_of(tree),
-        axes,
+        mesh,
         fn,
         args,
         overrides=overrides,

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._abstract import abstract_key
-from ._data import CollateFn, by_epoch, collate, fetch, is_stream
+from ._coupled import find_coupled, warn_of_batches, warn_of_microbatches
+from ._data import CollateFn, by_epoch, collate, count_examples, fetch, is_stream
 from ._distribute import own_rows, put
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
@@ -106,6 +107,36 @@ def plan_run(
         overrides=overrides,
         hardware=hardware,
     )
+
+
+def check_coupling(
+    plan: Plan,
+    state: TrainState,
+    draw: Callable[[], PyTree],
+    *,
+    batch_size: int,
+    accumulate: int,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+    eval_examples: Any,
+) -> None:
+    """Warns if examples that depend on each other are taken in parts."""
+    several = (
+        eval_examples is not None
+        and (count_examples(eval_examples, "eval_examples") or 0) > batch_size
+    )
+    if plan.report.get("coupled") == [] and batch_size // accumulate > 1:
+        return
+    if accumulate == 1 and not several:
+        return
+    assert isinstance(plan.mesh, Mesh)
+    batch = _microbatch(draw(), batch_size, 1)
+    given = (loss_fn, state.model, batch, plan.mesh, compute_dtype)
+    coupled = find_coupled(*given, training=True)
+    if accumulate > 1:
+        warn_of_microbatches(coupled, batch_size, accumulate)
+    if several and coupled:
+        warn_of_batches(find_coupled(*given, training=False), batch_size)
 
 
 def verify_run(

@@ -19,6 +19,7 @@ from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
 from .program.trace import trace_over
 from .report.batch import batch_axes, batch_sentence
+from .report.coupling import find_coupling
 from .report.reasons import find_reasons, hindrances
 from .report.traffic import traffic
 from .rows import Row
@@ -74,6 +75,7 @@ def plan_flow(
         "batch": batch_sentence(decision, axes),
         "hindrances": hindrances(find_reasons(leaves, decision, axes), leaves),
         "traffic": traffic(rows, decision, axes, hardware),
+        "coupled": find_coupling(program),
         "unknown": dict(sorted(program.graph.unknown.items())),
         "arithmetic": arithmetic(decision, axes),
         "memory": estimate(rows, decision, axes, state_bytes),

@@ -40,8 +40,9 @@ class Plan:
         a function has `batch_axes`, which the batch is split over, and `batch`, which says why;
         `model_axes`, which arrays are computed split over; `hindrances`, arrays that could not be
         split along another dimension, for its size; `traffic`, the bytes that each device
-        sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how often each
-        primitive occurs that is not understood; `arithmetic`, the floating point operations of
+        sends in a step, by `axis` and `cause`, as they were priced; `coupled`, the first operation
+        by which the examples of a batch depend on each other, if there is one; `unknown`, how often
+        each primitive occurs that is not understood; `arithmetic`, the floating point operations of
         contractions in a step of the function and its gradient: "flops" of them all, and those
         "per_device"; and `memory`, an estimate of the bytes of "arrays", "gradients",
         "optimizer_state" and "activations" on each device, and their "total", to be compared with
@@ -293,6 +294,18 @@ def make_plan(
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
     report = make_report(rows, dict(mesh.shape)) | more
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
+
+
+def examples_coupled(
+    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> list[dict[str, str]]:
+    """The first operation by which the examples of a batch depend on each other, if any."""
+    from .choice.dataflow import follow_program
+    from .program.trace import trace_over
+    from .report.coupling import find_coupling
+
+    traced, _ = trace_over(mesh, fn, model_of(tree), args)
+    return find_coupling(follow_program(traced, [False] * traced.arrays))
 
 
 def _model_dim(row: Row) -> int | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ._abstract import traced_over
 from ._arguments import check_functions
 from ._distribute import place_batch, put
 from ._grouped import refuse_wrong_gradients
@@ -134,8 +135,7 @@ def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """`fn(tree, *args)` as a function of what `split` makes of both."""
 
     def call(arrays: list[Any], static: Static, given: list[Any], constants: Static) -> Any:
-        # Bare `PartitionSpec`s in user code refer to this mesh.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with traced_over(mesh):
             return fn(join(arrays, static), *join(given, constants))
 
     return call

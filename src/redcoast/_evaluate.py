@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ._arguments import check_functions
 from ._compile import compile_call
+from ._coupled import find_coupled, warn_of_batches
 from ._data import Batch, CollateFn, count_examples, ordered_batches
 from ._distribute import own_rows, put
 from ._exchange import agree, is_main
@@ -42,7 +43,9 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss and metrics over examples, with the model in inference mode.
 
-    Every example counts exactly once, whatever the batch size.
+    Every example counts exactly once, whatever the batch size. If the examples of a batch depend on
+    each other in the loss, as in a contrastive one, the result is the mean over batches of this
+    size, and a warning says so.
 
     **Arguments:**
 
@@ -80,7 +83,10 @@ def evaluate(
     _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
     plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
+    if (count_examples(examples) or 0) > batch_size:
+        batches = _check_coupling(plan, model, batches, batch_size, loss_fn, mesh, compute_dtype)
     evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
@@ -135,6 +141,7 @@ def predict_examples(
     _check_same(examples, batch_size, mesh)
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
     plan, batches = _plan(model, predicted, batches, mesh, key)
     prediction = compile_prediction(
         plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype, gather=gather
@@ -150,6 +157,29 @@ def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
         count = count_examples(examples)
         same = {"`batch_size`": batch_size, "the number of `examples`": count}
         agree({**same, "`mesh`": dict(mesh.shape)})
+
+
+def _check_coupling(
+    plan: Plan,
+    model: PyTree,
+    batches: Iterator[Batch],
+    batch_size: int,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    compute_dtype: Any,
+) -> Iterator[Batch]:
+    """All batches; a warning if the mean over them is not that over their examples."""
+    if (coupled := plan.report.get("coupled")) is None:  # nothing was planned for one device
+        first = next(batches)
+        coupled = find_coupled(loss_fn, model, first.arrays, mesh, compute_dtype, training=False)
+        batches = itertools.chain([first], batches)
+    warn_of_batches(coupled, batch_size)
+    return batches
+
+
+def _on_mesh(key: PRNGKeyArray | None, mesh: Mesh) -> PRNGKeyArray:
+    # That of a state is on the devices of its run, which may be others.
+    return put(_default(key), NamedSharding(mesh, P()))
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:

@@ -30,7 +30,7 @@ from ._mesh import ambient_or_default, make_mesh
 from ._not_finite import check_finite
 from ._notes import noting
 from ._opening import announce, check_eval_every, rehearse, run_info
-from ._planning import first_batch, plan_run, starting_state, verify_run
+from ._planning import check_coupling, first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
 from ._progress import progress as show_progress
@@ -173,6 +173,16 @@ def fit(
             mesh = auto_mesh(abstract, optimizer, draw, batch_size, quiet=quiet, **options)
             draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
         plan = plan_run(abstract, draw, mesh, batch_size=batch_size, **options)
+        check_coupling(
+            plan,
+            abstract,
+            draw,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            loss_fn=loss_fn,
+            compute_dtype=compute_dtype,
+            eval_examples=eval_examples,
+        )
         functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "predict_fn": predict_fn}
         check_agreement(
             plan,

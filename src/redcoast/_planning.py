@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._abstract import abstract_key
-from ._data import CollateFn, by_epoch, collate, fetch, is_stream
-from ._distribute import own_rows
+from ._coupled import find_coupled, warn_of_batches, warn_of_microbatches
+from ._data import CollateFn, by_epoch, collate, count_examples, fetch, is_stream
+from ._distribute import own_rows, put
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
 from ._mesh import batch_shards
@@ -45,7 +46,7 @@ def starting_state(
     def make(shardings: PyTree) -> TrainState:
         # A copy: training donates its state, and the caller's model stays theirs.
         model = place_tree(model_or_state, shardings.model, copy=True)
-        return create_split(create, model, key, shardings=shardings)
+        return create_split(create, model, put(key, shardings.key), shardings=shardings)
 
     return eqx.filter_eval_shape(create, model_or_state, key), make
 
@@ -106,6 +107,36 @@ def plan_run(
         overrides=overrides,
         hardware=hardware,
     )
+
+
+def check_coupling(
+    plan: Plan,
+    state: TrainState,
+    draw: Callable[[], PyTree],
+    *,
+    batch_size: int,
+    accumulate: int,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+    eval_examples: Any,
+) -> None:
+    """Warns if examples that depend on each other are taken in parts."""
+    several = (
+        eval_examples is not None
+        and (count_examples(eval_examples, "eval_examples") or 0) > batch_size
+    )
+    if plan.report.get("coupled") == [] and batch_size // accumulate > 1:
+        return
+    if accumulate == 1 and not several:
+        return
+    assert isinstance(plan.mesh, Mesh)
+    batch = _microbatch(draw(), batch_size, 1)
+    given = (loss_fn, state.model, batch, plan.mesh, compute_dtype)
+    coupled = find_coupled(*given, training=True)
+    if accumulate > 1:
+        warn_of_microbatches(coupled, batch_size, accumulate)
+    if several and coupled:
+        warn_of_batches(find_coupled(*given, training=False), batch_size)
 
 
 def verify_run(

@@ -142,7 +142,7 @@ def train_step(
         (`optax.lbfgs`, `optax.polyak_sgd`, ...) are given `value`, `grad` and `value_fn`.
     - `accumulate`: into how many microbatches the batch is split, one after the other, to save
         activation memory. Loss, metrics and gradient are their means weighted by `"weight"`,
-        which is the full batch's.
+        which are the full batch's unless its examples depend on each other in the loss.
     - `compute_dtype`: what the loss and its gradient are computed in (`jnp.bfloat16`, say), while
         parameters and optimizer state keep their dtype. Floating arrays of the model and of the
         batch are cast; leave counts and masks integers or booleans to keep them exact.

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._abstract import without_ambient_mesh
 from .._loss import LossFn
 from .._sharding.overrides import Override
 from .result import DryRun
@@ -77,7 +78,6 @@ def dry_run(
         ```
     """
     # Imported when it is first asked for, so that importing redcoast stays cheap.
-    from .place import without_ambient_mesh
     from .run import run
     from .step import make_job
 

@@ -1,12 +1,10 @@
 """Devices to find a mesh for, at hand or elsewhere, and what is known of them."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from .._exchange import exchange
@@ -38,11 +36,6 @@ class Place:
 
     def mesh(self, sizes: Mapping[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)
-
-
-def without_ambient_mesh() -> AbstractContextManager[Any]:
-    """An ambient mesh is one of other devices than those that are compiled for."""
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def elsewhere(name: str) -> Place:

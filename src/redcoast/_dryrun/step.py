@@ -10,13 +10,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import PyTree
 
-from .._abstract import abstract_key
+from .._abstract import abstract_key, traced_over
 from .._arguments import check_functions, check_integer, check_optimizer
 from .._loss import LossFn, evaluate_loss
-from .._mesh import batch_sharding
+from .._mesh import AXES, batch_sharding
 from .._planning import plan_run
 from .._precision import check_compute_dtype
 from .._reading import stacked
@@ -24,6 +24,9 @@ from .._sharding import Hardware, Plan
 from .._sharding.overrides import Override
 from .._steps import compiled_steps
 from .._train import TrainState, init_state, train_step
+
+# What the axes in a loss's own constraints refer to before there is a mesh: all divides.
+_ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ def make_job(
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype, training=True)
     make = ft.partial(init_state, init_fn, optimizer, trainable=trainable)
-    state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
     batch = abstract_batch(batch)
     # What is wrong with the loss is the same on all meshes, and said as it is.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
-    eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
+    with traced_over(_ANY_MESH):
+        state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
+        eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
     return Job(
         state,
         batch,

@@ -7,6 +7,7 @@ import equinox as eqx
 import optax
 from jaxtyping import PyTree
 
+from .._abstract import without_ambient_mesh
 from .._arguments import check_integer
 from .._loss import LossFn
 from .._sharding.overrides import Override
@@ -74,7 +75,7 @@ def suggest_mesh(
     """
     # Imported when it is first asked for, so that importing redcoast stays cheap.
     from .meshes import suggest
-    from .place import at_hand, elsewhere, without_ambient_mesh
+    from .place import at_hand, elsewhere
     from .step import make_job
 
     check_integer("compiled", compiled)

@@ -1,9 +1,10 @@
 """A plan by dataflow: trace, follow, decide, lay out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
@@ -16,8 +17,9 @@ from .constrain.compute import Compute
 from .layout import is_large, layout
 from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
-from .program.trace import trace
+from .program.trace import trace_over
 from .report.batch import batch_axes, batch_sentences, not_rows
+from .report.coupling import find_coupling
 from .report.reasons import find_reasons, hindrances
 from .report.repeated import repeated
 from .report.traffic import traffic
@@ -33,7 +35,7 @@ class FlowPlan:
 
 def plan_flow(
     model: PyTree,
-    axes: Mapping[str, int],
+    mesh: Mesh | AbstractMesh,
     fn: Callable[..., Any],
     args: Sequence[Any],
     *,
@@ -45,10 +47,11 @@ def plan_flow(
     sequence: bool,
 ) -> FlowPlan:
     """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""
+    axes = dict(mesh.shape)
     leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
-    given = apply_overrides(leaves, overrides, dict(axes))
+    given = apply_overrides(leaves, overrides, axes)
     forced = [_model_dim(given.get(leaf.index, ())) for leaf in leaves]
-    traced, _ = trace(fn, model, args)
+    traced, _ = trace_over(mesh, fn, model, args)
     program = follow_program(traced, trainable_arrays(model, trainable))
 
     memory = ASSUMED if hardware.memory is None else hardware.memory
@@ -76,6 +79,7 @@ def plan_flow(
         "not_rows": others,
         "hindrances": hindrances(reasons, leaves),
         "traffic": traffic(rows, decision, axes, hardware),
+        "coupled": find_coupling(program),
         "unknown": dict(sorted(program.graph.unknown.items())),
         "arithmetic": arithmetic(decision, axes),
         "repeated": repeated(leaves, decision, axes, reasons),

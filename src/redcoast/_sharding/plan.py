@@ -41,10 +41,11 @@ class Plan:
         `not_rows`, arrays that came with the batch and are not split as its rows are, with the size
         of their first dimension; `model_axes`, which arrays are computed split over; `hindrances`,
         arrays that could not be split along another dimension, for its size; `traffic`, the bytes
-        that each device sends in a step, by `axis` and `cause`, as they were priced; `unknown`, how
-        often each primitive occurs that is not understood; `arithmetic`, the floating point
-        operations of contractions in a step of the function and its gradient: "flops" of them all,
-        and those "per_device"; `repeated`, those of them that every device computes, if they are
+        that each device sends in a step, by `axis` and `cause`, as they were priced; `coupled`,
+        the first operation by which the examples of a batch depend on each other, if there is one;
+        `unknown`, how often each primitive occurs that is not understood; `arithmetic`, the
+        floating point operations of contractions in a step of the function and its gradient:
+        "flops" of them all, and those "per_device"; `repeated`, those of them that every device computes, if they are
         many: so many `flops` with these `arrays`, and `why`; and `memory`, an estimate of the bytes
         of "arrays", "gradients", "optimizer_state" and "activations" on each device, and their
         "total", to be compared with `device_memory`.
@@ -117,7 +118,7 @@ class Plan:
         - `loss_fn`: `loss_fn(model, batch, key)` as for [`redcoast.train_step`][].
         - `model`: The model, with arrays; it has to fit on one device.
         - `batch`: A batch, which may be small.
-        - `key`: A JAX key.
+        - `key`: A JAX key. Model, batch and key may be on any devices.
         - `tolerance`: The largest difference that passes for rounding, relative to the largest
             element of each array.
 
@@ -129,10 +130,15 @@ class Plan:
 
         `ValueError` with the names of the arrays whose gradients differ by more.
         """
-        shardings = model_of(self.shardings)
         from .constrain.verify import verify
 
-        return verify(self.constrain(loss_fn), loss_fn, shardings, model, batch, key, tolerance)
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                "`verify` runs the program, and the plan is for an abstract mesh. Plan over a mesh "
+                "of devices, such as `rc.make_mesh()`."
+            )
+        planned, shardings = self.constrain(loss_fn), model_of(self.shardings)
+        return verify(planned, loss_fn, shardings, self.mesh, model, batch, key, tolerance)
 
 
 def infer_shardings(
@@ -268,7 +274,7 @@ def plan_shardings(
 
     found = plan_flow(
         model_of(tree),
-        axes,
+        mesh,
         fn,
         args,
         overrides=overrides,
@@ -291,6 +297,18 @@ def make_plan(
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
     report = make_report(rows, dict(mesh.shape)) | more
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
+
+
+def examples_coupled(
+    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> list[dict[str, str]]:
+    """The first operation by which the examples of a batch depend on each other, if any."""
+    from .choice.dataflow import follow_program
+    from .program.trace import trace_over
+    from .report.coupling import find_coupling
+
+    traced, _ = trace_over(mesh, fn, model_of(tree), args)
+    return find_coupling(follow_program(traced, [False] * traced.arrays))
 
 
 def _model_dim(row: Row) -> int | None:

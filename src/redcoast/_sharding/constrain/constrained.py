@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..._abstract import traced_over
 from ..._parts import ARRAYS, join
 from ..choice.arithmetic import asked_axes
 from ..choice.batch import Batch, made_rows
@@ -19,7 +20,7 @@ from ..choice.dataflow import Program, batch_dims, follow_program, parts
 from ..choice.price import BatchDims
 from ..overrides import spec_axes
 from ..program.graph import Value
-from ..program.trace import trace
+from ..program.trace import trace_over
 from ..program.walk import outputs_of
 from .compute import Compute
 from .custom import is_float0
@@ -111,7 +112,7 @@ class Splits:
             given = dict(zip(at, arrays, strict=True))
             return fn(*(given.get(i, x) for i, x in enumerate(inputs)))
 
-        traced, arrays = trace(of_arrays, [inputs[i] for i in at], ())
+        traced, arrays = trace_over(self.mesh, of_arrays, [inputs[i] for i in at], ())
         program = follow_program(traced, [False] * traced.arrays)
         pairs = [(value, specs[i]) for value, i in zip(program.parameters, at, strict=True)]
         batch = [(value, _place(spec, self.batch_axes)) for value, spec in pairs]
@@ -146,10 +147,10 @@ class Constrained:
 
     def __call__(self, tree: PyTree, *args: Any) -> Any:
         try:
-            traced, arrays = trace(self.fn, tree, args)
+            traced, arrays = trace_over(self.mesh, self.fn, tree, args)
         except Exception as error:
             # If it is the function that is at fault, this raises what it raises by itself.
-            result = self.fn(tree, *args)
+            result = self._plain(tree, *args)
             _warn(self.fn, f"it cannot be traced ({type(error).__name__})")
             return result
         self._check(traced.arrays)
@@ -169,8 +170,12 @@ class Constrained:
                     "defect of the XLA compiler. Use a mesh with model=1."
                 ) from error
             _warn(self.fn, f"its `{error}` cannot be rebuilt")
-            return self.fn(tree, *args)
+            return self._plain(tree, *args)
         return join(results, traced.output)
+
+    def _plain(self, tree: PyTree, *args: Any) -> Any:
+        with traced_over(self.mesh):
+            return self.fn(tree, *args)
 
     def _check(self, arrays: int) -> None:
         if arrays != len(self.compute.dims):

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jaxpr import bind_again
@@ -152,6 +152,8 @@ def _run(
     equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
 ) -> list[Any]:
     name = equation.primitive.name
+    if name == "sharding_constraint":
+        return _own_constraint(equation, pin, given)
     if not inner or (name in CUSTOM and not is_worth_it(inner[0].jaxpr, PINNED)):
         return bind_again(equation, given)
     if name in _LOOPS:
@@ -164,6 +166,15 @@ def _run(
         params = equation.params
         run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return list(run(*given))
+
+
+def _own_constraint(equation: JaxprEqn, pin: Pins, given: list[Any]) -> list[Any]:
+    """A constraint of the user's own; one by the names of axes alone has no devices."""
+    sharding, mesh = equation.params["sharding"], pin.mesh
+    if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
+        sharding = NamedSharding(mesh, sharding.spec)
+        return [jax.lax.with_sharding_constraint(given[0], sharding)]
+    return bind_again(equation, given)
 
 
 _REMATS = frozenset(["checkpoint", "remat", "remat2"])
@@ -232,9 +243,9 @@ def _has_layers(scope: Scope, var: Any) -> bool:
         equation = scope.jaxpr.eqns[place]
         params, count = equation.params, len(equation.invars)
         for at in (at for at, atom in enumerate(equation.invars) if atom is var):
-            if equation.primitive.name == "scan":
-                if at >= params["num_consts"] + params["num_carry"]:
-                    return True
+            scans = equation.primitive.name == "scan"
+            if scans and at >= params["num_consts"] + params["num_carry"]:
+                return True
             for one in inner:
                 # Before the operands of what is called may stand others, as the index of branches.
                 behind = at - (count - len(one.jaxpr.invars))

@@ -1,12 +1,22 @@
 """The planned program against one device: the same loss and the same gradients."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
+
+from ..._abstract import traced_over, without_ambient_mesh
+from ..._parts import join
+from ..program.trace import trace_over
+
+_BATCH_AXES = ("data", "fsdp")
 
 # Of the largest element of all gradients: differences are not measured against less.
 _FLOOR = 1e-3
@@ -16,14 +26,18 @@ def verify(
     planned: Callable[..., Any],
     loss_fn: Callable[..., Any],
     shardings: PyTree,
+    mesh: Mesh,
     model: PyTree,
     batch: PyTree,
     key: Any,
     tolerance: int | float,
 ) -> dict[str, float]:
     """Relative differences of the loss and of each gradient; raises where they are large."""
-    expected = _loss_and_grads(loss_fn, _whole(model), batch, key)
-    found = _loss_and_grads(planned, _placed(model, shardings), batch, key)
+    with without_ambient_mesh():  # which `jax.jit` would take the devices from
+        expected = _on_one_device(loss_fn, mesh, model, batch, key)
+    everywhere = NamedSharding(mesh, P())
+    placed = _placed(model, shardings), _split_rows(batch, mesh), _put(key, everywhere)
+    found = _loss_and_grads(planned, *placed, mesh)
     # Gradients that are zero but for rounding have no scale of their own: that of attention's key
     # bias is, since softmax does not see it.
     largest = max(
@@ -47,13 +61,57 @@ def verify(
     return errors
 
 
+def _on_one_device(
+    loss_fn: Callable[..., Any], mesh: Mesh, model: PyTree, batch: PyTree, key: Any
+) -> dict[str, np.ndarray]:
+    """The loss and its gradients with all that they need, arrays closed over too, on one device."""
+    device = SingleDeviceSharding(jax.local_devices()[0])
+
+    def alone(model: PyTree, batch: PyTree, key: Any) -> Any:
+        traced, arrays = trace_over(mesh, loss_fn, model, (batch, key))
+        return join(jaxpr_as_fun(_moved(traced.jaxpr, device))(*arrays), traced.output)
+
+    model, batch, key = (_put(x, device) for x in (model, batch, key))
+    return _loss_and_grads(alone, model, batch, key, mesh)
+
+
+def _moved(program: ClosedJaxpr, device: Sharding) -> ClosedJaxpr:
+    """A program on this device, in the place of those where its constants and its meshes are."""
+    return ClosedJaxpr(_renamed(program.jaxpr, device), [_put(x, device) for x in program.consts])
+
+
+def _renamed(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
+    def replaced(param: Any) -> Any:
+        if isinstance(param, ClosedJaxpr):
+            return _moved(param, device)
+        if isinstance(param, Jaxpr):
+            return _renamed(param, device)
+        if type(param) is tuple:
+            return tuple(map(replaced, param))
+        return device if isinstance(param, NamedSharding) else param
+
+    def of(equation: JaxprEqn) -> JaxprEqn:
+        params = {name: replaced(x) for name, x in equation.params.items()}
+        if equation.primitive.name != "sharding_constraint":
+            # What operations are told of their results' shardings follows from their operands'.
+            params = {name: None if x is device else x for name, x in params.items()}
+        return equation.replace(params=params)
+
+    return jaxpr.replace(eqns=list(map(of, jaxpr.eqns)))
+
+
 def _loss_and_grads(
-    loss_fn: Callable[..., Any], model: PyTree, batch: PyTree, key: Any
+    loss_fn: Callable[..., Any],
+    model: PyTree,
+    batch: PyTree,
+    key: Any,
+    mesh: Mesh,
 ) -> dict[str, np.ndarray]:
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def loss_of(params: PyTree, batch: PyTree, key: Any) -> Any:
-        result = loss_fn(eqx.combine(params, rest), batch, key)
+        with traced_over(mesh):
+            result = loss_fn(eqx.combine(params, rest), batch, key)
         return result[0] if isinstance(result, tuple) else result
 
     loss, grads = eqx.filter_jit(jax.value_and_grad(loss_of))(params, batch, key)
@@ -62,9 +120,16 @@ def _loss_and_grads(
     return {"loss": np.asarray(loss)} | named
 
 
-def _whole(tree: PyTree) -> PyTree:
-    device = jax.local_devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(x, device) if eqx.is_array(x) else x, tree)
+def _put(tree: PyTree, sharding: Sharding) -> PyTree:
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) if eqx.is_array(x) else x, tree)
+
+
+def _split_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """A batch as a run places it: its rows split, if they divide."""
+    count = prod(mesh.shape[axis] for axis in _BATCH_AXES)
+    rows = lambda x: P(_BATCH_AXES) if x.ndim and x.shape[0] % count == 0 else P()
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, rows(x)))
+    return jax.tree.map(lambda x: place(x) if eqx.is_array(x) else x, batch)
 
 
 def _placed(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -1,14 +1,18 @@
 """A user's function as a program: its equations, and which inputs are which arrays."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ..._abstract import traced_over
 from ..._parts import Static, join, split
 
 
@@ -45,6 +49,29 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
         outputs.append(output)
         return found
 
-    jaxpr = jax.make_jaxpr(flat)(arrays, batch, others)
+    shapes = jax.tree.map(_unplaced, (arrays, batch, others))
+    jaxpr = jax.make_jaxpr(flat)(*shapes)
     traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1])
     return traced, [*arrays, *batch, *others]
+
+
+def trace_over(
+    mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]
+) -> tuple[Traced, list[Any]]:
+    """`trace`, with bare `PartitionSpec`s in the function referring to a mesh."""
+    try:
+        with traced_over(mesh):
+            return trace(fn, tree, args)
+    except ValueError:
+        # `jax.pmap`, and `jax.shard_map` over a mesh of its own, want no other mesh around them.
+        with contextlib.suppress(Exception):
+            return trace(fn, tree, args)
+        raise
+
+
+def _unplaced(x: Any) -> Any:
+    """An array as its shape, for the mesh that it lies on may be another than that of the trace."""
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return x
+    weak = getattr(x, "weak_type", False)  # which keys lack
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)

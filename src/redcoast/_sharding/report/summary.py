@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from .coupling import coupling_sentence
 from .text import megabytes, paragraph
 
 # For each axis, so many causes at most, and none with less than this part of what is sent.
 _SHOWN, _LITTLE = 6, 0.01
+
+_COUPLED = "With `accumulate`, or batches of another size, it is another loss."
 
 
 def summary(report: dict[str, Any]) -> list[str]:
@@ -16,6 +19,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines += ["", *paragraph(report["batch"])]
     for entry in report.get("repeated", []):
         lines += ["", *paragraph(_repeated(entry, report["arithmetic"]["flops"]))]
+    for entry in report.get("coupled", []):
+        lines += ["", *paragraph(f"{coupling_sentence(entry)} {_COUPLED}")]
     if report.get("hindrances"):
         lines += ["", "Could not be split otherwise:"]
     for entry in report.get("hindrances", []):

@@ -141,6 +141,51 @@ def test_frozen_leaves_take_no_gradient_memory():
     assert temporaries(frozen) < temporaries(eqx.is_inexact_array) - 4 * 512 * 512 // 2
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"teacher": False, "student": True},
+        {"teacher": False, "student": eqx.is_inexact_array},
+        {"teacher": lambda _: False, "student": True},
+    ],
+)
+def test_trainable_may_stand_for_parts_of_the_model(spec):
+    """A boolean or a function for all below it, in the state, the step and the plan."""
+    model = {"teacher": make_model(1), "student": make_model(2)}
+    loss = lambda m, b, k: loss_fn(m["student"], b, k)
+    state = start(model=model, trainable=spec)
+    assert len(arrays(state.opt_state)) == 1 + 2 * 6
+    after, _ = eqx.filter_jit(stepper(loss=loss, trainable=spec))(state, BATCH)
+    assert eqx.tree_equal(after.model["teacher"], model["teacher"])
+    assert (after.model["student"].layers[0].weight != model["student"].layers[0].weight).any()
+    mesh = rc.make_mesh(model=4)
+    given = {"fn": loss, "args": (BATCH, None)}
+    plan = rc.plan_shardings(model, mesh, trainable=spec, **given)
+    whole = jax.tree.map(lambda _: False, model) | {
+        "student": jax.tree.map(eqx.is_inexact_array, model["student"])
+    }
+    assert plan.report == rc.plan_shardings(model, mesh, trainable=whole, **given).report
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            {"techer": False, "student": True},
+            "nothing for teacher/.*something at techer, where",
+        ),
+        ({"student": True}, "nothing for teacher/activation, .*, teacher/layers/2/weight. It must"),
+        ({"teacher": None, "student": True}, "neither a boolean nor a function at teacher"),
+        ("student", "neither a boolean nor a function at its root"),
+        ([False, True], "nothing for student/.*something at 0, 1, where the model has nothing"),
+    ],
+)
+def test_trainable_that_does_not_fit_is_described(spec, words):
+    model = {"teacher": make_model(1), "student": make_model(2)}
+    with pytest.raises(ValueError, match=f"`trainable` does not fit the model: it has {words}"):
+        start(model=model, trainable=spec)
+
+
 def test_nothing_to_train():
     with pytest.raises(ValueError, match="no trainable leaf"):
         start(trainable=lambda _: False)

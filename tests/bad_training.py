@@ -80,7 +80,7 @@ ROWS = {
                 lambda s: (s, 0), rc.infer_shardings(ABSTRACT, rc.make_mesh())
             )(state()),
             ValueError,
-            "holds 8 arrays|arrays, but `state_shardings`",
+            "no sharding for model/layers/0/weight, .*It has some at w, where",
         ),
     ],
     "predict": [

@@ -1,3 +1,4 @@
+import dataclasses
 import functools as ft
 import time
 from typing import Any
@@ -84,6 +85,235 @@ def test_returns_before_the_device_is_done():
     assert returned < 0.5 * (time.perf_counter() - begin)
 
 
+def towards(state, batch, target, key=KEY):
+    """A step whose loss compares the model with another one."""
+
+    def loss(model, batch, key):
+        there = jax.vmap(target["net"])(batch["x"])
+        return jnp.mean((jax.vmap(model)(batch["x"]) - there) ** 2 + jax.random.uniform(key))
+
+    draws = jax.random.wrap_key_data(key) if key.dtype == jnp.uint32 else key
+    state = eqx.tree_at(lambda s: s.key, state, jax.random.fold_in(draws, 0))
+    return rc.train_step(state, batch, loss_fn=loss, optimizer=OPTIMIZER)
+
+
+def same_memory(x):
+    return jax.device_put(x, x.sharding) if eqx.is_array(x) else x
+
+
+# How arrays of the state may come to be an argument too. XLA refuses a buffer that is donated and
+# passed again; on several devices, it ends the process.
+ALIASES = {
+    "as they are": lambda state: (state.model, state.key),
+    "in other arrays": lambda state: (
+        jax.tree.map(same_memory, state.model),
+        jax.random.key_data(state.key),
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("how", ALIASES)
+def test_arrays_of_the_state_may_be_arguments_too(how, devices):
+    """A target network, which is at first the model, refreshed every few steps, and kept."""
+    mesh = rc.make_mesh(devices=jax.devices()[:devices])
+    create = ft.partial(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)
+    shardings = rc.infer_shardings(eqx.filter_eval_shape(create), mesh)
+    step, expected = rc.compile_step(towards, shardings), eqx.filter_jit(towards)
+    state, reference = create(shardings=shardings), create()
+    for _ in range(2):
+        (target, key), kept, drawn = ALIASES[how](state), reference.model, reference.key
+        for _ in range(2):
+            state, found = step(state, batch_of(16), {"net": target}, key)
+            reference, metrics = expected(reference, batch_of(16), {"net": kept}, drawn)
+            np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-5)
+        for x, y in zip(arrays(target), arrays(kept), strict=True):  # it can still be read
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_an_array_twice_in_the_state_is_donated_once():
+    """As itself, as another array of the same memory, and as what the step closes over."""
+    mesh = rc.make_mesh()
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P()))
+    key = jax.random.key(1)
+    state = {"x": x, "same": x, "other": same_memory(x), "key": key, "again": key}
+    shardings = rc.infer_shardings(state, mesh)
+    step = rc.compile_step(lambda s: (s, s["x"] + s["same"] + s["other"] + x), shardings)
+    for _ in range(2):
+        state, total = step(state)
+        np.testing.assert_array_equal(total, 4 * np.arange(8.0))
+    np.testing.assert_array_equal(x, np.arange(8.0))
+    assert jax.random.key_data(state["again"]).shape == (2,)
+
+
+def test_what_was_donated_is_named():
+    """An argument and a state whose memory is gone, where JAX says no more than their shape."""
+    state, shardings = start(rc.make_mesh())
+    step = rc.compile_step(STEP, shardings)
+    before = state
+    state, _ = step(state, batch_of(16))
+    with pytest.raises(ValueError, match="state that the step .*at model/layers/0/weight can no"):
+        step(before, batch_of(16))
+    follow = rc.compile_step(towards, shardings)
+    with pytest.raises(ValueError, match="(?s)Argument 2 .*at net/layers/0/weight .*jnp.copy"):
+        follow(state, batch_of(16), {"net": before.model})
+    follow(state, batch_of(16), {"net": make_model()})  # which was not donated meanwhile
+
+
+@ft.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=[])
+@dataclasses.dataclass
+class Mutable:
+    model: Any
+
+
+class Frozen(eqx.Module):
+    model: Any
+
+
+@pytest.mark.parametrize("kind", [Mutable, Frozen])
+def test_a_state_that_was_changed_in_place_is_read_again(kind):
+    """The parts of the last state are remembered, unless a dict or the like is among them."""
+    mesh = rc.make_mesh()
+    state = kind({"bias": jnp.zeros(8), "n": jnp.zeros(())})
+    step = rc.compile_step(
+        lambda s: (kind({**s.model, "n": s.model["n"] + 1}), jnp.sum(s.model["bias"])),
+        rc.infer_shardings(state, mesh),
+    )
+    state, _ = step(state)
+    state.model["bias"] = jnp.ones(8)
+    state, total = step(state)
+    assert (float(total), float(state.model["n"])) == (8.0, 2.0)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_numpy_arguments_may_be_written_over_at_once(devices):
+    """The next batch, prepared in the same memory while the step still runs."""
+
+    def slow(state, x):
+        y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y) + 0.1, jnp.full((300, 300), 0.1))
+        return state + 0 * y[0, 0], jnp.sum(x) + 0 * y[0, 0]
+
+    mesh = rc.make_mesh(devices=jax.devices()[:devices])
+    state = jnp.zeros(())
+    step = rc.compile_step(slow, rc.infer_shardings(state, mesh))
+    # JAX takes the memory of NumPy itself where it is aligned.
+    memory = np.zeros(64 * 64 * 4 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    x = memory[begin : begin + 64 * 64 * 4].view(np.float32).reshape(64, 64)
+    x[:] = 1.0
+    state, _ = step(state, x)
+    state, total = step(state, x)
+    x[:] = 5.0
+    assert float(total) == 64 * 64
+
+
+def test_lower_places_arguments_as_a_call_does():
+    """NumPy and abstract arrays are split, and those with a sharding and JAX's stay."""
+    mesh = rc.make_mesh(data=4, model=2)
+    state, shardings = start(mesh)
+    step = rc.compile_step(lambda s, *args: (s, [jnp.sum(x) for x in args]), shardings)
+    split, rows = P(("data", "fsdp")), np.ones((16, 3))
+    abstract = jax.ShapeDtypeStruct((16, 3), jnp.float32)
+    own = jax.NamedSharding(mesh, P(None, None))
+    placed = jax.device_put(rows, jax.NamedSharding(mesh, P("model")))
+    given = (rows, abstract, jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=own), placed)
+    ragged, scalar = np.ones((3,), np.float32), np.float32(1)
+    lowered = step.lower(state, *given, ragged, scalar, 2.0)
+    found = [x.spec for x in jax.tree.leaves(lowered.compile().input_shardings)[-7:]]
+    assert found[:4] == [split, split, own.spec, P("model")]
+    assert all(not any(spec) for spec in found[4:])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    assert [x.dtype for x in jax.tree.leaves(lowered.args_info[0])[-7:-5]] == [np.float32] * 2
+
+
+def test_a_sharding_may_stand_for_a_part_of_the_state():
+    """As in `jax.jit`; and bare specs refer to the mesh that is given."""
+    mesh = rc.make_mesh(fsdp=8)
+    state = {"net": {"a": jnp.ones((8, 2)), "b": jnp.ones(8)}, "n": jnp.zeros((), jnp.int32)}
+    for rows in (jax.NamedSharding(mesh, P("fsdp")), P("fsdp")):
+        step = rc.compile_step(lambda s: (s, {}), {"net": rows, "n": P()}, mesh=mesh)
+        after, _ = step(jax.tree.map(jnp.copy, state))
+        assert [x.sharding.spec for x in jax.tree.leaves(after["net"])] == [P("fsdp")] * 2
+    replicated = jax.NamedSharding(mesh, P())
+    after, _ = rc.compile_step(lambda s: (s, {}), replicated)(state)
+    assert all(x.sharding == replicated for x in jax.tree.leaves(after))
+
+
+@pytest.mark.parametrize(
+    ("shardings", "error", "words"),
+    [
+        ({"a": P()}, ValueError, "no sharding for b/x, b/y.*infer_shardings"),
+        (
+            {"a": P(), "c": P(), "d": P()},
+            ValueError,
+            "no sharding for b/x, b/y. It has some at c, d",
+        ),
+        ({"a": P("data"), "b": P()}, ValueError, r"at a, of shape \(3,\).*'data'.*impossible"),
+        ({"a": P(None, "data"), "b": P()}, ValueError, r"at a, of shape \(3,\).*impossible"),
+        ({"a": "data", "b": P()}, TypeError, "holds 'data' at a.*NamedSharding"),
+        ({"a": None}, ValueError, "holds no sharding"),
+    ],
+)
+def test_shardings_that_do_not_match_are_named(shardings, error, words):
+    mesh = rc.make_mesh()
+    state = {"a": jnp.zeros(3), "b": {"x": jnp.zeros(8), "y": jnp.zeros(8)}}
+    with pytest.raises(error, match=words):
+        rc.compile_step(lambda s: (s, {}), shardings, mesh=mesh)(state)
+
+
+def test_shardings_of_another_tree_with_as_many_arrays_are_refused():
+    state = {"x": jnp.zeros((8, 4)), "y": jnp.zeros(8)}
+    shardings = rc.infer_shardings({"a": state["x"], "b": state["y"]}, rc.make_mesh())
+    with pytest.raises(ValueError, match="no sharding for x, y. It has some at a, b"):
+        rc.compile_step(lambda s: (s, {}), shardings)(state)
+
+
+def test_shardings_without_a_mesh_or_devices_are_refused():
+    with pytest.raises(ValueError, match="nothing but `PartitionSpec`s. Pass the `mesh`"):
+        rc.compile_step(lambda s: (s, {}), P())
+    abstract = jax.sharding.AbstractMesh((8, 1, 1), ("data", "fsdp", "model"))
+    with pytest.raises(TypeError, match="which has no devices"):
+        rc.compile_step(lambda s: (s, {}), jax.NamedSharding(abstract, P()))
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (lambda s: s, "nothing but the state. It must return `.state, aux.`"),
+        (lambda s: None, "returned None. It must"),
+        (lambda s: (s, 1.0, {}), "a tuple of 3. It must"),
+        (lambda s: jnp.ones(3), "returned a .*Tracer. It must"),
+    ],
+)
+def test_a_step_that_does_not_return_state_and_aux(out, words):
+    for state in ({"a": jnp.zeros(3)}, (jnp.zeros(3), jnp.zeros(()))):
+        shardings = rc.infer_shardings(state, rc.make_mesh())
+        with pytest.raises(ValueError, match=words):
+            rc.compile_step(out, shardings)(state)
+
+
+def test_aux_may_hold_anything():
+    """Arrays, numbers, and what is neither, which comes out as it was when the step was traced."""
+    state = {"a": jnp.zeros(3)}
+    unhashable = {1, 2}
+
+    def step(state):
+        return state, {"td": jnp.ones(16), "phase": "critic", "f": np.sin, "n": 3, "s": unhashable}
+
+    compiled = rc.compile_step(step, rc.infer_shardings(state, rc.make_mesh()))
+    for _ in range(2):
+        state, aux = compiled(state)
+        assert (aux["phase"], aux["f"], aux["s"], int(aux["n"])) == ("critic", np.sin, {1, 2}, 3)
+        assert aux["td"].shape == (16,)
+
+
+def test_an_argument_without_a_hash_is_named():
+    state = {"a": jnp.zeros(3)}
+    step = rc.compile_step(lambda s, x: (s, {}), rc.infer_shardings(state, rc.make_mesh()))
+    with pytest.raises(TypeError, match="a set at 0/names, which is no array and has no hash"):
+        step(state, {"names": {"a"}})
+
+
 def test_lower_takes_abstract_arguments():
     mesh = rc.make_mesh()
     abstract = eqx.filter_eval_shape(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)
@@ -134,7 +364,7 @@ def test_structure_must_stay():
     )
     with pytest.raises(ValueError, match="given 0 at n and returned 1 at n.*must be a JAX array"):
         step(counter)
-    with pytest.raises(ValueError, match="holds 1 arrays.*2 shardings"):
+    with pytest.raises(ValueError, match="some at b, where the state has nothing"):
         rc.compile_step(lambda s: (s, {}), shardings)({"a": jnp.zeros(3)})
     with pytest.raises(ValueError, match="no sharding"):
         rc.compile_step(lambda s: (s, {}), {"a": None})

@@ -5,8 +5,10 @@ import re
 import sys
 import threading
 import time
+import traceback
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import optax
@@ -242,6 +244,44 @@ def test_an_error_while_a_step_is_computed_saves_nothing(tmp_path, when, before)
     assert saved(tmp_path) == [before]
     assert re.search(f"Raised (by step {when}|while step {when} was computed)", notes(error.value))
     assert f"The last good checkpoint is {tmp_path}/checkpoints/{before}." in notes(error.value)
+
+
+def averaging(loss_fn):
+    """A loss that takes a training step itself, as federated averaging does."""
+    optimizer = optax.sgd(0.1)
+
+    def loss(model, batch, key):
+        state = rc.TrainState(model, optimizer.init(params(model)), jax.numpy.zeros((), "i4"), key)
+        state, metrics = rc.train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer)
+        return metrics["loss"] + 0 * jax.numpy.sum(state.model.layers[0].weight)
+
+    return loss
+
+
+def params(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_each_note_appears_once_and_each_error_too(devices):
+    """Also where a loss takes steps of its own, and where it is traced twice."""
+
+    def broken(model, batch, key):
+        raise Broken("no such file")
+
+    mesh = rc.make_mesh(devices=jax.devices()[:devices])
+    plan = rc.plan_shardings(make_model(), mesh, fn=loss_fn, args=(collate_fn(EXAMPLES), None))
+    state = rc.init_state(lambda key: make_model(), optax.sgd(0.1), key=jax.random.key(0))
+    with pytest.raises(Broken) as error:
+        rc.train_step(
+            state,
+            collate_fn(EXAMPLES),
+            loss_fn=plan.constrain(averaging(broken)),
+            optimizer=optax.sgd(0.1),
+        )
+    text = "".join(traceback.format_exception(error.value))
+    assert text.count("Raised by `loss_fn`") == 1
+    assert text.count("Broken: no such file") == 1
 
 
 def test_examples_that_cannot_be_read_are_named():

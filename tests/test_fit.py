@@ -551,11 +551,47 @@ def test_epochs_go_on_where_a_short_batch_ended():
     assert sorted(sum(seen[5:], [])) == list(range(10))
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_loss_may_close_over_the_state_that_it_trains(devices):
+    """A teacher that is at first the model: the state is donated, and a later trace reads it."""
+    mesh = rc.make_mesh(devices=jax.devices()[:devices])
+    state = rc.init_state(lambda key: make_model(), optax.adam(1e-2), key=jax.random.key(0))
+    teacher = state.model
+
+    def loss(model, batch, key):
+        there = jax.vmap(teacher)(batch["x"])
+        return jnp.mean((jax.vmap(model)(batch["x"]) - there - 1.0) ** 2)
+
+    state = rc.fit(
+        state,
+        optax.adam(1e-2),
+        EXAMPLES[:40],  # of which the last eight are traced anew
+        collate_fn=collate_fn,
+        loss_fn=loss,
+        batch_size=16,
+        epochs=1,
+        mesh=mesh,
+        eval_examples=EXAMPLES[:40],
+        progress=False,
+    )
+    assert int(state.step) == 3
+    for x, y in zip(arrays(teacher), arrays(make_model()), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_a_donated_state_is_named():
     state = fit()
     fit(model=state, steps=5)
-    with pytest.raises(ValueError, match="was donated before"):
+    with pytest.raises(ValueError, match="was donated to an earlier step.*at model/"):
         fit(model=state, steps=6)
+    for call in (
+        lambda: fit(model=state.model, steps=6),
+        lambda: rc.evaluate(
+            state.model, EXAMPLES[:9], collate_fn=collate_fn, loss_fn=loss_fn, batch_size=8
+        ),
+    ):
+        with pytest.raises(ValueError, match="The model.*donated to an earlier step.*can no"):
+            call()
 
 
 def test_first_examples_of_no_weight_do_not_stop_a_run():

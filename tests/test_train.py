@@ -141,6 +141,51 @@ def test_frozen_leaves_take_no_gradient_memory():
     assert temporaries(frozen) < temporaries(eqx.is_inexact_array) - 4 * 512 * 512 // 2
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"teacher": False, "student": True},
+        {"teacher": False, "student": eqx.is_inexact_array},
+        {"teacher": lambda _: False, "student": True},
+    ],
+)
+def test_trainable_may_stand_for_parts_of_the_model(spec):
+    """A boolean or a function for all below it, in the state, the step and the plan."""
+    model = {"teacher": make_model(1), "student": make_model(2)}
+    loss = lambda m, b, k: loss_fn(m["student"], b, k)
+    state = start(model=model, trainable=spec)
+    assert len(arrays(state.opt_state)) == 1 + 2 * 6
+    after, _ = eqx.filter_jit(stepper(loss=loss, trainable=spec))(state, BATCH)
+    assert eqx.tree_equal(after.model["teacher"], model["teacher"])
+    assert (after.model["student"].layers[0].weight != model["student"].layers[0].weight).any()
+    mesh = rc.make_mesh(model=4)
+    given = {"fn": loss, "args": (BATCH, None)}
+    plan = rc.plan_shardings(model, mesh, trainable=spec, **given)
+    whole = jax.tree.map(lambda _: False, model) | {
+        "student": jax.tree.map(eqx.is_inexact_array, model["student"])
+    }
+    assert plan.report == rc.plan_shardings(model, mesh, trainable=whole, **given).report
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            {"techer": False, "student": True},
+            "nothing for teacher/.*something at techer, where",
+        ),
+        ({"student": True}, "nothing for teacher/activation, .*, teacher/layers/2/weight. It must"),
+        ({"teacher": None, "student": True}, "neither a boolean nor a function at teacher"),
+        ("student", "neither a boolean nor a function at its root"),
+        ([False, True], "nothing for student/.*something at 0, 1, where the model has nothing"),
+    ],
+)
+def test_trainable_that_does_not_fit_is_described(spec, words):
+    model = {"teacher": make_model(1), "student": make_model(2)}
+    with pytest.raises(ValueError, match=f"`trainable` does not fit the model: it has {words}"):
+        start(model=model, trainable=spec)
+
+
 def test_nothing_to_train():
     with pytest.raises(ValueError, match="no trainable leaf"):
         start(trainable=lambda _: False)
@@ -329,6 +374,204 @@ def test_optimizers_that_look_at_the_loss(name):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1
+
+
+def sharpness_aware(**options):
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.sgd(0.1), adversary, **options)
+
+
+def clipped(*rest):
+    return optax.chain(optax.clip_by_global_norm(0.5), *rest)
+
+
+# Optimizers, and which arguments their updates take besides gradient, state and parameters.
+TAKE = {
+    "sam": (sharpness_aware, ()),
+    "sam in a chain": (lambda: clipped(sharpness_aware()), ()),
+    "momo": (lambda: optax.contrib.momo(0.1), ("value",)),
+    "plateau": (lambda: clipped(optax.contrib.reduce_on_plateau()), ("value",)),
+    "line search": (
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+        ("value", "grad", "value_fn"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_updates_are_given_the_arguments_that_they_take(name):
+    """As in a loop of optax alone, which passes no others."""
+    make, takes = TAKE[name]
+    optimizer = make()
+    params, static = eqx.partition(make_model(), eqx.is_inexact_array)
+    value_fn = lambda p: loss_fn(eqx.combine(p, static), BATCH, None)[0]
+
+    @jax.jit
+    def by_hand(params, opt_state):
+        loss, grads = jax.value_and_grad(value_fn)(params)
+        given = {"value": loss, "grad": grads, "value_fn": value_fn}
+        given = {name: given[name] for name in takes}
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, params, **given)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = optimizer.init(params)
+    step, state = eqx.filter_jit(stepper(optimizer)), start(optimizer)
+    for _ in range(4):
+        params, opt_state = by_hand(params, opt_state)
+        state, _ = step(state, BATCH)
+    assert int(state.step) == 4
+    for x, y in zip(arrays(state.model), arrays(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_that_takes_nothing_beside_one_that_needs_it():
+    """optax gives all parts of a chain the same; the advice works."""
+    sam = sharpness_aware()
+    mixed = optax.chain(sam, optax.contrib.reduce_on_plateau())
+    with pytest.raises(TypeError, match="takes no `value`.*another one raised.*GradientTransf"):
+        eqx.filter_eval_shape(stepper(mixed), start(mixed), BATCH)
+    plain = optax.GradientTransformation(sam.init, sam.update)
+    mixed = optax.chain(plain, optax.contrib.reduce_on_plateau())
+    after = eqx.filter_eval_shape(stepper(mixed), start(mixed), BATCH)
+    assert set(after[1]) == {"loss", "grad_norm", "skipped", "accuracy"}
+
+
+def test_a_wrong_argument_in_the_loss_is_not_taken_for_the_optimizers():
+    """An error that only looks like it stays the user's."""
+
+    def update(updates, state, params=None, *, value, **others):
+        raise TypeError("f() got an unexpected keyword argument 'color'")
+
+    optimizer: Any = optax.GradientTransformationExtraArgs(lambda params: (), update)  # pyright: ignore
+    with pytest.raises(TypeError, match="argument 'color'"):
+        stepper(optimizer)(start(optimizer), BATCH)
+
+
+PRIVATE = optax.chain(
+    optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0), optax.sgd(0.1)
+)
+
+
+class Square(eqx.Module):
+    """Whose arrays all have the same first dimension, as gradients of 16 examples would."""
+
+    a: jax.Array
+    b: jax.Array
+
+    def __call__(self, x):
+        return self.b * jnp.tanh(self.a @ x)
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: optax.masked(o, True)])
+def test_optimizers_of_the_gradients_of_examples_are_refused(wrap):
+    """They would take the rows of the mean's gradient for those of the examples."""
+    model = Square(jnp.ones((16, 16)), jnp.ones(16))
+    words = "differentially_private_aggregate.*each example.*of your own.*compile_step"
+    with pytest.raises(ValueError, match=words):
+        start(wrap(PRIVATE), model)
+    state = start(optax.sgd(0.1), model)
+    opt_state = wrap(PRIVATE).init(eqx.filter(model, eqx.is_array))
+    state = eqx.tree_at(lambda s: s.opt_state, state, opt_state)
+    with pytest.raises(ValueError, match=words):
+        stepper(wrap(PRIVATE), lambda m, b, k: jnp.sum(m(b["x"][0])))(state, BATCH)
+    for given in (model, state):
+        with pytest.raises(ValueError, match=words):
+            rc.fit(
+                given,
+                wrap(PRIVATE),
+                [0] * 8,
+                collate_fn=lambda e: batch_of(len(e)),
+                loss_fn=lambda m, b, k: jnp.mean(jax.vmap(m)(b["x"])),
+                batch_size=8,
+                steps=1,
+                progress=False,
+            )
+
+
+def test_but_work_in_a_step_of_ones_own():
+    """What the sentence advises, against the mean of clipped gradients."""
+    model = eqx.nn.Linear(16, 1, key=KEY)
+    params, static = eqx.partition(model, eqx.is_array)
+    x, y = BATCH["x"], BATCH["x"][:, 0]
+
+    def loss(params, x, y):
+        return jnp.sum((eqx.combine(params, static)(x) - y) ** 2)
+
+    def step(state, x, y):
+        params, opt_state = state
+        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(params, x, y)
+        updates, opt_state = PRIVATE.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    state = params, PRIVATE.init(params)
+    compiled = rc.compile_step(step, rc.infer_shardings(state, rc.make_mesh()))
+    (after, _), _ = compiled(jax.tree.map(jnp.copy, state), x, y)
+    grads = [np.append(2 * x[i], 2.0) * float(loss_root(model, x[i], y[i])) for i in range(24)]
+    mean = np.mean([g / max(1.0, np.linalg.norm(g)) for g in grads], 0)
+    np.testing.assert_allclose(after.weight[0], model.weight[0] - 0.1 * mean[:16], rtol=1e-4)
+
+
+def loss_root(model, x, y):
+    return (model(x) - y)[0]
+
+
+def test_an_update_of_another_shape_is_not_broadcast():
+    update = lambda updates, state, params=None: (jax.tree.map(jnp.sum, updates), state)
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(ValueError, match=r"of shape \(\) for the parameter at layers/0/weight, of"):
+        stepper(optimizer)(start(optimizer), BATCH)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda model, opt: {"a": start(opt), "b": start(opt)},
+        lambda model, opt: {"model": model, "opt": opt.init(eqx.filter(model, eqx.is_array))},
+    ],
+)
+def test_the_state_of_an_optimizer_is_no_parameter(model):
+    """Adam's moments would be trained with the model, without a word."""
+    optimizer = optax.adamw(1e-2)
+    model = model(make_model(), optimizer)
+    with pytest.raises(TypeError, match="state of an optimizer.*at (a, b|opt/0).*`state.model`"):
+        start(optimizer, model)
+    with pytest.raises(TypeError, match="state of an optimizer"):
+        rc.fit(
+            model,
+            optimizer,
+            [0] * 8,
+            collate_fn=lambda e: batch_of(len(e)),
+            loss_fn=loss_fn,
+            batch_size=8,
+            steps=1,
+            progress=False,
+        )
+
+
+def test_a_train_state_of_which_the_model_alone_is_trained():
+    """As `trainable` says: a prefix of the tree will do."""
+    inner = start()
+    nothing = jax.tree.map(lambda _: False, inner)
+    spec = eqx.tree_at(lambda s: s.model, nothing, True)
+    state = start(model={"a": inner}, trainable={"a": spec})
+    step = stepper(loss=lambda m, b, k: loss_fn(m["a"].model, b, k), trainable={"a": spec})
+    after, _ = eqx.filter_jit(step)(state, BATCH)
+    assert eqx.tree_equal(after.model["a"].opt_state, inner.opt_state)
+    assert (after.model["a"].model.layers[0].weight != inner.model.layers[0].weight).any()
+
+
+def test_an_optimizer_that_trains_other_leaves_is_named_by_its_arrays():
+    spec = jax.tree.map(lambda _: False, make_model())
+    spec = eqx.tree_at(lambda m: m.layers[-1], spec, replace=True)
+    words = "lacks 0/mu/layers/0/weight, .*`init_state`"
+    with pytest.raises(ValueError, match=words):
+        stepper()(start(trainable=spec), BATCH)
+    with pytest.raises(ValueError, match="has besides 0/mu/layers/0/weight"):
+        stepper(trainable=spec)(start(), BATCH)
+    wide = start(model=make_model(width=64)).opt_state
+    with pytest.raises(ValueError, match="has other shapes at 0/mu/layers/0/weight"):
+        stepper()(eqx.tree_at(lambda s: s.opt_state, start(), wide), BATCH)
 
 
 @pytest.mark.parametrize(

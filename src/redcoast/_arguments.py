@@ -62,6 +62,12 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str)
         raise TypeError(f"`{name}` is {_short(value)}. It must be {words}.")
 
 
+def several(names: list[str], most: int = 8) -> str:
+    """`a, b, c`, or the first of many and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     plain = isinstance(value, int | float | str) or value is None

@@ -43,16 +43,43 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
 
 def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> PyTree:
     """Arrays that are whole on each process, split along the first dimension where it divides."""
-    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
-    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
     def place(x: Any) -> Any:
-        if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
-            # What is on one process alone, a key say, has to be on all devices of all.
-            return put(x, NamedSharding(mesh, P())) if _is_local(x) else x
-        return put(x, batch_sharding(mesh, x.shape[0]))
+        sharding = _batch_place(x, mesh, kinds)
+        return x if sharding is None else put(x, sharding)
 
     return jax.tree.map(place, arrays)
+
+
+def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
+    """What `place_batch` makes of arrays, in shapes alone; abstract ones are taken for NumPy's."""
+
+    def describe(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
+            return x
+        sharding = _batch_place(x, mesh, (np.ndarray, jax.ShapeDtypeStruct))
+        return x if sharding is None else abstract_array(x, sharding)
+
+    return jax.tree.map(describe, arrays)
+
+
+def abstract_array(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array, abstract or not, that is placed as the sharding says."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:
+    """Where `place_batch` puts an array; `None` leaves it where it is."""
+    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
+    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
+        # What is on one process alone, a key say, has to be on all devices of all.
+        return NamedSharding(mesh, P()) if _is_local(x) else None
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
+        return None  # abstract keys: NumPy has none
+    return batch_sharding(mesh, x.shape[0])
 
 
 def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:

@@ -18,6 +18,7 @@ from ._compile import compile_call
 from ._coupled import find_coupled, warn_of_batches
 from ._data import Batch, CollateFn, count_examples, ordered_batches
 from ._distribute import own_rows, put
+from ._donation import refuse_deleted
 from ._exchange import agree, is_main
 from ._loss import LossFn, evaluate_loss
 from ._mesh import ambient_or_default, batch_sharding
@@ -330,6 +331,11 @@ def _one_behind(
 
 def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
     """Puts the arrays of a tree where the shardings say; what is no array stays."""
+    refuse_deleted(
+        tree,
+        "The model, or the state that it is a part of,",
+        "Pass that of the state that the last step returned, or a copy made before the step.",
+    )
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(shardings)
     alias = False if copy else None

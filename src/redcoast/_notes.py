@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def noting(note: str | Callable[[], str]) -> Iterator[None]:
-    """Adds a note to what is raised inside."""
+    """Adds a note to what is raised inside, unless it has it already."""
     try:
         yield
     except BaseException as error:
-        error.add_note(note if isinstance(note, str) else note())
+        # A loss that takes training steps itself is inside of two that would say the same.
+        text = note if isinstance(note, str) else note()
+        if text not in getattr(error, "__notes__", []):
+            error.add_note(text)
         raise
 
 

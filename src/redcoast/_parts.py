@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ._arguments import several
+
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 NUMBERS = (*ARRAYS, int, float, complex)
 
@@ -56,13 +58,44 @@ def join(arrays: list[Any], static: Static) -> PyTree:
 def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
     """Parts a model into what the optimizer trains and all else, as `eqx.partition`."""
     # The running averages of stateful layers are floating arrays, but no parameters.
-    selected, _ = eqx.partition(model, trainable)
+    try:
+        selected, _ = eqx.partition(model, trainable)
+    except ValueError as error:
+        described = _does_not_fit(model, trainable)
+        if described is None:
+            raise
+        raise described from error
     mask = jax.tree.map(
         lambda x: not isinstance(x, eqx.nn.State) and eqx.is_inexact_array(x),
         selected,
         is_leaf=lambda x: x is None or isinstance(x, eqx.nn.State),
     )
     return eqx.partition(model, mask)
+
+
+def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
+    """What is wrong with `trainable`, if it is one of the usual things."""
+    given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
+    other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    parts = {path[:n] for path in leaves for n in range(len(path) + 1)}
+    said, paths = [], {path for path, _ in given}
+    lacking = [p for p in leaves if not any(p[:n] in paths for n in range(len(p) + 1))]
+    for words, found in (
+        ("neither a boolean nor a function at", other),
+        ("nothing for", lacking),
+        ("something at", [path for path in paths if path not in parts]),
+    ):
+        names = [jax.tree_util.keystr(p, simple=True, separator="/") or "its root" for p in found]
+        said.extend([f"{words} {several(sorted(names))}"] if names else [])
+    if not said:
+        return None
+    nowhere = ", where the model has nothing" if said[-1].startswith("something") else ""
+    return ValueError(
+        f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. It must be a "
+        "function of a leaf, or a tree like the model of booleans and such functions, one for each "
+        "leaf or for a part of the model."
+    )
 
 
 def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:

@@ -14,9 +14,12 @@ from ._abstract import abstract_key
 from ._coupled import find_coupled, warn_of_batches, warn_of_microbatches
 from ._data import CollateFn, by_epoch, collate, count_examples, fetch, is_stream
 from ._distribute import own_rows, put
+from ._donation import refuse_deleted
 from ._evaluate import place_tree
 from ._loss import LossFn, evaluate_loss
 from ._mesh import batch_shards
+from ._optimizer import refuse_optimizer_states, refuse_per_example
+from ._parts import partition_trainable
 from ._sharding import Hardware, Plan, plan_shardings
 from ._shuffle import example_generators
 from ._train import TrainState, create_split, state_of
@@ -33,13 +36,19 @@ def starting_state(
     if isinstance(model_or_state, TrainState):
         if key is not None:
             raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
-        leaves = jax.tree.leaves(model_or_state)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-            raise ValueError(
-                "The `TrainState` that `fit` was given was donated before, to `fit` or a compiled "
-                "step. Go on with the state that was returned."
-            )
+        refuse_deleted(
+            model_or_state,
+            "The `TrainState` that `fit` was given",
+            "Pass the state that the last step, or `fit`, returned.",
+        )
+        refuse_per_example(model_or_state.opt_state)
+        refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         return model_or_state, lambda shardings: place_tree(model_or_state, shardings)
+    refuse_deleted(
+        model_or_state,
+        "The model that `fit` was given",
+        "Pass the model of the state that the last step returned, `state.model`.",
+    )
     key = jax.random.key(0) if key is None else key
     create = lambda m, k: state_of(m, optimizer, key=k, trainable=trainable)
 

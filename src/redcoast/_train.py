@@ -18,6 +18,7 @@ from ._arguments import (
 )
 from ._guarded import guarded_update
 from ._loss import LossFn, evaluate_loss
+from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._parts import join, partition_trainable, split
 from ._precision import check_compute_dtype, widen
 
@@ -63,6 +64,11 @@ def init_state(
 
     A [`redcoast.TrainState`][] at step 0.
 
+    **Raises:**
+
+    `ValueError` if `trainable` selects no leaf, or if the optimizer takes the gradient of each
+    example. `TypeError` if the model holds an optimizer's state that would be trained.
+
     !!! Example
 
         ```python
@@ -93,8 +99,10 @@ def state_of(
         raise ValueError(
             "The model has no trainable leaf: none is a floating array that `trainable` selects."
         )
+    refuse_optimizer_states(params, TrainState)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
+    refuse_per_example(state.opt_state)
     return jax.tree.map(_strongly_typed, state)
 
 
@@ -139,7 +147,8 @@ def train_step(
         the mean is (tokens, say; otherwise the number of examples); or `(loss, aux, model)`, the
         model with its non-trainable leaves moved on (running averages).
     - `optimizer`: the optax optimizer that `state` was made with. Optimizers that take the loss
-        (`optax.lbfgs`, `optax.polyak_sgd`, ...) are given `value`, `grad` and `value_fn`.
+        (`optax.lbfgs`, `optax.polyak_sgd`, ...) are given what they take of `value`, `grad` and
+        `value_fn`.
     - `accumulate`: into how many microbatches the batch is split, one after the other, to save
         activation memory. Loss, metrics and gradient are their means weighted by `"weight"`,
         which are the full batch's unless its examples depend on each other in the loss.
@@ -159,7 +168,8 @@ def train_step(
     **Raises:**
 
     `ValueError` or `TypeError`, when traced, if `loss_fn` returns anything else, if the batch
-    does not split into `accumulate` microbatches, or if `compute_dtype` is `float16`.
+    does not split into `accumulate` microbatches, if `compute_dtype` is `float16`, or if the
+    optimizer is not that of the state or takes the gradient of each example.
 
     !!! Example
 
@@ -173,6 +183,7 @@ def train_step(
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
+    refuse_per_example(state.opt_state)
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
@@ -185,12 +196,8 @@ def train_step(
 
     def update(grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         value_fn = lambda p: loss_of(p, rest, batch, key)[0]
-        extended = optax.with_extra_args_support(optimizer).update
-        try:
-            return extended(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn)
-        except (AttributeError, TypeError, ValueError) as error:
-            _check_same_optimizer(optimizer, opt_state, params, error)
-            raise
+        extras = {"value": loss, "grad": grads, "value_fn": value_fn}
+        return call_update(optimizer, grads, opt_state, params, **extras)
 
     # Parts of optax promote dtypes, which a user may have forbidden for their own code.
     with jax.numpy_dtype_promotion("standard"):
@@ -205,17 +212,6 @@ def train_step(
         **_learning_rate(opt_state),
     }
     return TrainState(model, opt_state, state.step + 1, state.key), metrics
-
-
-def _check_same_optimizer(
-    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, error: Exception
-) -> None:
-    expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-    if expected != jax.tree.structure(opt_state):
-        raise ValueError(
-            "`optimizer` is not the one that the state was made with, or trains other leaves: its "
-            f"state is {expected}, and the given one {jax.tree.structure(opt_state)}."
-        ) from error
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -45,10 +45,10 @@ class Plan:
         the first operation by which the examples of a batch depend on each other, if there is one;
         `unknown`, how often each primitive occurs that is not understood; `arithmetic`, the
         floating point operations of contractions in a step of the function and its gradient:
-        "flops" of them all, and those "per_device"; `repeated`, those of them that every device computes, if they are
-        many: so many `flops` with these `arrays`, and `why`; and `memory`, an estimate of the bytes
-        of "arrays", "gradients", "optimizer_state" and "activations" on each device, and their
-        "total", to be compared with `device_memory`.
+        "flops" of them all, and those "per_device"; `repeated`, those of them that every device
+        computes, if they are many: so many `flops` with these `arrays`, and `why`; and `memory`, an
+        estimate of the bytes of "arrays", "gradients", "optimizer_state" and "activations" on each
+        device, and their "total", to be compared with `device_memory`.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
         is computed split over `model`, or `None`; and `batch_axes`.
     """

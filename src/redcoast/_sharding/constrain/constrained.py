@@ -146,13 +146,13 @@ class Constrained:
     compute: Compute
 
     def __call__(self, tree: PyTree, *args: Any) -> Any:
-        try:
-            traced, arrays = trace_over(self.mesh, self.fn, tree, args)
-        except Exception as error:
+        found = _traced(self.mesh, self.fn, tree, args)
+        if isinstance(found, str):
             # If it is the function that is at fault, this raises what it raises by itself.
             result = self._plain(tree, *args)
-            _warn(self.fn, f"it cannot be traced ({type(error).__name__})")
+            _warn(self.fn, f"it cannot be traced ({found})")
             return result
+        traced, arrays = found
         self._check(traced.arrays)
         program = follow_program(traced, [False] * traced.arrays)
         splits = find_splits(program, self.mesh, self.compute)
@@ -184,6 +184,17 @@ class Constrained:
                 f"arrays, and was called with one of {arrays}. Plan the tree that it is called "
                 "with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
             )
+
+
+def _traced(
+    mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Any
+) -> tuple[Any, list[Any]] | str:
+    """The traced function and its arrays, or the name of the error that it raised."""
+    # What is raised later is no consequence of this error, and must not be shown below it.
+    try:
+        return trace_over(mesh, fn, tree, args)
+    except Exception as error:
+        return type(error).__name__
 
 
 def _warn(fn: Callable[..., Any], why: str) -> None:

@@ -1,0 +1,74 @@
+"""Arrays whose memory a call takes over: copied where they are needed elsewhere."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+
+def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False) -> list[Any]:
+    """The arrays to donate, copied where they share memory with another array of the call.
+
+    A buffer that is donated must occur once among the arguments; on several devices XLA ends the
+    process otherwise. The copy is donated, so that the other array can still be read. `distinct`
+    says that no two of the donated arrays share memory.
+    """
+    others = [x for x in kept if is_concrete(x)]
+    if distinct and not others:
+        return donated
+    shapes = {_data(x).shape for x in others}
+    mine = [
+        i
+        for i, x in enumerate(donated)
+        if is_concrete(x) and (not distinct or _data(x).shape in shapes)
+    ]
+    shapes = {_data(donated[i]).shape for i in mine}
+    seen = {b for x in others if _data(x).shape in shapes for b in _buffers(x)}
+    result = list(donated)
+    for i in mine:
+        buffers = _buffers(donated[i])
+        if not seen.isdisjoint(buffers):
+            result[i] = jnp.copy(donated[i])
+        seen.update(buffers)
+    return result
+
+
+def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
+    """Raises if the memory of an array of the tree was donated to an earlier call."""
+    if not any(map(is_deleted, jax.tree.leaves(tree))):
+        return
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if is_deleted(x):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"{what} was donated to an earlier step, and its memory holds the new state: the "
+                f"array{f' at {where}' if where else ''} can no longer be read. {advice}"
+            )
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether this is an array with memory of its own."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether this was an array, and is no longer."""
+    found = getattr(x, "is_deleted", None)  # `isinstance` takes ten times as long
+    return found is not None and found()
+
+
+def _data(x: Any) -> Any:
+    # `jax.random.key_data` gives the same array, but takes longer than all else here.
+    return getattr(x, "_base_array", x)
+
+
+def _buffers(x: Any) -> set[Any]:
+    """Where the parts of an array are; different `jax.Array`s may be the same memory."""
+    try:
+        shards = _data(x).addressable_shards
+        return {(s.device.id, s.data.unsafe_buffer_pointer()) for s in shards}
+    except jax.errors.JaxRuntimeError:  # of a backend that has no pointers
+        return {id(x)}

@@ -29,7 +29,7 @@ from ._memory import explained_memory
 from ._mesh import ambient_or_default, make_mesh
 from ._not_finite import check_finite
 from ._notes import noting
-from ._opening import announce, check_eval_every, rehearse, run_info
+from ._opening import announce, check_eval_every, rehearse, run_info, still_due
 from ._planning import first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
@@ -193,6 +193,7 @@ def fit(
             restored = restore_newest(checkpoints, abstract, places) if checkpoints else None
             state, saved = restored or (make(places), {})
         course = plan_course(examples, state, saved, batch_size, epochs, steps)
+        course = still_due(course, checkpoints)
         validation = make_validation(
             eval_examples,
             collate_fn=collate_fn,
@@ -257,12 +258,14 @@ def _loop(
     step, position, stream, due = course.step, course.position, None, course.due
 
     def evaluate() -> dict[str, float]:
+        nonlocal due
         reader.flush()
         bar.pause()
-        with noting(f"Raised in the evaluation after step {step}."):
+        with noting(f"Raised in the evaluation after step {step}."), rescue(doubtful=()):
             metrics = validation(state.model, state.key) if validation else {}
         bar.resume()
         reader.write(metrics, step)
+        due = False
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}
 
     def save(metrics: dict[str, float]) -> None:
@@ -272,7 +275,8 @@ def _loop(
             metadata = {"step": step, "data": data, "metrics": metrics, "mesh": mesh}
             saver.save(step, state, metadata)
 
-    with rescued(lambda: step > course.step, reader, lambda: state, save):
+    rescue = ft.partial(rescued, lambda: step > course.step, reader, lambda: state, save)
+    with rescue():
         if due and validation:
             evaluate()
         for batch, last in with_last(batches):
@@ -282,15 +286,20 @@ def _loop(
             epoch_ended = last or course.ends_epoch(position, batch.position)
             position, stream = batch.position, batch.stream
             due = last or (step % eval_every == 0 if eval_every else epoch_ended)
+            due = due and validation is not None
             reader.push(step, metrics, batch.rows)
             check(state, batch, step)
             stop = votes.stop(reader.votes)
             # Who stops a run may not wait for an evaluation; it comes when the run goes on.
             later = stop and not last and saver and not saver.keeps_best
-            evaluated = evaluate() if validation and due and not later else {}
-            due = bool(due and later)
-            if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=epoch_ended)):
+            ended = epoch_ended or (due and not later)
+            evaluated = evaluate() if due and saver and saver.keeps_best else {}
+            if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=ended)):
                 save(evaluated)
+            # Unless it decides which state is kept, it comes after the save: it may fail, hang, or
+            # be killed.
+            if due and not later:
+                evaluate()
             if stop and not last:
                 logger.warning("Training stopped after step %d.", step)
                 break

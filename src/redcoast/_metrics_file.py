@@ -82,6 +82,12 @@ def metrics_file(path: str | PathLike[str]) -> MetricsFile:
     return MetricsFile(Path(path))
 
 
+def was_evaluated(path: Path, step: int) -> bool:
+    """Whether a file of metrics holds those of an evaluation after a step."""
+    found = (entry for entry in read_metrics(path) if entry["step"] == step)
+    return any(name.startswith("eval/") for entry in found for name in entry)
+
+
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Reads what `metrics_file` wrote, one dictionary for each step.
 

@@ -1,7 +1,9 @@
 """What a run does before its first step: a try of the evaluation, and words to the user."""
 
 from ._course import Course
+from ._exchange import decide, is_main
 from ._mesh import batch_shards
+from ._metrics_file import was_evaluated
 from ._notes import noting
 from ._retention import Checkpoints
 from ._sharding import Plan
@@ -24,13 +26,23 @@ def rehearse(
     names = []
     if validation is not None:
         with noting("Raised in the evaluation of one batch before the first step."):
-            metrics = validation(state.model, state.key, batches=1)
+            metrics = validation(state.model, state.key, rehearsal=True)
         names = [name.removeprefix("eval/") for name in metrics]
     if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
         raise ValueError(
             f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
             f"{', '.join(names) or 'none, for want of `eval_examples`'}."
         )
+
+
+def still_due(course: Course, checkpoints: Checkpoints | None) -> Course:
+    """The course, without the evaluation that was due when its checkpoint was saved if that has
+    been made since."""
+    if not course.due or checkpoints is None:
+        return course
+    file = checkpoints.path.parent / "metrics.jsonl"
+    made = is_main() and file.exists() and was_evaluated(file, course.step)
+    return course._replace(due=not decide("whether an evaluation is due", made))
 
 
 def announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None:

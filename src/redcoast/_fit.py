@@ -41,7 +41,7 @@ from ._run_lock import lock_run
 from ._saver import Saver
 from ._signals import check_max_seconds, stop_signals
 from ._steps import compiled_steps, microbatches
-from ._tracking import start_loggers
+from ._tracking import listed_loggers, start_loggers
 from ._train import TrainState, train_step
 from ._validation import MetricFn, Validation, make_validation
 from ._votes import Votes
@@ -68,7 +68,7 @@ def fit(
     eval_examples: Any = None,
     eval_every: int | None = None,
     checkpoints: Checkpoints | None = None,
-    log: Log | None = None,
+    log: Log | Sequence[Log] | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
@@ -112,7 +112,8 @@ def fit(
     - `eval_every`: after how many steps; by default at the end of each epoch. The end of training
         is always evaluated.
     - `checkpoints`: a [`redcoast.Checkpoints`][]; without, nothing is saved.
-    - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives. It gets
+    - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives, or a list of
+        such. It gets
         `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step, `eval/...` at
         evaluations.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
@@ -154,6 +155,7 @@ def fit(
     check_integer("max_skipped", max_skipped)
     check_optimizer(optimizer)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    listed_loggers(log)
     if key is not None:
         check_key(key)
     if checkpoints is not None:

@@ -29,7 +29,7 @@ from ._memory import explained_memory
 from ._mesh import ambient_or_default, make_mesh
 from ._not_finite import check_finite
 from ._notes import noting
-from ._opening import announce, check_eval_every, rehearse, run_info, still_due
+from ._opening import announce, check_eval_every, rehearse, run_info, still_due, warn_of_repeats
 from ._planning import first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
@@ -196,6 +196,7 @@ def fit(
             state, saved = restored or (make(places), {})
         course = plan_course(examples, state, saved, batch_size, epochs, steps)
         course = still_due(course, checkpoints)
+        warn_of_repeats(course, batch_size)
         validation = make_validation(
             eval_examples,
             collate_fn=collate_fn,

@@ -1,5 +1,7 @@
 """What a run does before its first step: a try of the evaluation, and words to the user."""
 
+import logging
+
 from ._course import Course
 from ._exchange import decide, is_main
 from ._mesh import batch_shards
@@ -10,6 +12,8 @@ from ._sharding import Plan
 from ._tracking import RunInfo, code_version, say
 from ._train import TrainState
 from ._validation import Validation
+
+logger = logging.getLogger("redcoast")
 
 
 def check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
@@ -45,6 +49,19 @@ def still_due(course: Course, checkpoints: Checkpoints | None) -> Course:
     return course._replace(due=not decide("whether an evaluation is due", made))
 
 
+def warn_of_repeats(course: Course, batch_size: int) -> None:
+    """Warns of batches that must hold some examples several times."""
+    if course.length is None or course.last_position is None or not is_main():
+        return
+    rows = min(batch_size, course.last_position - course.position)
+    if rows > course.length:
+        logger.warning(
+            "`batch_size=%d` is more than the %d examples that there are: a batch spans epochs, "
+            "and holds examples several times. Pass at most %d, or more examples.",
+            *(batch_size, course.length, course.length),
+        )
+
+
 def announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None:
     """Prints how the model is split, and what a user should know of the run."""
     say(str(plan))
@@ -53,8 +70,6 @@ def announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None
         say(f"Resumed at step {course.step}.")
     if course.last_step is not None and course.step >= course.last_step:
         say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
-    if course.length is not None and course.length < batch_size:
-        say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
     rest = (course.last_position or 0) - course.position
     if rest > 0 and rest % batch_size % shards and batch_size % shards == 0:
         say(

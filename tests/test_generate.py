@@ -251,15 +251,19 @@ def test_log_probabilities_are_of_float32_in_half_precision_too():
 
 def test_tokens_beyond_the_positions_are_refused():
     model = tiny(0, positions=10)
-    assert generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=3).shape == (4, 3)
-    with pytest.raises(ValueError, match=r"of 7 tokens.* `max_new_tokens=4` need 11 positions"):
-        generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=4)
-    with pytest.raises(ValueError, match="The prompt of 7 tokens and .*or `max_new_tokens=3`"):
-        jax.jit(lambda tokens: generate(model, tokens, max_new_tokens=4))(LEFT)
-    with pytest.raises(ValueError, match="leaves nothing of the model's 10 positions"):
+    assert generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=4).shape == (4, 4)
+    needs = r"of 7 tokens.* all but the last of `max_new_tokens=5` need 11 positions"
+    with pytest.raises(ValueError, match=needs):
+        generate(model, LEFT, mask=LEFT_MASK, max_new_tokens=5)
+    with pytest.raises(ValueError, match="The prompt of 7 tokens and .*or `max_new_tokens=4`"):
+        jax.jit(lambda tokens: generate(model, tokens, max_new_tokens=5))(LEFT)
+    assert generate(model, np.zeros((1, 10), int), max_new_tokens=1).shape == (1, 1)
+    with pytest.raises(ValueError, match="of 12 tokens is longer than the model's 10 positions"):
         generate(model, np.zeros((1, 12), int), max_new_tokens=1)
-    with pytest.raises(ValueError, match="The token that the decoder begins with"):
-        generate(tiny(0, TinySeq2Seq, positions=10, decoder_start=1), LEFT, max_new_tokens=10)
+    pair = tiny(0, TinySeq2Seq, positions=10, decoder_start=1)
+    assert generate(pair, LEFT, max_new_tokens=10).shape == (4, 10)
+    with pytest.raises(ValueError, match="that the decoder begins with and .* Pass `max_new_tok"):
+        generate(pair, LEFT, max_new_tokens=11)
 
 
 @pytest.mark.parametrize(

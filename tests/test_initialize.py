@@ -14,6 +14,7 @@ import pytest
 from processes import free_port, run_processes, start_processes
 
 import redcoast as rc
+from redcoast._hosts import _LAUNCHERS, _OF_JAX, _Job, _with_torchrun
 
 JOIN = """
 import sys, jax, redcoast as rc
@@ -41,11 +42,12 @@ for wrong in ({"processes": 3}, {"coordinator": "elsewhere:1"}, {"local_devices"
 """
 # Variables of the launchers that are known, and of ours.
 VARIABLES = ("REDCOAST_", "SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
+NAMES = {*_LAUNCHERS, *_OF_JAX.values(), "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"}
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
+    for name in [name for name in os.environ if name.startswith(VARIABLES) or name in NAMES]:
         monkeypatch.delenv(name)
 
 
@@ -121,6 +123,123 @@ def test_alone_nothing_happens(monkeypatch):
     assert not jax.distributed.is_initialized()
     assert jax.devices() == devices
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def variables_of(launcher, port, number):
+    address = ("127.0.0.1", str(port))
+    if launcher == "kubeflow":
+        address = (":".join(address),)
+        names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    else:
+        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    return dict(zip(names, (*address, "2", str(number), str(number)), strict=False))
+
+
+@pytest.mark.parametrize("launcher", ["kubeflow", "torchrun"])
+def test_processes_join_by_the_variables_of_their_launcher(launcher):
+    """Of Kubeflow Trainer's runtime for JAX, and of torchrun, whose agent listens on the port that
+    it names."""
+    script = "import jax, redcoast as rc\nrc.initialize(timeout=60)" + SUM
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        more = {"REDCOAST_LOCAL_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+        if launcher == "torchrun":
+            port = free_port_before_a_free_one()
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            more["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        jobs = [variables_of(launcher, port, number) | more for number in range(2)]
+        for number, process in enumerate([start(script, **job) for job in jobs]):
+            output = finish(process)
+            assert process.returncode == 0, output
+            assert f"sum 6.0 of 4 in {number}" in output
+
+
+def free_port_before_a_free_one():
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, _Job("10.0.0.1:29500", 2, 1, None, 0)),
+        ({"MASTER_ADDR": "fe80::1"}, _Job("[fe80::1]:29500", 2, 1, None, 0)),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, _Job("10.0.0.1:29501", 2, 1, None, 0)),
+        ({"LOCAL_RANK": ""}, _Job("10.0.0.1:29500", 2, 1, None, None)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, _Job()),  # alone, as far as it knows
+        ({"RANK": ""}, _Job()),
+        ({"MASTER_ADDR": ""}, _Job()),
+        ({"MASTER_PORT": "x"}, _Job()),
+    ],
+    ids=str,
+)
+def test_what_torchrun_says(changes, expected, monkeypatch):
+    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in (given | {"LOCAL_RANK": "0"} | changes).items():
+        monkeypatch.setenv(name, value)
+    assert _with_torchrun(_Job()) == expected
+    asked = _Job("elsewhere:1", None, 0)
+    assert _with_torchrun(asked).process_id == 0
+    assert _with_torchrun(asked).coordinator == "elsewhere:1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "2"},
+            ("SKYPILOT_NUM_NODES=3 says that SkyPilot", "=3` and `process_id=2` (this is SKYPILOT"),
+        ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "1"},
+            ("that MPICH has", "=1` (this is PMI_RANK)"),
+        ),
+        ({"WORLD_SIZE": "4"}, ("that torchrun has", "`processes=4` and `process_id=...`, or set")),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("that Open MPI has",)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("that SLURM has", "`processes=8`")),
+        ({"SLURM_NNODES": "2"}, ("that SLURM has",)),
+        ({"JOB_COMPLETION_INDEX": "1"}, ("Indexed Job", "`processes=...` and `process_id=1`")),
+    ],
+)
+def test_a_launcher_of_several_processes_that_are_not_joined_is_a_warning(
+    variables, words, monkeypatch, caplog
+):
+    """Each would train the same thing, into the same directory."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    rc.initialize()
+    assert not jax.distributed.is_initialized()
+    for word in (
+        *words,
+        "this one has joined no other",
+        "to be alone, pass `processes=1`",
+    ):
+        assert word in caplog.text
+    caplog.clear()
+    rc.initialize(processes=1)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    rc.initialize()
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        dict.fromkeys(_LAUNCHERS, "1"),
+        dict.fromkeys(_LAUNCHERS, "some"),
+        {"JOB_COMPLETION_INDEX": "0"},
+        # A step of one task in a job of two nodes.
+        {"SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "a"},
+    ],
+    ids=["ones", "no numbers", "the first pod", "a step of SLURM"],
+)
+def test_a_process_that_is_alone_is_not_warned(variables, monkeypatch, caplog):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    rc.initialize()
+    assert not caplog.text
 
 
 def test_a_pod_of_its_own_is_alone(monkeypatch):
@@ -324,10 +443,13 @@ def test_bad_arguments(arguments, says):
         ("PROCESS_ID", "1", "set REDCOAST_COORDINATOR and REDCOAST_PROCESSES"),
         ("COORDINATOR", "machine", "host:port"),
         ("LOCAL_DEVICES", "0", "local_devices=0"),
+        ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES is 'two', and not a whole number"),
+        ("JAX_NUM_PROCESSES", "2", "Give coordinator and process_id too"),
+        ("JAX_COORDINATOR_ADDRESS", "machine", "host:port"),
     ],
 )
 def test_bad_variables(name, value, says, monkeypatch):
-    monkeypatch.setenv(f"REDCOAST_{name}", value)
+    monkeypatch.setenv(name if name.startswith("JAX_") else f"REDCOAST_{name}", value)
     assert says in run_here()
 
 

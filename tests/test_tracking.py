@@ -159,5 +159,71 @@ def test_a_logger_must_be_callable():
     run = RunInfo(directory=None, resumed=False, plan="", config={})
     with contextlib.ExitStack() as stack:
         assert start_loggers(None, run, stack) == []
-        with pytest.raises(TypeError, match=r"`log` is of type list.*calls them all"):
-            start_loggers([print], run, stack)
+        assert start_loggers([print, repr], run, stack) == [print, repr]
+        with pytest.raises(TypeError, match=r"`log` is of type int.*pass a list of them"):
+            start_loggers(3, run, stack)
+        with pytest.raises(TypeError, match=r"`log\[1\]` is of type NoneType"):
+            start_loggers([print, None], run, stack)
+
+
+class Recorder:
+    """A logger with all that a logger may have."""
+
+    def __init__(self):
+        self.events = []
+
+    def start(self, run):
+        self.events.append(run)
+
+    def __call__(self, metrics, step):
+        self.events.append(step)
+
+    def fail(self, error):
+        self.events.append(error)
+
+    def close(self):
+        self.events.append("closed")
+
+
+@pytest.mark.parametrize("error", [None, KeyError("broken")])
+def test_each_of_several_loggers_is_told_of_the_run_and_of_its_end(error):
+    run = RunInfo(directory=None, resumed=False, plan="the plan", config={})
+    recorders = [Recorder(), Recorder()]
+    with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
+        for log in start_loggers(recorders, run, stack):
+            log({"loss": 1.0}, 1)
+        if error:
+            raise error
+    for recorder in recorders:
+        assert recorder.events == [run, 1, *([error] if error else []), "closed"]
+
+
+def test_a_logger_that_another_one_calls_ends_with_the_run(clock, capsys):
+    """Else the last line that the console holds back would never be printed."""
+    console = console_logger(every=10)
+    run = RunInfo(directory=None, resumed=False, plan="", config={})
+
+    def log(metrics, step):
+        console({"mine": metrics["loss"]}, step)
+
+    with contextlib.ExitStack() as stack:
+        (logger,) = start_loggers(log, run, stack)
+        for step in range(1, 4):
+            logger({"loss": 1.0}, step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [["step", "1", "mine"], ["step", "3", "mine"]]
+    console({"mine": 1.0}, 4)  # outside of a run it is the caller's own
+    assert _tracking.join_run(console) is None
+
+
+def test_runs_inside_of_runs_have_loggers_of_their_own():
+    outer, inner = Recorder(), Recorder()
+    info = lambda plan: RunInfo(directory=None, resumed=False, plan=plan, config={})
+    with contextlib.ExitStack() as first:
+        start_loggers(print, info("outer"), first)
+        assert _tracking.join_run(outer) == info("outer")
+        with contextlib.ExitStack() as second:
+            start_loggers(print, info("inner"), second)
+            assert _tracking.join_run(inner) == info("inner")
+        assert (outer.events, inner.events) == ([], ["closed"])
+    assert outer.events == ["closed"]

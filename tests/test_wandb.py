@@ -34,6 +34,8 @@ class FakeWandb:
             log=self.log,
             finish=self.finish,
             define_metric=lambda *_, **__: None,
+            config=SimpleNamespace(update=self.update),
+            id=arguments.get("id", "made-up"),
             disabled=False,
             offline=arguments.get("mode") == "offline",
             url="https://wandb.ai/me/p/runs/1",
@@ -43,6 +45,9 @@ class FakeWandb:
     def log(self, metrics):
         self.behaviour.get("log", lambda: None)()
         self.logged.append(metrics)
+
+    def update(self, config, allow_val_change):
+        self.arguments["config"] |= config
 
     def finish(self, exit_code=None):
         self.behaviour.get("finish", lambda: None)()
@@ -276,6 +281,82 @@ def test_a_run_that_failed_is_marked_so(fake):
             log.fail(RuntimeError("broken"))
         log.close()
         assert wandb.exit_code == failed
+
+
+def train(log, **options):
+    return rc.fit(
+        make_model(),
+        optax.sgd(0.1),
+        make_examples(32),
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        batch_size=16,
+        mesh=rc.make_mesh(devices=jax.devices()[:1]),
+        progress=False,
+        log=log,
+        **options,
+    )
+
+
+def texts(wandb):
+    """The plans that were shown."""
+    return [entry["plan"] for entry in wandb.logged if "plan" in entry]
+
+
+@pytest.mark.parametrize("how", ["itself", "in a list", "called by a function"])
+def test_the_run_is_known_however_the_logger_is_passed(fake, tmp_path, how):
+    """Its plan, its mesh and its id, with which it is resumed as the same W&B run."""
+    checkpoints = rc.Checkpoints(tmp_path)
+    ids = []
+    for steps in (2, 4):
+        wandb = fake()
+        logger = wandb_logger(project="lm", config={"mine": 1})
+        log = {"itself": logger, "in a list": [print, logger]}.get(
+            how, lambda metrics, step, logger=logger: logger({"mine": metrics["loss"]}, step)
+        )
+        train(log, steps=steps, checkpoints=checkpoints)
+        assert wandb.finished
+        assert wandb.exit_code == 0
+        assert len(texts(wandb)) == 1
+        assert "layers/0/weight" in texts(wandb)[0]
+        config = wandb.arguments["config"]
+        assert config["mine"] == 1
+        assert config["run"]["mesh"] == {"data": 1, "fsdp": 1, "model": 1}
+        assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": wandb.arguments["id"]}
+        ids.append(wandb.arguments["id"])
+    assert ids[0] == ids[1]
+    assert wandb.arguments["resume"] == "allow"
+
+
+def test_a_logger_that_a_function_calls_is_told_of_a_failure(fake):
+    wandb = fake()
+    logger = wandb_logger(project="lm")
+
+    def log(metrics, step):
+        logger(metrics, step)
+        if step == 2:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train(log, steps=3)
+    assert wandb.finished
+    assert wandb.exit_code == 1
+
+
+def test_what_was_logged_before_the_run_is_in_the_same_wandb_run(fake, tmp_path, caplog):
+    wandb = fake()
+    logger = wandb_logger(project="lm")
+    logger({"tokens": 3.0}, 0)
+    train(logger, steps=2, checkpoints=rc.Checkpoints(tmp_path))
+    assert wandb.logged[0] == {"tokens": 3.0, "step": 0}
+    assert len(texts(wandb)) == 1
+    assert wandb.arguments["config"]["run"]["batch_size"] == 16
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "made-up"}
+    assert not caplog.text
+    fake()
+    logger({"tokens": 3.0}, 0)
+    train(logger, steps=3, checkpoints=rc.Checkpoints(tmp_path))
+    assert "called before the run was resumed" in caplog.text
 
 
 STEP = 0.01  # seconds

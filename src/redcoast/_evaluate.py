@@ -3,6 +3,7 @@
 import contextlib
 import functools as ft
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Literal
 
@@ -247,7 +248,52 @@ def run_evaluation(
     *,
     strict: bool = True,
 ) -> dict[str, float]:
-    """Weighted means over batches, summed up on the host in double precision."""
+    """Weighted means over batches, summed up on the host in double precision. Without any weight
+    there are none: that is an error, or, if not `strict`, NaN."""
+    sums, total = _sum_up(evaluation, model, batches, key)
+    if total == 0 and strict:
+        raise ValueError(
+            "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
+        )
+    return _means(sums, total)
+
+
+def try_evaluation(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None = None,
+) -> dict[str, float]:
+    """The means over the first of the batches that has any weight.
+
+    **Raises:**
+
+    `ValueError` if none has.
+    """
+    rows = 0
+    for batch in batches:
+        sums, total = _sum_up(evaluation, model, [batch], key)
+        if total:
+            return _means(sums, total)
+        rows += batch.rows
+    raise ValueError(
+        f"The {rows} `eval_examples` have a total `weight` of 0, so that there is nothing to take "
+        "a mean of. Pass examples that count, or a `loss_fn` that gives them a weight."
+    )
+
+
+def _means(sums: dict[str, float], total: float) -> dict[str, float]:
+    mean = lambda x: x / total if total else math.nan
+    return {name: x if name == "weight" else mean(x) for name, x in sums.items()}
+
+
+def _sum_up(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None,
+) -> tuple[dict[str, float], float]:
+    """Sums of all metrics, weighted, and of the weights."""
     sums: dict[str, float] = {}
     total = 0.0
     for _, result in _one_behind(evaluation, model, batches, key):
@@ -257,11 +303,7 @@ def run_evaluation(
         for name, mean in means.items():
             share = weight if name == "weight" else weight * float(mean) if weight else 0.0
             sums[name] = sums.get(name, 0.0) + share
-    if total == 0 and strict:
-        raise ValueError(
-            "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
-        )
-    return {name: x if name == "weight" else x / (total or 1.0) for name, x in sums.items()}
+    return sums, total
 
 
 def run_prediction(

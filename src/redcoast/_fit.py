@@ -29,7 +29,7 @@ from ._memory import explained_memory
 from ._mesh import ambient_or_default, make_mesh
 from ._not_finite import check_finite
 from ._notes import noting
-from ._opening import announce, check_eval_every, rehearse, run_info
+from ._opening import announce, check_eval_every, rehearse, run_info, warn_of_repeats
 from ._planning import check_coupling, first_batch, plan_run, starting_state, verify_run
 from ._predict import PredictFn
 from ._progress import Progress
@@ -41,7 +41,7 @@ from ._run_lock import lock_run
 from ._saver import Saver
 from ._signals import check_max_seconds, stop_signals
 from ._steps import compiled_steps, microbatches
-from ._tracking import start_loggers
+from ._tracking import listed_loggers, start_loggers
 from ._train import TrainState, train_step
 from ._validation import MetricFn, Validation, make_validation
 from ._votes import Votes
@@ -68,7 +68,7 @@ def fit(
     eval_examples: Any = None,
     eval_every: int | None = None,
     checkpoints: Checkpoints | None = None,
-    log: Log | None = None,
+    log: Log | Sequence[Log] | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
@@ -112,7 +112,8 @@ def fit(
     - `eval_every`: after how many steps; by default at the end of each epoch. The end of training
         is always evaluated.
     - `checkpoints`: a [`redcoast.Checkpoints`][]; without, nothing is saved.
-    - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives. It gets
+    - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives, or a list of
+        such. It gets
         `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step, `eval/...` at
         evaluations.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
@@ -154,6 +155,7 @@ def fit(
     check_integer("max_skipped", max_skipped)
     check_optimizer(optimizer)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    listed_loggers(log)
     if key is not None:
         check_key(key)
     if checkpoints is not None:
@@ -203,6 +205,7 @@ def fit(
             restored = restore_newest(checkpoints, abstract, places) if checkpoints else None
             state, saved = restored or (make(places), {})
         course = plan_course(examples, state, saved, batch_size, epochs, steps)
+        warn_of_repeats(course, batch_size)
         validation = make_validation(
             eval_examples,
             collate_fn=collate_fn,
@@ -269,7 +272,7 @@ def _loop(
     def evaluate() -> dict[str, float]:
         reader.flush()
         bar.pause()
-        with noting(f"Raised in the evaluation after step {step}."):
+        with noting(f"Raised in the evaluation after step {step}."), rescue(doubtful=()):
             metrics = validation(state.model, state.key) if validation else {}
         bar.resume()
         reader.write(metrics, step)
@@ -282,7 +285,8 @@ def _loop(
             metadata = {"step": step, "data": data, "metrics": metrics, "mesh": mesh}
             saver.save(step, state, metadata)
 
-    with rescued(lambda: step > course.step, reader, lambda: state, save):
+    rescue = ft.partial(rescued, lambda: step > course.step, reader, lambda: state, save)
+    with rescue():
         if due and validation:
             evaluate()
         for batch, last in with_last(batches):

@@ -1,4 +1,5 @@
 import atexit
+import logging
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +12,34 @@ from ._rendezvous import is_loopback, meet, split_address
 from ._service import service_apart, wait_for_all
 from ._uncaught import leave_on_error
 
+logger = logging.getLogger("redcoast")
+
 # A process that dies without a word is noticed after so many seconds.
 _HEARTBEAT = 30
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads it in small letters
+# The variables that JAX's own names stand in, as Kubeflow Trainer sets them.
+_OF_JAX = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+# Variables that say how many processes a launcher has started, or on how many machines; and those
+# that say which of them this one is.
+_LAUNCHERS = {
+    "WORLD_SIZE": ("torchrun", "RANK"),
+    "JAX_PROCESS_COUNT": ("a launcher of JAX", "JAX_PROCESS_INDEX"),
+    "NUM_PROCESSES": ("Kubeflow", "PROCESS_ID"),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", "SKYPILOT_NODE_RANK"),
+    "SLURM_NTASKS": ("SLURM", "SLURM_PROCID"),
+    "SLURM_NNODES": ("SLURM", "SLURM_NODEID"),
+    "OMPI_COMM_WORLD_SIZE": ("Open MPI", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("MPICH", "PMI_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("MVAPICH", "MV2_COMM_WORLD_RANK"),
+    "FLUX_JOB_SIZE": ("Flux", "FLUX_TASK_RANK"),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "JSM_NAMESPACE_RANK"),
+    "PET_NNODES": ("Kubeflow", "PET_NODE_RANK"),
+    "AZUREML_NODE_COUNT": ("Azure ML", "NODE_RANK"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,11 +66,15 @@ def initialize(
 
     Each process runs the same script, with this call before anything that uses JAX's devices.
     What is not given is taken from the environment variables `REDCOAST_COORDINATOR`,
-    `REDCOAST_PROCESSES`, `REDCOAST_PROCESS_ID` and `REDCOAST_LOCAL_DEVICES`, and then from SLURM,
-    Open MPI, Cloud TPU, or Kubernetes, as far as `jax.distributed` knows them.
+    `REDCOAST_PROCESSES`, `REDCOAST_PROCESS_ID` and `REDCOAST_LOCAL_DEVICES`; then from
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets
+    them; then from torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and
+    `LOCAL_RANK`; and then from SLURM, Open MPI, Cloud TPU, or Kubernetes, as far as
+    `jax.distributed` knows them.
 
-    A process that is alone joins nothing, so that the same script runs on one machine. A second
-    call does nothing.
+    A process that is alone joins nothing, so that the same script runs on one machine; it is a
+    warning if variables of a launcher say that there are several, and `processes=1` was not given.
+    A second call does nothing.
 
     **Arguments:**
 
@@ -54,7 +84,7 @@ def initialize(
     - `process_id`: which of them this is, from 0.
     - `local_devices`: lets the CPU of each process stand for so many devices, as
         [`emulate_devices`][redcoast.emulate_devices] does. By default a process has the devices
-        that JAX finds; where SLURM or Open MPI start several on a machine, one each.
+        that JAX finds; where SLURM, Open MPI or torchrun start several on a machine, one each.
     - `timeout`: in seconds, how long the others may take to come.
 
     **Raises:**
@@ -78,8 +108,11 @@ def initialize(
     _check(asked)
     if jax.distributed.is_initialized():
         return _check_same(asked)
-    job = _complete(_with_variables(asked), timeout)
+    given = _with_variables(asked)
+    job = _complete(given, timeout)
     if (job.processes or 1) == 1:
+        if given.processes is None and (found := _unjoined()):
+            logger.warning("%s", found)
         return _emulate(job.local_devices)
     _join(job, timeout)
 
@@ -117,30 +150,33 @@ def _check_same(asked: _Job) -> None:
 
 
 def _with_variables(job: _Job) -> _Job:
-    """What is not given, as far as REDCOAST_ variables say it."""
+    """What is not given, as far as REDCOAST_ variables say it, and then those with JAX's names."""
     names = ("coordinator", "processes", "process_id", "local_devices")
-    values = {name: os.environ.get(f"REDCOAST_{name.upper()}", "").strip() for name in names}
-    found: dict[str, Any] = {n: v for n, v in values.items() if v and getattr(job, n) is None}
-    for name, text in found.items():
-        if name != "coordinator":
-            found[name] = _number(name, text)
-    job = replace(job, **found)
-    _check(job)
+    ours = {name: f"REDCOAST_{name.upper()}" for name in names}
+    for variables in (ours, _OF_JAX):
+        texts = {name: os.environ.get(variable, "").strip() for name, variable in variables.items()}
+        found: dict[str, Any] = {n: v for n, v in texts.items() if v and getattr(job, n) is None}
+        for name, text in found.items():
+            if name != "coordinator":
+                found[name] = _number(variables[name], text)
+        job = replace(job, **found)
+        _check(job)
     return job
 
 
-def _number(name: str, text: str) -> int:
+def _number(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"REDCOAST_{name.upper()} is {text!r}, and not a whole number.") from None
+        raise ValueError(f"{variable} is {text!r}, and not a whole number.") from None
 
 
 def _complete(job: _Job, timeout: int | float) -> _Job:
     """What is still missing, as far as the launcher of this process says it."""
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
-    job = _with_launcher(job, timeout)
+    # Inside of a job of SLURM, say, torchrun may have started several processes for each task.
+    job = _with_launcher(_with_torchrun(job), timeout)
     parts = {x: getattr(job, x) for x in ("coordinator", "processes", "process_id")}
     missing = [name for name, value in parts.items() if value is None]
     if job.processes != 1 and 0 < len(missing) < 3:
@@ -154,7 +190,29 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
     return job
 
 
+def _with_torchrun(job: _Job) -> _Job:
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    host, port, processes, number = (os.environ.get(name, "").strip() for name in names)
+    if not host or not (port.isdigit() and processes.isdigit() and number.isdigit()):
+        return job
+    if int(processes) < 2:
+        return job
+    # On the port itself, torchrun's agent may listen.
+    taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    local_id = os.environ.get("LOCAL_RANK", "").strip()
+    return replace(
+        job,
+        coordinator=job.coordinator or f"{host}:{int(port) + taken}",
+        processes=int(processes) if job.processes is None else job.processes,
+        process_id=int(number) if job.process_id is None else job.process_id,
+        local_id=int(local_id) if local_id.isdigit() else None,
+    )
+
+
 def _with_launcher(job: _Job, timeout: int | float) -> _Job:
+    if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
+        return job
     launcher = next((env for env in clusters.ClusterEnv._cluster_types if _started(env)), None)
     if launcher is None:
         # Open MPI from version 5 on says this much, but not where process 0 is.
@@ -185,6 +243,31 @@ def _with_open_mpi(job: _Job) -> _Job:
     number = int(rank) if job.process_id is None else job.process_id
     local_id = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
     return replace(job, processes=processes, process_id=number, local_id=local_id)
+
+
+def _unjoined() -> str:
+    """What to say of a launcher that has started several processes, of which none are joined."""
+    counts = {name: os.environ.get(name, "").strip() for name in _LAUNCHERS}
+    several = [name for name, text in counts.items() if text.isdigit() and int(text) > 1]
+    if "SLURM_STEP_NODELIST" in os.environ:  # in a step, SLURM has been asked
+        several = [name for name in several if not name.startswith("SLURM_")]
+    if several:
+        count, (launcher, rank) = several[0], _LAUNCHERS[several[0]]
+        saw, number = f"{count}={counts[count]}", counts[count]
+    elif os.environ.get("JOB_COMPLETION_INDEX", "0").strip() not in ("0", ""):
+        launcher, rank, number = "an Indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "..."
+        saw = f"{rank}={os.environ[rank]}"
+    else:
+        return ""
+    own = os.environ.get(rank)
+    return (
+        f"{saw} says that {launcher} has started several processes, but this one has joined no "
+        "other, and does all of the work alone. Pass `coordinator`, host:port of the machine of "
+        f"process 0, `processes={number}` and `process_id={own or '...'}`"
+        + (f" (this is {rank})" if own else "")
+        + ", or set REDCOAST_COORDINATOR, REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. If it is to "
+        "be alone, pass `processes=1`."
+    )
 
 
 def _emulate(local_devices: int | None) -> None:

@@ -8,12 +8,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.interpreters import ad
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._notes import noting
 from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
+
+# JAX has no public name for the arrays that a gradient is taken with respect to.
+_DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
 LossFn = Callable[..., Any]
 # Names that `train_step` reports itself.
@@ -44,6 +48,7 @@ def evaluate_loss(
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
     _check_aux(aux)
+    _check_dependence(loss, model, moved=new_model is not model)
     if new_model is not model:
         new_model = _moved_on(new_model, model)
     aux = {name: widen(value) for name, value in aux.items()}
@@ -80,6 +85,30 @@ def _check_loss(loss: Any) -> None:
             f"`loss_fn` returned a loss of dtype {loss.dtype}, which has no gradient. It must be "
             "a floating scalar."
         )
+
+
+def _check_dependence(loss: Array, model: PyTree, *, moved: bool) -> None:
+    """Refuses a loss whose gradient, while it is taken, is zero by its program alone."""
+    # What depends on a differentiated leaf is in its trace; all else is not.
+    traces = {id(_trace(x)) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}
+    if not traces or id(_trace(loss)) in traces:
+        return
+    what = (
+        "The loss that `loss_fn` returned does not depend on any trainable leaf of the model that "
+        "it was given: its gradient is exactly zero, and nothing is trained"
+    )
+    if moved:  # what is not trained may be all that is to be moved on
+        logger.warning("%s but the leaves of the model that it returned.", what)
+        return
+    raise ValueError(
+        f"{what}. Compute the loss with the argument `model`, for a model from outside of "
+        "`loss_fn` is another one; not only behind `jax.lax.stop_gradient`, an `argmax` or "
+        "a comparison; and look at what `trainable` selects."
+    )
+
+
+def _trace(x: Any) -> Any:
+    return getattr(x, "_trace", None)
 
 
 def _check_aux(aux: Any) -> None:

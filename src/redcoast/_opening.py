@@ -1,6 +1,9 @@
 """What a run does before its first step: a try of the evaluation, and words to the user."""
 
+import logging
+
 from ._course import Course
+from ._exchange import is_main
 from ._mesh import batch_shards
 from ._notes import noting
 from ._retention import Checkpoints
@@ -8,6 +11,8 @@ from ._sharding import Plan
 from ._tracking import RunInfo, code_version, say
 from ._train import TrainState
 from ._validation import Validation
+
+logger = logging.getLogger("redcoast")
 
 
 def check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
@@ -24,12 +29,25 @@ def rehearse(
     names = []
     if validation is not None:
         with noting("Raised in the evaluation of one batch before the first step."):
-            metrics = validation(state.model, state.key, batches=1)
+            metrics = validation(state.model, state.key, rehearsal=True)
         names = [name.removeprefix("eval/") for name in metrics]
     if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
         raise ValueError(
             f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
             f"{', '.join(names) or 'none, for want of `eval_examples`'}."
+        )
+
+
+def warn_of_repeats(course: Course, batch_size: int) -> None:
+    """Warns of batches that must hold some examples several times."""
+    if course.length is None or course.last_position is None or not is_main():
+        return
+    rows = min(batch_size, course.last_position - course.position)
+    if rows > course.length:
+        logger.warning(
+            "`batch_size=%d` is more than the %d examples that there are: a batch spans epochs, "
+            "and holds examples several times. Pass at most %d, or more examples.",
+            *(batch_size, course.length, course.length),
         )
 
 
@@ -41,8 +59,6 @@ def announce(plan: Plan, course: Course, resumed: bool, batch_size: int) -> None
         say(f"Resumed at step {course.step}.")
     if course.last_step is not None and course.step >= course.last_step:
         say(f"Nothing is left to train: {course.step} of {course.last_step} steps are done.")
-    if course.length is not None and course.length < batch_size:
-        say(f"{course.length} examples are fewer than a batch of {batch_size}: it spans epochs.")
     rest = (course.last_position or 0) - course.position
     if rest > 0 and rest % batch_size % shards and batch_size % shards == 0:
         say(

@@ -43,14 +43,17 @@ def rescued(
     reader: MetricsReader,
     state: Callable[[], PyTree],
     save: Callable[[dict[str, float]], None],
+    *,
+    doubtful: tuple[type[Exception], ...] = DOUBTFUL,
 ) -> Iterator[None]:
-    """Saves the state if an error comes from the user's functions, and the state is whole."""
+    """Saves the state if an error comes from the user's functions, and the state is whole; after
+    no error that is `doubtful`."""
     try:
         yield
     except Exception as error:
         # Processes save together, and the others may be in the middle of the next step.
         alone = jax.process_count() == 1
-        if alone and trained() and not isinstance(error, DOUBTFUL) and _is_whole(reader, state()):
+        if alone and trained() and not isinstance(error, doubtful) and _is_whole(reader, state()):
             _try(save)
         raise
 

@@ -2,16 +2,18 @@
 
 A logger may also have `start(run)`, called before the first step with a `RunInfo`; `close()`,
 called at the end, whatever the end is; and `fail(error)`, called before that if it is an error.
+Those of this package that another logger calls join its run themselves.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools as ft
 import importlib.metadata
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
@@ -38,6 +40,18 @@ class RunInfo:
     resumed: bool
     plan: str
     config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run under way: what its loggers are told, those that it knows, and what ends them."""
+
+    info: RunInfo
+    loggers: list[Any]
+    stack: contextlib.ExitStack
+
+
+_under_way: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
 
 
 def code_version(*packages: str) -> dict[str, str]:
@@ -105,6 +119,7 @@ class _ConsoleLogger:
         self._every, self._next, self._pending = every, 0.0, None
 
     def __call__(self, metrics: Metrics, step: int) -> None:
+        join_run(self)
         now = monotonic()
         if now < self._next and not any(key.startswith("eval/") for key in metrics):
             self._pending = (dict(metrics), step)
@@ -158,25 +173,58 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
+def listed_loggers(log: Any) -> list[Any]:
+    """The loggers that `fit` is given: none, one, or several.
+
+    **Raises:**
+
+    `TypeError` if one cannot be called.
+    """
+    if log is None:
+        return []
+    several = isinstance(log, Sequence) and not callable(log)
+    logs = list(log) if several else [log]
+    for i, each in enumerate(logs):
+        if not callable(each):
+            raise TypeError(
+                f"`{f'log[{i}]' if several else 'log'}` is of type {type(each).__name__}. It must "
+                "be a callable `(metrics, step)`; to log to several places, pass a list of them."
+            )
+    return logs
+
+
 def start_loggers(log: Any, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
     """The loggers of a run, told that it starts, and closed with the stack."""
-    if log is not None and not callable(log):
-        raise TypeError(
-            f"`log` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; to "
-            "log to several places, pass a function that calls them all."
-        )
-    logs: list[Any] = []
+    logs = listed_loggers(log)
     if run.directory is not None:  # before a logger that may raise
-        logs.append(metrics_file(run.directory / "metrics.jsonl"))
-    logs += [] if log is None else [log]
+        logs = [metrics_file(run.directory / "metrics.jsonl"), *logs]
+    # What joins later ends where the others do, after all else of the run.
+    joined = _Run(run, [], stack.enter_context(contextlib.ExitStack()))
+    stack.callback(_under_way.reset, _under_way.set(joined))
     for each in logs:
         if hasattr(each, "start"):
             each.start(run)
-        if hasattr(each, "close"):
-            stack.callback(each.close)
-        if hasattr(each, "fail"):
-            stack.push(ft.partial(_fail, each))
+        _end_with(joined, each)
     return logs
+
+
+def join_run(logger: Any) -> RunInfo | None:
+    """What a logger is told of the run under way, which ends it, although only another calls it;
+    nothing outside of a run."""
+    run = _under_way.get()
+    if run is None:
+        return None
+    if not any(logger is known for known in run.loggers):
+        _end_with(run, logger)
+    return run.info
+
+
+def _end_with(run: _Run, logger: Any) -> None:
+    run.loggers.append(logger)
+    if hasattr(logger, "close"):
+        run.stack.callback(logger.close)
+    if hasattr(logger, "fail"):
+        run.stack.push(ft.partial(_fail, logger))
 
 
 def _fail(log: Any, kind: Any, error: BaseException | None, traceback: Any) -> None:

@@ -1,7 +1,9 @@
 """Evaluation inside the training loop: on the loss, and through predictions on metrics."""
 
+import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from ._evaluate import (
     compile_prediction,
     run_evaluation,
     run_prediction,
+    try_evaluation,
 )
 from ._exchange import decide, is_main
 from ._loss import LossFn
@@ -24,6 +27,8 @@ from ._notes import noting
 from ._predict import PredictFn
 from ._sharding import Plan
 from ._watch import doing
+
+logger = logging.getLogger("redcoast")
 
 MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
@@ -42,14 +47,20 @@ class Validation:
     metric_fn: MetricFn | None
 
     def __call__(
-        self, model: PyTree, key: PRNGKeyArray, *, batches: int | None = None
+        self, model: PyTree, key: PRNGKeyArray, *, rehearsal: bool = False
     ) -> dict[str, float]:
-        """The metrics, as `eval/<name>`; on the first few batches only if so told."""
-        # The first few examples may well be of no weight.
-        drawn = self._batches(batches)
-        metrics = run_evaluation(self.evaluation, model, drawn, key, strict=batches is None)
+        """The metrics, as `eval/<name>`. A rehearsal takes one batch: of the loss, the first that
+        has any weight, since without one no evaluation could succeed."""
+        with contextlib.closing(self._batches(None)) as drawn:
+            if rehearsal:
+                metrics = try_evaluation(self.evaluation, model, drawn, key)
+            else:
+                metrics = run_evaluation(self.evaluation, model, drawn, key, strict=False)
+        if metrics.get("weight", 1.0) == 0:
+            logger.warning("The `eval_examples` have a total `weight` of 0: their means are NaN.")
         if self.prediction is not None and self.metric_fn is not None:
-            metrics |= self._compared(self.prediction, self.metric_fn, model, key, batches, metrics)
+            count = 1 if rehearsal else None
+            metrics |= self._compared(self.prediction, self.metric_fn, model, key, count, metrics)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _compared(

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from ._tracking import Metrics, RunInfo, code_version, say
+from ._tracking import Metrics, RunInfo, code_version, join_run, say
 
 _log = logging.getLogger("redcoast")
 _END = None
@@ -30,6 +30,7 @@ class WandbLogger:
     def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
         self._thread: threading.Thread | None = None
+        self._run: RunInfo | None = None  # that W&B has been told of
         self._queue = SimpleQueue()
         self._dropped = 0
         self._inert = False
@@ -38,7 +39,11 @@ class WandbLogger:
 
     def start(self, run: RunInfo) -> None:
         """Begins a W&B run, in a thread; the first call of the logger does so otherwise."""
-        if self._inert or self._thread is not None:
+        if self._inert or self._run is run:
+            return
+        begun, self._run = self._thread is not None, run
+        if begun:
+            self._queue.put(run)  # what was logged before it is in the same W&B run
             return
         self._queue, self._dropped, self._sync_hint = SimpleQueue(), 0, ""
         self._exit_code = 0
@@ -52,7 +57,10 @@ class WandbLogger:
     def __call__(self, metrics: Metrics, step: int) -> None:
         if self._inert:
             return
-        if self._thread is None:
+        run = join_run(self)
+        if run is not None:
+            self.start(run)
+        elif self._thread is None:
             self.start(RunInfo(None, False, "", {}))
         if self._queue.qsize() < self._queue_size:
             self._queue.put({**metrics, "step": step})
@@ -65,7 +73,7 @@ class WandbLogger:
 
     def close(self) -> None:
         """Waits for W&B to have everything, `close_timeout` seconds at most."""
-        thread, self._thread = self._thread, None
+        thread, self._thread, self._run = self._thread, None, None
         if thread is None:
             return
         atexit.unregister(self.close)
@@ -98,14 +106,15 @@ class WandbLogger:
             offline = _offline(self._options, settings)
             session = wandb.init(**_init_arguments(self._options, run, offline))
             self._sync_hint = self._announce(session, offline)
-            if run.plan:
-                table = f"<pre>{html.escape(run.plan)}</pre>"
-                session.log({"plan": wandb.Html(table)})
+            _show_plan(wandb, session, run)
             # W&B's own step only grows, and a resumed run repeats the steps after its checkpoint.
             session.define_metric("step")
             session.define_metric("*", step_metric="step")
             while (entry := queue.get()) is not _END:
-                session.log(entry)
+                if isinstance(entry, RunInfo):
+                    _add_run(wandb, session, entry)
+                else:
+                    session.log(entry)
             session.finish(exit_code=self._exit_code)
         except BaseException as error:
             if not self._inert:
@@ -161,8 +170,8 @@ def wandb_logger(
 
     **Returns:**
 
-    A callable `(metrics, step) -> None`, to pass to `fit` as `log`, with methods `start(run)` and
-    `close()`, which `fit` calls.
+    A callable `(metrics, step) -> None`, to pass to `fit` as `log`, alone, in a list, or called by
+    a function of one's own; with methods `start(run)` and `close()`, which `fit` calls.
 
     **Raises:**
 
@@ -184,6 +193,31 @@ def wandb_logger(
     return WandbLogger(options, close_timeout, queue_size)
 
 
+def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
+    if run.plan:
+        session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
+
+
+def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
+    """Tells a W&B run that has begun before of the run that it is of."""
+    session.config.update({"run": _plain(run.config)}, allow_val_change=True)
+    _show_plan(wandb, session, run)
+    if run.directory is None:
+        return
+    if run.resumed:
+        _log.warning(
+            "The logger of W&B was called before the run was resumed, which goes on as a new W&B "
+            "run: %s. To go on with the old one, call the logger only in the run.",
+            session.id,
+        )
+    _keep_id(run.directory, session.id)
+
+
+def _keep_id(directory: Path, name: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "wandb.json").write_text(json.dumps({"id": name}) + "\n")
+
+
 def _init_arguments(
     options: dict[str, Any], run: RunInfo, offline: dict[str, str]
 ) -> dict[str, Any]:
@@ -196,13 +230,12 @@ def _init_arguments(
     settings = options.get("settings", {})
     arguments["settings"] = {**defaults, **settings} if isinstance(settings, Mapping) else settings
     if run.directory is not None:
-        run.directory.mkdir(parents=True, exist_ok=True)
         if "WANDB_DIR" not in os.environ:
             arguments.setdefault("dir", str(run.directory))
         arguments.setdefault("id", _run_id(run.directory / "wandb.json", run.resumed))
         if run.resumed:
             arguments.setdefault("resume", "allow")
-        (run.directory / "wandb.json").write_text(json.dumps({"id": arguments["id"]}) + "\n")
+        _keep_id(run.directory, arguments["id"])
     return arguments
 
 

@@ -164,14 +164,18 @@ def check_positions(model: Any, tokens: Any, mask: Any, max_new_tokens: int) -> 
     if positions is None:
         return
     length, what = _longest(model, tokens, mask)
-    if length + max_new_tokens > positions:
+    if length > positions:
         raise ValueError(
-            f"{what} and `max_new_tokens={max_new_tokens}` need {length + max_new_tokens} "
-            f"positions, and the model has {positions}. Pass a shorter prompt, or "
-            f"`max_new_tokens={positions - length}`."
-            if positions > length
-            else f"{what} leaves nothing of the model's {positions} positions for new tokens. Pass "
-            "a shorter prompt."
+            f"{what} is longer than the model's {positions} positions. Pass a shorter prompt."
+        )
+    # The last new token needs none: what would follow it is not computed.
+    needed = length + max_new_tokens - 1
+    if needed > positions:
+        shorter = "Pass a shorter prompt, or " if length > 1 else "Pass "
+        raise ValueError(
+            f"{what} and all but the last of `max_new_tokens={max_new_tokens}` need {needed} "
+            f"positions, and the model has {positions}. {shorter}"
+            f"`max_new_tokens={positions - length + 1}`."
         )
 
 

@@ -64,7 +64,7 @@ def generate(
     **Raises:**
 
     `ValueError` or `TypeError` if an argument is out of its range or does not go with another, if
-    a row has no real token, if there are more tokens than the model has positions, or
+    a row has no real token, if all tokens but the last new one are more than the positions, or
     if logits are NaN.
 
     !!! Example

@@ -34,11 +34,13 @@ def choose_shardings(
 
 
 def example_inputs(model_class: Any, config: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """Abstract inputs on which a model is planned: those that its class gives, or else tokens; of
-    an encoder-decoder, for both."""
+    """Abstract inputs on which a model is planned: those that its class gives, or else tokens, no
+    more in a row than the model has positions; of an encoder-decoder, for both."""
     if own := getattr(model_class, "example_inputs", None):
         return own(config, mesh.size)
-    tokens = jax.ShapeDtypeStruct((mesh.size, PLANNED_TOKENS), jnp.int32)
+    # Learned positions are as many as there are; others are not in the configuration.
+    length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
+    tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
     return (tokens, tokens) if hasattr(model_class, "encode") else (tokens,)
 
 

@@ -1,15 +1,74 @@
 """Checks that the configurations share."""
 
-from typing import Any
+import dataclasses
+import math
+import types
+from typing import Any, Literal, Union, get_args, get_origin
 
 from ._layers import check_remat
 
+# Of what is no size of every model: where it is given, it is above 0, or at least 0.
+_POSITIVE = frozenset(
+    """
+    window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
+    logit_cap factor low high original
+    """.split()  # noqa: SIM905
+)
+_NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight"))
+_KINDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
+
+
+def check_fields(config: Any) -> None:
+    """Refuses values of another kind than the fields of a configuration are declared with (a bool
+    is no number), numbers that are NaN or infinite, and those out of their range."""
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if not _is_of_kind(value, field.type):
+            # A name that is not among those that are known is of the right type.
+            wrong = ValueError if isinstance(value, str) else TypeError
+            raise wrong(f"`{name}` must be {_kind(field.type)}, but is {value!r}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"`{name}` must be a finite number, but is {value}.")
+        if value is not None and name in _POSITIVE and not value > 0:
+            raise ValueError(f"`{name}` must be positive, but is {value}.")
+        if value is not None and name in _NOT_NEGATIVE and value < 0:
+            raise ValueError(f"`{name}` must not be negative, but is {value}.")
+
+
+def _is_of_kind(value: Any, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_is_of_kind(value, one) for one in args)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        return len(value) == len(kinds) and all(map(_is_of_kind, value, kinds))
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _kind(kind: Any) -> str:
+    """What is allowed, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        # Every integer is a number.
+        kinds = [one for one in args if not (one is int and float in args)]
+        return " or ".join(map(_kind, kinds))
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is tuple:
+        return f"a tuple in which each is {_kind(args[0])}"
+    return _KINDS.get(kind) or ("None" if kind is types.NoneType else f"a {kind.__name__}")
+
 
 def check_config(config: Any, *sizes: str) -> None:
-    """Refuses sizes below 1, key heads that do not divide the heads, and unknown remat."""
+    """Refuses fields that are out of their range, sizes below 1, key heads that do not divide the
+    heads, and unknown remat."""
+    check_remat(config.remat)
+    check_fields(config)
     for name in sizes:
-        if not isinstance(getattr(config, name), int):
-            raise TypeError(f"`{name}` must be an integer, but is {getattr(config, name)!r}.")
         if getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {getattr(config, name)}.")
     kv_heads = getattr(config, "kv_heads", config.heads)
@@ -18,7 +77,6 @@ def check_config(config: Any, *sizes: str) -> None:
             f"`heads` must be a multiple of `kv_heads`, but {config.heads} is no multiple of "
             f"{kv_heads}."
         )
-    check_remat(config.remat)
 
 
 def check_heads(config: Any, *, even: bool = False) -> None:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ._checks import check_fields
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -27,6 +29,11 @@ class RopeScaling:
     low: int | float = 1.0
     high: int | float = 4.0
     original: int = 8192
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.kind == "llama3" and not self.low < self.high:
+            raise ValueError(f"`low` must be less than `high`, but {self.low} is not {self.high}.")
 
     @classmethod
     def from_hugging_face(cls, settings: dict[str, Any] | None) -> "RopeScaling | None":

@@ -1,5 +1,6 @@
 """Published `config.json` files, read strictly."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,11 @@ def read_settings(
         "the file if it does not)"
         for name, value in settings.items()
         if name not in known
+    ]
+    problems += [
+        f"`{name}` is {settings[name]}, and must be a finite number"
+        for name in defaults
+        if isinstance(settings.get(name), float) and not math.isfinite(settings[name])
     ]
     problems += [
         f"`{name}` is missing"

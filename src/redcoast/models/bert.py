@@ -47,7 +47,6 @@ class Bert(eqx.Module):
     tensors = staticmethod(published.tensors)
     duplicates = staticmethod(published.duplicates)
     settle = staticmethod(published.settle)
-    example_inputs = staticmethod(published.example_inputs)
     buffers = published.BUFFERS
 
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):

@@ -22,7 +22,6 @@ from ._norms import layer_norm
 from ._product import product
 from ._projections import Projections, keys_values, outputs, queries
 from ._published import gpt2 as published
-from ._published.examples import example_inputs
 
 
 class GPT2Layers(eqx.Module):
@@ -82,7 +81,6 @@ class GPT2(eqx.Module):
 
     tensors = staticmethod(published.tensors)
     duplicates = staticmethod(published.duplicates)
-    example_inputs = staticmethod(example_inputs)
     base_prefix = published.BASE_PREFIX
     buffers = published.BUFFERS
 

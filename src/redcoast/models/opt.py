@@ -18,7 +18,6 @@ from ._layers import scan_layers
 from ._norms import layer_norm
 from ._product import product
 from ._published import opt as published
-from ._published.examples import example_inputs
 
 # The table of positions begins with as many rows that stand for none.
 _OFFSET = 2
@@ -92,7 +91,6 @@ class OPT(eqx.Module):
 
     tensors = staticmethod(published.tensors)
     duplicates = staticmethod(published.duplicates)
-    example_inputs = staticmethod(example_inputs)
     base_prefix = published.BASE_PREFIX
 
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):

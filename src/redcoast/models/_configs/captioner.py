@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .._checks import check_fields
 from .._published import captioner as published
 from .gpt2 import GPT2Config
 from .vit import ViTConfig
@@ -32,6 +33,7 @@ class CaptionerConfig:
     pad: int | None = None
 
     def __post_init__(self):
+        check_fields(self)
         if self.encoder.head is not None:
             raise ValueError("A captioner reads hidden states: its encoder must be without a head.")
         if not self.decoder.cross_attention:

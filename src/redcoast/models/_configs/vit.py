@@ -64,7 +64,8 @@ class ViTConfig:
         check_activation(self.activation)
         check_labels(self)
         check_rates(self, "dropout", "attention_dropout")
-        if min(self.patch) < 1 or any(i % p for i, p in zip(self.image, self.patch, strict=True)):
+        pairs = zip(self.image, self.patch, strict=True)
+        if min(*self.patch, *self.image) < 1 or any(image % patch for image, patch in pairs):
             raise ValueError(
                 f"`image` must be a multiple of `patch`, but {self.image} is no multiple of "
                 f"{self.patch}."

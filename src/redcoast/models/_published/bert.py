@@ -3,9 +3,6 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor, tensor_names
 from .labels import linear, read_architecture, read_labels, write_labels
@@ -173,8 +170,3 @@ def duplicates(config: "BertConfig") -> dict[str, str]:
         found[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"
         found[prefix + "decoder.bias"] = prefix + "bias"
     return found
-
-
-def example_inputs(config: "BertConfig", rows: int) -> tuple[Any, ...]:
-    """Abstract arguments of a call, from which it can be planned."""
-    return (jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32),)

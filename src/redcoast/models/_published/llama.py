@@ -53,10 +53,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "rope_interleaved": (False,),
     }
     c = read_settings(settings, defaults, only)
+    kv_heads = c["num_key_value_heads"]
     rope = c["rope_parameters"] or c["rope_scaling"] or {}
     fields = {field: c[name] for field, name in _NAMES.items()}
     return fields | {
-        "kv_heads": c["num_key_value_heads"] or c["num_attention_heads"],
+        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         "rope_base": rope.get("rope_theta", c["rope_theta"]),
         "rope_scaling": RopeScaling.from_hugging_face(rope),
         "window": _window(c),

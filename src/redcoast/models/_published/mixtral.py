@@ -56,10 +56,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     # Whether a training loss has the router's in it is said where that loss is written.
     c = read_settings(settings, defaults, only, ("output_router_logits",))
+    kv_heads = c["num_key_value_heads"]
     rope = c["rope_parameters"] or c["rope_scaling"] or {}
     fields = {field: c[name] for field, name in _NAMES.items()}
     return fields | {
-        "kv_heads": c["num_key_value_heads"] or c["num_attention_heads"],
+        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         "rope_base": rope.get("rope_theta", c["rope_theta"]),
         "rope_scaling": RopeScaling.from_hugging_face(rope),
         "eos": token_ids(c["eos_token_id"]),

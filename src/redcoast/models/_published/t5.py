@@ -69,9 +69,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
     fields = {field: c[name] for field, name in _NAMES.items()}
-    start = c["decoder_start_token_id"]
+    start, decoder_layers = c["decoder_start_token_id"], c["num_decoder_layers"]
     return fields | {
-        "decoder_layers": c["num_decoder_layers"] or c["num_layers"],
+        "decoder_layers": c["num_layers"] if decoder_layers is None else decoder_layers,
         "tied": not mt5 and _is_scaled(c),
         "decoder_start": (c["pad_token_id"] or 0) if start is None else start,
         "eos": token_ids(c["eos_token_id"]),

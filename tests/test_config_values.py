@@ -1,0 +1,178 @@
+"""Values that no model can have are refused where a configuration is made, or read."""
+
+import dataclasses
+import importlib
+import json
+import math
+from typing import Any, Literal
+
+import jax
+import pytest
+
+import redcoast as rc
+from redcoast.models import (
+    BartConfig,
+    BertConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTJConfig,
+    Llama,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    T5Config,
+    ViTConfig,
+)
+from redcoast.models._checks import check_fields
+from redcoast.models._rotary import RopeScaling
+
+SIZES: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
+TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
+CONFIGS = {
+    "bart": BartConfig(**TEXT, decoder_layers=2, bos=0, pad=1),
+    "bert": BertConfig(**TEXT, pad=0),
+    "gemma": GemmaConfig(**TEXT, kv_heads=1, head_dim=8),
+    "gpt2": GPT2Config(**TEXT),
+    "gptj": GPTJConfig(**TEXT, rotary_dim=4),
+    "llama": LlamaConfig(**TEXT, kv_heads=1, head_size=8),
+    "mixtral": MixtralConfig(**TEXT, kv_heads=1),
+    "opt": OPTConfig(**TEXT),
+    "t5": T5Config(**TEXT, decoder_layers=2),
+    "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
+}
+
+
+def numbers_of(family):
+    """Each setting of a `config.json` that a field of the configuration is read from, if it is a
+    number: (setting, value)."""
+    names = importlib.import_module(f"redcoast.models._published.{family}")._NAMES
+    settings = CONFIGS[family].to_hugging_face()
+    found = [(name, settings.get(name)) for name in names.values()]
+    return [(name, value) for name, value in found if type(value) in (int, float)]
+
+
+def read(family, **changes):
+    config = CONFIGS[family]
+    return type(config).from_hugging_face({**config.to_hugging_face(), **changes})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_number_of_a_file_is_nan_infinite_or_a_boolean(family):
+    read(family)
+    numbers = numbers_of(family)
+    assert len(numbers) >= 6
+    for name, _ in numbers:
+        for value in (math.nan, math.inf, -math.inf):
+            with pytest.raises(ValueError, match=f"`{name}` is -?(nan|inf), and must be a finite"):
+                read(family, **{name: value})
+        for value in (True, False, "1"):
+            with pytest.raises((TypeError, ValueError)):
+                read(family, **{name: value})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_size_of_a_file_is_zero_or_negative(family, value):
+    """A count of heads of 0 is not the absence of one, either."""
+    ids = ("token_id", "dropout", "pdrop", "eps", "router_aux_loss_coef")
+    sizes = [name for name, _ in numbers_of(family) if not any(part in name for part in ids)]
+    for name in sizes:
+        with pytest.raises(ValueError, match="at least|positive|multiple|even|must be|implemented"):
+            read(family, **{name: value})
+
+
+BAD = [
+    ("llama", "norm_eps", math.nan, "`norm_eps` must be a finite number, but is nan"),
+    ("llama", "norm_eps", -1e-5, "`norm_eps` must not be negative"),
+    ("bert", "norm_eps", math.inf, "`norm_eps` must be a finite number, but is inf"),
+    ("gemma", "rope_base", 0, "`rope_base` must be positive, but is 0"),
+    ("gemma", "logit_cap", -30.0, "`logit_cap` must be positive"),
+    ("gemma", "score_scale", math.nan, "`score_scale` must be a finite number"),
+    ("llama", "window", 0, "`window` must be positive"),
+    ("llama", "head_size", 0, "`head_size` must be positive"),
+    ("mixtral", "experts", 0, "`experts` must be positive"),
+    ("mixtral", "router_loss_weight", -0.1, "`router_loss_weight` must not be negative"),
+    ("gpt2", "residual_dropout", math.nan, "`residual_dropout` must be"),
+    ("vit", "image", (0, 0), "`image` must be a multiple of `patch`"),
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value", "says"), BAD)
+def test_a_value_out_of_its_range_is_refused(family, field, value, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(CONFIGS[family], **{field: value})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Of all the kinds that configurations have, and not checked by anything but `check_fields`."""
+
+    size: int = 1
+    rate: int | float = 0.5
+    window: int | None = None
+    tied: bool = True
+    scale_head: bool | None = None
+    activation: str = "relu"
+    kind: Literal["a", "b"] | None = "a"
+    eos: tuple[int, ...] = ()
+    patch: tuple[int, int] = (1, 1)
+    scaling: RopeScaling | None = None
+
+
+def test_values_of_the_declared_kinds_are_taken():
+    check_fields(Fields())
+    scaling = RopeScaling("linear", 2)
+    check_fields(Fields(0, 0, 1, False, True, "gelu", None, (1, 2), (2, 3), scaling))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("size", True, "`size` must be an integer, but is True"),
+        ("size", 8.0, "`size` must be an integer, but is 8.0"),
+        ("size", None, "`size` must be an integer, but is None"),
+        ("rate", False, "`rate` must be a number, but is False"),
+        ("rate", 1j, "`rate` must be a number"),
+        ("window", True, "`window` must be an integer or None, but is True"),
+        ("tied", 1, "`tied` must be True or False, but is 1"),
+        ("scale_head", 0, "`scale_head` must be True or False or None"),
+        ("activation", 3, "`activation` must be text"),
+        ("kind", 1, "`kind` must be 'a' or 'b' or None"),
+        ("kind", "c", "`kind` must be 'a' or 'b' or None, but is 'c'"),
+        ("eos", [1], "`eos` must be a tuple in which each is an integer"),
+        ("eos", (True,), "`eos` must be a tuple in which each is an integer"),
+        ("patch", (2,), "`patch` must be a tuple in which each is an integer"),
+        ("scaling", {}, "`scaling` must be a RopeScaling or None"),
+    ],
+)
+def test_values_of_another_kind_are_refused(field, value, says):
+    with pytest.raises(ValueError if isinstance(value, str) else TypeError, match=says):
+        check_fields(dataclasses.replace(Fields(), **{field: value}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"factor": 0.0},
+        {"factor": math.nan},
+        {"low": 4.0, "high": 4.0},
+        {"original": 0},
+    ],
+    ids=str,
+)
+def test_scaled_wavelengths_are_finite(changes):
+    with pytest.raises(ValueError, match=f"`{next(iter(changes))}` must be"):
+        dataclasses.replace(RopeScaling("llama3", 8.0), **changes)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e-5", "true", "1e999"])
+def test_such_a_file_is_not_loaded(value, tmp_path):
+    """JSON of Python's kind has NaN and infinities, and numbers that are too large to be finite."""
+    model = Llama(CONFIGS["llama"], key=jax.random.key(0))
+    rc.save_pretrained(model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    settings = json.loads(file.read_text())
+    text = json.dumps(settings | {"rms_norm_eps": "here"})
+    file.write_text(text.replace('"here"', value))
+    with pytest.raises(ValueError, match=r"model cannot be loaded.*(rms_norm_eps|norm_eps)"):
+        rc.load_pretrained(tmp_path / "model")

@@ -1,0 +1,121 @@
+"""The evaluation inside a run: what is found out before the first step, and what it cannot cost."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
+
+import redcoast as rc
+
+EXAMPLES = make_examples(64)
+MESH = rc.make_mesh(devices=jax.devices()[:1])
+
+
+def fit(**options):
+    given = {"examples": EXAMPLES, "collate_fn": collate_fn, "loss_fn": loss_fn, "steps": 4}
+    given |= {"batch_size": 16, "mesh": MESH, "progress": False, **options}
+    return rc.fit(make_model(), optax.sgd(0.1), **given)
+
+
+def known(*flags):
+    """Examples of which some have no label, so that they have no weight."""
+    return [{**example, "known": flag} for example, flag in zip(EXAMPLES, flags, strict=False)]
+
+
+def collate_known(examples):
+    return {**collate_fn(examples), "known": np.stack([e["known"] for e in examples])}
+
+
+def masked_loss(model, batch, key):
+    logits = jax.vmap(model)(batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    weight = jnp.sum(batch["known"].astype(jnp.float32))
+    return jnp.sum(losses, where=batch["known"]) / jnp.maximum(weight, 1), {"weight": weight}
+
+
+MASKED = {
+    "examples": known(*[True] * 64),
+    "collate_fn": collate_known,
+    "loss_fn": masked_loss,
+}
+
+
+@pytest.mark.parametrize("mesh", [MESH, rc.make_mesh()], ids=["one device", "eight"])
+def test_no_weight_at_all_is_found_before_the_first_step(mesh):
+    steps = []
+    with pytest.raises(ValueError, match="The 40 `eval_examples` have a total `weight` of 0"):
+        fit(
+            **MASKED,
+            eval_examples=known(*[False] * 40),
+            log=lambda metrics, step: steps.append(step),
+            mesh=mesh,
+        )
+    assert steps == []
+
+
+def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
+    """And no further, so that not everything is evaluated twice."""
+    seen, log = [], {}
+
+    def loss(model, batch, key):
+        jax.debug.callback(lambda known: seen.append(int(known.sum())), batch["known"])
+        return masked_loss(model, batch, key)
+
+    held_out = known(*[False] * 32, *[True] * 4, *[False] * 28)
+    fit(
+        **{**MASKED, "loss_fn": loss},
+        eval_examples=held_out,
+        steps=1,
+        log=lambda metrics, step: log.update(metrics),
+    )
+    jax.effects_barrier()
+    assert seen == [0, 0, 4, 16, 0, 0, 4, 0]
+    assert log["eval/weight"] == 4
+    assert math.isfinite(log["eval/loss"])
+
+
+def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
+    """Where the weight depends on the model, no rehearsal can know."""
+
+    def loss(model, batch, key):
+        loss, _ = masked_loss(model, batch, key)
+        start = jnp.asarray(make_model().layers[0].weight)
+        same = jnp.all(model.layers[0].weight == start)
+        return loss, {"weight": jnp.where(batch["known"][0], 1.0, jnp.where(same, 1.0, 0.0))}
+
+    log = {}
+    options = {**MASKED, "loss_fn": loss, "eval_examples": known(*[False] * 16)}
+    state = fit(**options, log=lambda metrics, step: log.update(metrics))
+    assert int(state.step) == 4
+    assert log["eval/weight"] == 0
+    assert math.isnan(log["eval/loss"])
+    assert "have a total `weight` of 0" in caplog.text
+
+
+@pytest.mark.parametrize("best", [None, "loss"])
+@pytest.mark.parametrize("error", [FloatingPointError, MemoryError, KeyError])
+def test_whatever_an_evaluation_raises_the_state_is_saved(tmp_path, error, best):
+    """It cannot have harmed the state, whatever it is."""
+    calls = []
+
+    def metric(examples, outputs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise error("in the evaluation")
+        return {"calls": 1.0}
+
+    options = {"eval_examples": EXAMPLES[:8], "predict_fn": predict_fn, "metric_fn": metric}
+    checkpoints = rc.Checkpoints(tmp_path, every=1000, best=best)
+    with pytest.raises(error, match="in the evaluation"):
+        fit(**options, steps=8, eval_every=3, checkpoints=checkpoints)
+    assert [p.name for p in checkpoints.path.iterdir()] == ["3"]
+    lines = []
+    options |= {"metric_fn": lambda examples, outputs: {"calls": 0.0}, "steps": 4}
+    log = lambda metrics, step: lines.append((step, *metrics))
+    fit(**options, eval_every=1000, checkpoints=checkpoints, log=log)
+    assert "eval/loss" in lines[0]
+    assert [step for step, *_ in lines] == [3, 4, 4]

@@ -78,6 +78,15 @@ MADE = {
     "a loop": lambda p, x, key: jax.lax.fori_loop(
         0, 3, lambda i, z: network(p, z), normal(key, len(x), WIDTH)
     ),
+    "spectra": lambda p, x, key: jnp.real(
+        jnp.fft.ifft(jnp.fft.fft(network(p, normal(key, len(x), WIDTH))))
+    ),
+    "a permutation of the batch": lambda p, x, key: network(
+        p, x[jax.random.permutation(key, len(x))]
+    ),
+    "a sample of the batch": lambda p, x, key: network(
+        p, x[jax.random.randint(key, (len(x),), 0, len(x))]
+    ),
     "compared in pairs": lambda p, x, key: jnp.exp(
         -network(p, normal(key, len(x), WIDTH)) @ network(p, x).T
     ),

@@ -77,7 +77,7 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
 def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dict[int, int]:
     """Those of `leading` that are neither tied to parameters nor another dimension of the batch."""
     classes = Classes(graph, 1, least=2)
-    bound = set(classes.of(graph.held | graph.blocked))
+    bound = set(_bound(graph, classes))
     inner = {
         classes[node]
         for value in arrays
@@ -86,6 +86,11 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
     }
     bound |= inner
     return {place: node for place, node in leading.items() if classes[node] not in bound}
+
+
+def _bound(graph: Graph, classes: Classes) -> frozenset[int]:
+    """Classes that are no rows: of parameters and constants, and what must not be split."""
+    return classes.of(graph.held | (graph.blocked - graph.only_rows))
 
 
 def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
@@ -113,7 +118,7 @@ def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> d
     split, whole = set(), set()
     for node, axes in graph.asked.items():
         (whole if not axes else split if not _AXES.isdisjoint(axes) else set()).add(classes[node])
-    bound = classes.of(graph.held | graph.blocked)
+    bound = _bound(graph, classes)
     sizes = {graph.sizes[node] for node in given} - {0, 1}
     fits = {classes[node] for node, size in enumerate(graph.sizes) if size in sizes}
     met = _Met(graph, classes, main)

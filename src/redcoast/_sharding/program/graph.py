@@ -100,6 +100,7 @@ class Graph:
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked ones that count the layers of a scan
+    only_rows: set[int] = field(default_factory=set)  # blocked ones that the batch may be
     made: set[int] = field(default_factory=set)  # those that no input has: noise, zeros, copies
     held: set[int] = field(default_factory=set)  # those of parameters and of constants
     # The axes that the program itself constrains a dimension to; none if it is to be replicated.

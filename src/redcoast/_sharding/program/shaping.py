@@ -239,7 +239,8 @@ def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: in
         for a, b in zip(first.dims, value.dims, strict=True):
             graph.link(a, b)
     size = output(equation).shape[axis]
-    new = graph.node(size)
+    # A permutation that the program draws is made by it, too.
+    new = graph.node(size, made=first.dims[axis] in graph.made)
     dims = (*first.dims[:axis], new, *first.dims[axis + 1 :])
     grad = any(value.grad for value in inputs)
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]

@@ -71,6 +71,7 @@ def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
     aval = output(equation)
     new = tuple(graph.node(size, blocked=True) for size in aval.shape[kept:])
     graph.blocked.update(operand.dims)
+    graph.only_rows.update(operand.dims[:kept])
     return [graph.value(aval, (*operand.dims[:kept], *new), grad=operand.grad)]
 
 

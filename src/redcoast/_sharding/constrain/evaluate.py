@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jaxpr import bind_again
+from ..program.constants import LARGE_CONSTANT
 from ..program.graph import Value
 from ..program.lifted import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
 from ..program.walk import PINNED, Scope
@@ -61,6 +62,7 @@ def evaluate(
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     resting = {var for var, rests in zip(jaxpr.invars, stored, strict=False) if rests}
+    resting.update(var for var in jaxpr.constvars if _is_split(scope.values[var], pin))
     lifted = dict(lifted or {})
     last = _last_uses(jaxpr)
     for place, equation in enumerate(jaxpr.eqns):
@@ -96,6 +98,11 @@ def evaluate(
         for var in last.get(place, ()):
             del env[var]
     return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
+
+
+def _is_split(value: Value, pin: Pins) -> bool:
+    """Whether a constant is large, and computed split."""
+    return value.bytes >= LARGE_CONSTANT and any(pin.spec(value))
 
 
 def _by_copies(

@@ -61,8 +61,7 @@ def evaluate(
     jaxpr = scope.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    resting = {var for var, rests in zip(jaxpr.invars, stored, strict=False) if rests}
-    resting.update(var for var in jaxpr.constvars if _is_split(scope.values[var], pin))
+    resting = _resting(scope, pin, stored)
     lifted = dict(lifted or {})
     last = _last_uses(jaxpr)
     for place, equation in enumerate(jaxpr.eqns):
@@ -100,9 +99,14 @@ def evaluate(
     return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
 
 
-def _is_split(value: Value, pin: Pins) -> bool:
-    """Whether a constant is large, and computed split."""
-    return value.bytes >= LARGE_CONSTANT and any(pin.spec(value))
+def _resting(scope: Scope, pin: Pins, stored: Sequence[bool]) -> set[Any]:
+    """What is pinned where it is used: stored inputs, and large constants that are split."""
+
+    def is_split(value: Value) -> bool:
+        return value.bytes >= LARGE_CONSTANT and any(pin.spec(value))
+
+    inputs = {var for var, rests in zip(scope.jaxpr.invars, stored, strict=False) if rests}
+    return inputs | {var for var in scope.jaxpr.constvars if is_split(scope.values[var])}
 
 
 def _by_copies(

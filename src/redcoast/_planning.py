@@ -130,19 +130,18 @@ def check_coupling(
     eval_examples: Any,
 ) -> None:
     """Warns if examples that depend on each other are taken in parts."""
-    several = (
-        eval_examples is not None
-        and (count_examples(eval_examples, "eval_examples") or 0) > batch_size
-    )
-    if plan.report.get("coupled") == [] and batch_size // accumulate > 1:
+    several = (count_examples(eval_examples, "eval_examples") or 0) > batch_size
+    parts = max(accumulate, 1)  # less is refused by the step
+    if parts == 1 and not several:
         return
-    if accumulate == 1 and not several:
+    # The plan was read off one microbatch, and a single example depends on no other.
+    if plan.report.get("coupled") == [] and batch_size // parts > 1:
         return
     assert isinstance(plan.mesh, Mesh)
     batch = _microbatch(draw(), batch_size, 1)
     given = (loss_fn, state.model, batch, plan.mesh, compute_dtype)
     coupled = find_coupled(*given, training=True)
-    if accumulate > 1:
+    if parts > 1:
         warn_of_microbatches(coupled, batch_size, accumulate)
     if several and coupled:
         warn_of_batches(find_coupled(*given, training=False), batch_size)

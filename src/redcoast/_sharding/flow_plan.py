@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._parts import trainable_arrays
 from .choice.arithmetic import arithmetic
-from .choice.dataflow import Decision, decide, follow_program
+from .choice.dataflow import Decision, constant_dims, decide, follow_program
 from .choice.hardware import Hardware
 from .choice.memory import ASSUMED, estimate, fit_budget, room
 from .choice.spare import spare
@@ -19,6 +19,7 @@ from .nodes import flat_leaves
 from .overrides import Override, apply_overrides, spec_axes
 from .program.trace import trace_over
 from .report.batch import batch_axes, batch_sentences, not_rows
+from .report.closed_over import closed_over
 from .report.coupling import find_coupling
 from .report.reasons import find_reasons, hindrances
 from .report.repeated import repeated
@@ -69,7 +70,13 @@ def plan_flow(
         if hardware.memory is not None:
             decision, spared = spare(rows, decision, axes, memory, state_bytes)
             rows = layout(leaves, decision, large, given, axes, spared)
-    compute = Compute(decision.computed, decision.way.batch, decision.way.model, sequence)
+    compute = Compute(
+        decision.computed,
+        decision.way.batch,
+        decision.way.model,
+        sequence,
+        tuple((one.name, d) for one, _, d in constant_dims(decision)),
+    )
     others = not_rows(args[:1], decision)
     reasons = find_reasons(leaves, decision, axes)
     report = {
@@ -79,6 +86,7 @@ def plan_flow(
         "not_rows": others,
         "hindrances": hindrances(reasons, leaves),
         "traffic": traffic(rows, decision, axes, hardware),
+        "closed_over": closed_over(decision, axes),
         "coupled": find_coupling(program),
         "unknown": dict(sorted(program.graph.unknown.items())),
         "arithmetic": arithmetic(decision, axes),

@@ -47,10 +47,13 @@ class Plan:
         floating point operations of contractions in a step of the function and its gradient:
         "flops" of them all, and those "per_device"; `repeated`, those of them that every device
         computes, if they are many: so many `flops` with these `arrays`, and `why`; and `memory`, an
-        estimate of the bytes of "arrays", "gradients", "optimizer_state" and "activations" on each
-        device, and their "total", to be compared with `device_memory`.
+        estimate of the bytes of "arrays", "gradients", "optimizer_state", "activations" and what is
+        "closed_over" on each device, and their "total", to be compared with `device_memory`;
+        `closed_over` lists arrays of a megabyte and more that the function closes over, which are
+        in no state.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
-        is computed split over `model`, or `None`; and `batch_axes`.
+        is computed split over `model`, or `None`; and `batch_axes`. `constants` has the same of
+        large arrays that the function closes over.
     """
 
     shardings: PyTree[Any] = field(repr=False)

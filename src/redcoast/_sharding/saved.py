@@ -115,10 +115,12 @@ def load_plan(
         Row(leaf, _spec(path, row, document["mesh"]), row["reason"], row["role"])
         for leaf, row in zip(leaves, document["rows"], strict=True)
     ]
-    found: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in document["compute"].items()
-    }
+    found: dict[str, Any] = {k: _tuples(v) for k, v in document["compute"].items()}
     return make_plan(tree, mesh, rows, Compute(**found), document["report"])
+
+
+def _tuples(x: Any) -> Any:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def _document(plan: Plan) -> dict[str, Any]:
@@ -184,8 +186,18 @@ def _odd_compute(compute: dict[str, Any]) -> set[str]:
         "batch_axes": _is_names(compute.get("batch_axes")),
         "model_axes": _is_names(compute.get("model_axes")),
         "sequence": isinstance(compute.get("sequence"), bool),
+        # Plans of before there were any have none.
+        "constants": _are_constants(compute.get("constants", [])),
     }
     return {name for name in right | compute if not right.get(name)}
+
+
+def _are_constants(x: Any) -> bool:
+    def is_one(y: Any) -> bool:
+        named = isinstance(y, list) and len(y) == 2 and isinstance(y[0], str)
+        return named and (y[1] is None or type(y[1]) is int)
+
+    return isinstance(x, list) and all(map(is_one, x))
 
 
 def _is_names(x: Any) -> bool:

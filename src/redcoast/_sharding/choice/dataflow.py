@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
+from ..program.constants import Constant, find_constants
 from ..program.graph import Graph, Value
 from ..program.trace import Traced
 from ..program.walk import Scope, walk
@@ -24,6 +25,12 @@ class Program:
     scope: Scope
     parameters: tuple[Value, ...]
     batch: Batch
+    constants: tuple[Constant, ...] = ()  # what it closes over
+
+    @property
+    def planned(self) -> list[tuple[Constant, Value]]:
+        """Large arrays that it closes over: they are computed split as those of the tree are."""
+        return [(one, value) for one in self.constants if one.is_planned for value in one.values]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     graph.held.update(node for value in parameters for node in value.dims)
     batch = find_batch(graph, rest[: traced.batch], rest[traced.batch :])
-    return Program(traced, graph, scope, tuple(parameters), batch)
+    constants = find_constants(traced.jaxpr, scope)
+    return Program(traced, graph, scope, tuple(parameters), batch, constants)
 
 
 def decide(
@@ -90,6 +98,8 @@ def decide(
     parameters = [
         Parameter(value, cover) for value, cover in zip(program.parameters, covered, strict=True)
     ]
+    # They are stored whole whatever is decided: nothing has to be gathered.
+    parameters += [Parameter(value, False) for _, value in program.planned]
     best = _decide(program, USUAL, sizes, parameters, hardware, forced)
     for way in WAYS[1:] if not any(d is not None for d in forced) else ():
         if not _applies(way, program, sizes):
@@ -185,7 +195,8 @@ def _problem(
 
 def _candidates(program: Program, classes: Classes, batch: BatchDims) -> list[int]:
     """The classes of the parameters' dimensions that can be split, in the order of the program."""
-    nodes = [node for value in program.parameters for node in value.dims]
+    values = *program.parameters, *(value for _, value in program.planned)
+    nodes = [node for value in values for node in value.dims]
     found = set(splittable(program.graph, classes, nodes))
     taken = {classes[node] for node in range(len(program.graph.sizes)) if batch.has(node)}
     # In the order of the program, so that the order of the leaves makes no difference.
@@ -200,6 +211,14 @@ def computed_dims(
 ) -> tuple[int | None, ...]:
     """For each array the dimension that is computed split, if one of its classes is chosen."""
     return tuple(_dimension(value, classes, chosen) for value in program.parameters)
+
+
+def constant_dims(decision: Decision) -> list[tuple[Constant, Value, int | None]]:
+    """Of each place of a planned constant the dimension that is computed split, if any."""
+    return [
+        (one, value, _dimension(value, decision.classes, decision.chosen))
+        for one, value in decision.program.planned
+    ]
 
 
 def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | None:

@@ -19,7 +19,7 @@ def estimate(
     """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
 
     `state_bytes` is how many bytes of optimizer state there are in all; it is split as the
-    parameters that are trained are.
+    parameters that are trained are. What the function closes over is on every device.
     """
     arrays = gradients = trained = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
@@ -32,6 +32,7 @@ def estimate(
         "gradients": round(gradients),
         "optimizer_state": round(state_bytes * gradients / max(1, trained)),
         "activations": round(saved_bytes(decision, axes)),
+        "closed_over": sum(one.bytes for one in decision.program.constants),
     }
     return found | {"total": sum(found.values())}
 
@@ -45,7 +46,8 @@ def room(
 ) -> int | float:
     """Bytes left on each device for activations, if large arrays are split as far as they go."""
     devices = axes["fsdp"] * axes["model"]
-    held = grads = trained = 0.0
+    held = sum(one.bytes for one in program.constants)
+    grads = trained = 0.0
     for value, cover in zip(program.parameters, covered, strict=True):
         part = value.bytes / (devices if cover else 1)
         held += part

@@ -206,6 +206,18 @@ def _warn(fn: Callable[..., Any], why: str) -> None:
     )
 
 
+def _of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
+    """The classes of arrays closed over: those of the plan, each the first of its kind in turn."""
+    left, found = list(compute.constants), set()
+    for one, value in program.planned:
+        name, d = next((entry for entry in left if entry[0] == one.name), ("", None))
+        if name:
+            left.remove((name, d))
+        if d is not None and classes.divides(value.dims[d]):
+            found.add(classes[value.dims[d]])
+    return frozenset(found)
+
+
 def find_splits(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Splits:
     """What follows for all values from the arrays that are computed split, and from the batch."""
     classes = Classes(program.graph, parts(compute.model_axes, mesh.shape))
@@ -214,6 +226,7 @@ def find_splits(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -
         for value, d in zip(program.parameters, compute.dims, strict=True)
         if d is not None and classes.divides(value.dims[d])
     )
+    chosen |= _of_constants(program, classes, compute)
     # A batch that does not divide over all of its axes goes over fewer.
     axes = compute.batch_axes
     while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:

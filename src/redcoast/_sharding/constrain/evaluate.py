@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jaxpr import bind_again
+from ..program.constants import LARGE_CONSTANT
 from ..program.graph import Value
 from ..program.lifted import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
 from ..program.walk import PINNED, Scope
@@ -60,7 +61,7 @@ def evaluate(
     jaxpr = scope.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    resting = {var for var, rests in zip(jaxpr.invars, stored, strict=False) if rests}
+    resting = _resting(scope, pin, stored)
     lifted = dict(lifted or {})
     last = _last_uses(jaxpr)
     for place, equation in enumerate(jaxpr.eqns):
@@ -96,6 +97,16 @@ def evaluate(
         for var in last.get(place, ()):
             del env[var]
     return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
+
+
+def _resting(scope: Scope, pin: Pins, stored: Sequence[bool]) -> set[Any]:
+    """What is pinned where it is used: stored inputs, and large constants that are split."""
+
+    def is_split(value: Value) -> bool:
+        return value.bytes >= LARGE_CONSTANT and any(pin.spec(value))
+
+    inputs = {var for var, rests in zip(scope.jaxpr.invars, stored, strict=False) if rests}
+    return inputs | {var for var in scope.jaxpr.constvars if is_split(scope.values[var])}
 
 
 def _by_copies(

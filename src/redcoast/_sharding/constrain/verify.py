@@ -77,7 +77,9 @@ def _on_one_device(
 
 def _moved(program: ClosedJaxpr, device: Sharding) -> ClosedJaxpr:
     """A program on this device, in the place of those where its constants and its meshes are."""
-    return ClosedJaxpr(_renamed(program.jaxpr, device), [_put(x, device) for x in program.consts])
+    with jax.ensure_compile_time_eval():  # constants of inner programs cannot be traced
+        consts = [_put(x, device) for x in program.consts]
+    return ClosedJaxpr(_renamed(program.jaxpr, device), consts)
 
 
 def _renamed(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:

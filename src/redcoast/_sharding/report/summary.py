@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .closed_over import closed_over_sentences
 from .coupling import coupling_sentence
 from .text import megabytes, paragraph
 
@@ -15,6 +16,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     lines = _totals(report["totals"])
     if "memory" in report:
         lines += _memory(report)
+    if report.get("closed_over"):
+        lines += ["", *paragraph(closed_over_sentences(report["closed_over"]))]
     if report.get("batch"):
         lines += ["", *paragraph(report["batch"])]
     for entry in report.get("repeated", []):
@@ -57,8 +60,8 @@ def _memory(report: dict[str, Any]) -> list[str]:
     memory, available = report["memory"], report["device_memory"]
     parts = ", ".join(
         f"{megabytes(memory[key])} {key.replace('_', ' ')}"
-        for key in ("arrays", "gradients", "optimizer_state", "activations")
-        if memory[key]
+        for key in ("arrays", "gradients", "optimizer_state", "activations", "closed_over")
+        if memory.get(key)
     )
     total = megabytes(memory["total"])
     lines = paragraph(f"Memory of each device, estimated: {total} MB ({parts}).")

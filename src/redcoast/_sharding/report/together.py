@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..choice.dataflow import Decision
+from ..choice.dataflow import Decision, constant_dims
 from ..nodes import Leaf
 from .braces import shortened
 
@@ -28,6 +28,10 @@ def find_sets(
     parameters = decision.program.parameters
     for leaf, value, d in zip(leaves, parameters, decision.computed, strict=True):
         if d is not None:
+            members.setdefault(decision.classes[value.dims[d]], []).append((leaf, d))
+    for place, (one, value, d) in enumerate(constant_dims(decision)):
+        if d is not None:
+            leaf = Leaf(len(leaves) + place, (f"closed over {one.name}",), one.shape, one.dtype)
             members.setdefault(decision.classes[value.dims[d]], []).append((leaf, d))
     alike: dict[Any, list[int]] = {}
     for root, found in members.items():

@@ -23,7 +23,7 @@ def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False)
     mine = [
         i
         for i, x in enumerate(donated)
-        if is_concrete(x) and (not distinct or _data(x).shape in shapes)
+        if (not distinct or _data(x).shape in shapes) and is_concrete(x)
     ]
     shapes = {_data(donated[i]).shape for i in mine}
     seen = {b for x in others if _data(x).shape in shapes for b in _buffers(x)}

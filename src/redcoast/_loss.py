@@ -131,7 +131,8 @@ def _check_aux(aux: Any) -> None:
         if jnp.ndim(value):
             raise ValueError(
                 f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
-                "scalars: reduce it, or return it from `predict_fn`."
+                "scalars: reduce it, or return it from `predict_fn`; a step of your own, compiled "
+                "with `redcoast.compile_step`, may return it beside them."
             )
 
 

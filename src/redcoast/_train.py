@@ -156,8 +156,8 @@ def train_step(
         parameters and optimizer state keep their dtype. Floating arrays of the model and of the
         batch are cast; leave counts and masks integers or booleans to keep them exact.
     - `trainable`: which leaves the optimizer trains: a function of a leaf or a PyTree of booleans,
-        as `eqx.partition` takes. Frozen leaves cost no gradient and no optimizer state. Arrays in
-        an `eqx.nn.State` are never trained.
+        as `eqx.partition` takes; one of them may stand for a part of the model. Frozen leaves cost
+        no gradient and no optimizer state. Arrays in an `eqx.nn.State` are never trained.
 
     **Returns:**
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 
 from ..program.graph import Graph, Value
+from ..program.remat import Region
 from ..program.trace import Traced
 from ..program.walk import Scope, walk
 from .classes import Classes, conflicts, splittable
@@ -58,7 +59,7 @@ class Decision:
 
 def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     """Follows all dimensions of a traced function; gradients flow from trainable arrays."""
-    graph = Graph()
+    graph = Graph(regions=(Region(_used(traced, trainable)), Region(_leading(traced))))
     jaxpr = traced.jaxpr.jaxpr
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
     inputs = [
@@ -69,6 +70,19 @@ def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     first = inputs[traced.arrays : traced.arrays + traced.batch]
     batch = tuple(value.dims[0] for value in first if value.dims)
     return Program(traced, graph, scope, tuple(inputs[: traced.arrays]), batch)
+
+
+def _used(traced: Traced, trainable: Sequence[bool]) -> tuple[bool, ...]:
+    """Which results are used: of a model that a loss returns, what is trained is not."""
+    count, moved = len(traced.jaxpr.out_avals), traced.moved
+    if not traced.trains or moved != traced.arrays:
+        return (True,) * count
+    return (*(True,) * (count - moved), *(not trained for trained in trainable))
+
+
+def _leading(traced: Traced) -> tuple[bool, ...]:
+    """Into which results gradients flow: into a loss, and not into what is returned beside it."""
+    return tuple(not traced.trains or place == 0 for place in range(len(traced.jaxpr.out_avals)))
 
 
 def decide(

@@ -152,3 +152,24 @@ def test_what_nobody_uses_costs_nothing(fn):
     batch = {"x": array(16, 4, 64), "y": array(16, 4, 64)}
     priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(2, 1, 4), loss_fn)
     assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def stacked(model, batch, key):
+    """Layers in a scan, of which only the inputs are kept."""
+
+    def layer(x, p):
+        y = unit(x)
+        x = x + jnp.tanh(y @ p["first"]) @ p["second"]
+        return x + jnp.tanh(unit(x) @ p["up"]) @ p["down"], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, model)[0] ** 2)
+
+
+def test_rematerialised_layers_are_priced_as_they_run():
+    """The sum in the middle of a layer is computed again, and the one at its end is not."""
+    inner, outer = (3, 64, 256), (3, 256, 64)
+    model = {"first": array(*inner), "second": array(*outer)}
+    model |= {"up": array(*inner), "down": array(*outer)}
+    priced, sent, plan = planned_and_sent(stacked, model, array(16, 8, 64), real_mesh(2, 1, 4))
+    assert plan.report["batch_axes"] == ["data"]
+    assert abs(priced - sent) < 0.02 * sent, str(plan)

@@ -22,8 +22,7 @@ class Followed:
 
     def __init__(self, fn, *given, n=2):
         arrays = [array(*x) if isinstance(x, tuple) else x for x in given]
-        # A scalar first: of other functions there are no gradients.
-        traced, _ = trace(lambda tree: (jnp.float32(0), fn(*tree)), arrays, ())
+        traced, _ = trace(lambda tree: with_loss(fn(*tree)), arrays, ())
         program = follow_program(traced, [True] * len(arrays))
         self.graph = program.graph
         self.arguments = program.parameters
@@ -44,6 +43,12 @@ class Followed:
     def __str__(self):
         show = lambda values: ",".join("".join(map(self.letter, v.dims)) for v in values)
         return f"{show(self.arguments)}->{show(self.results)}"
+
+
+def with_loss(results):
+    """A scalar first, which all of them lead to at no cost: into others no gradients flow."""
+    differentiable = [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jax.lax.optimization_barrier((jnp.float32(0), *differentiable))[0], results
 
 
 def links(fn, *given, n=2):

@@ -1,6 +1,8 @@
 """Constrained programs compute what they computed before, on one device and on many."""
 
 import functools as ft
+import re
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -304,3 +306,32 @@ def test_one_device_runs_the_function_itself(case):
     fn, arrays, data, _, _ = case
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     assert rc.plan_shardings(arrays, mesh, fn=fn, args=(data, None)).constrain(fn) is fn
+
+
+def attended(model, x, key):
+    """Attention with a residual sum and a norm, as in a transformer."""
+    normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+    q, k, v = (jnp.einsum("bsw,whd->bshd", normed, model[name]) for name in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    x = x + jnp.einsum("bhqk,bkhd,hdw->bqw", scores, v, model["o"])
+    return jnp.mean((x + jax.nn.gelu(x @ model["up"]) @ model["down"]) ** 2)
+
+
+def test_constraints_add_no_operations():
+    """Where there is nothing to choose, programs with and without them are the same."""
+    shapes = {"q": (16, 4, 8), "k": (16, 4, 8), "v": (16, 4, 8), "o": (4, 8, 16)}
+    shapes |= {"up": (16, 64), "down": (64, 16)}
+    model = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((16, 8, 16), jnp.float32)
+    mesh = rc.make_mesh()
+    plan = rc.plan_shardings(model, mesh, fn=attended, args=(x, None))
+    rows = NamedSharding(mesh, P("data"))
+
+    def operations(fn):
+        step = jax.jit(jax.value_and_grad(fn), in_shardings=(plan.shardings, rows, None))
+        text = step.lower(model, x, None).compile().as_text()
+        return Counter(re.findall(r" = \S+ ([\w-]+)\(", text))
+
+    plain = operations(attended)
+    assert plain["dot"] > 0
+    assert operations(plan.constrain(attended)) == plain

@@ -3,26 +3,30 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
 from redcoast._hlo import collectives, sent_bytes
 
 
-def planned_and_sent(fn, model, batch, mesh):
-    """The bytes that each device sends in a step, as priced, and of the compiled program."""
+def planned_and_sent(fn, model, batch, mesh, used=None):
+    """The bytes that each device sends in a step as priced, and those of the compiled program.
+
+    `used` is what is compiled: what a step uses of `fn`.
+    """
     plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
-    step = jax.jit(jax.value_and_grad(plan.constrain(fn)), out_shardings=(None, plan.shardings))
-    rows = jax.NamedSharding(mesh, jax.P(tuple(plan.report["batch_axes"])))
+    rows = NamedSharding(mesh, P(tuple(plan.report["batch_axes"])))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     given = jax.tree.map(place, model, plan.shardings)
     placed = jax.tree.map(lambda x: place(x, rows), batch)
-    text = step.lower(given, placed, None).compile().as_text()
-    return (
-        sum(entry["bytes"] for entry in plan.report["traffic"]),
-        sent_bytes(collectives(text, mesh)),
-        plan,
-    )
+    loss_fn = plan.constrain(used or fn)
+    has_aux = isinstance(jax.eval_shape(loss_fn, given, placed, None), tuple)
+    step = jax.value_and_grad(loss_fn, has_aux=has_aux)
+    compiled = jax.jit(step, out_shardings=(None, plan.shardings)).lower(given, placed, None)
+    sent = sent_bytes(collectives(compiled.compile().as_text(), mesh))
+    return sum(entry["bytes"] for entry in plan.report["traffic"]), sent, plan
 
 
 def unit(x):
@@ -101,4 +105,71 @@ def test_weights_that_a_loop_closes_over_are_gathered_once():
     priced, sent, plan = planned_and_sent(solved, model, array(512, 16), mesh)
     assert plan.report["batch_axes"] == ["fsdp"]
     assert plan.shardings["up"].spec
+    assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def regression(model, x, y):
+    return jnp.mean((jnp.tanh(x @ model["up"]) @ model["down"] - y) ** 2)
+
+
+def averaged(model, batch, key):
+    """A round of federated averaging: the loss of all clients, and the mean of their models."""
+
+    def client(x, y):
+        def step(local, _):
+            loss, grads = jax.value_and_grad(regression)(local, x, y)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, local, grads), loss
+
+        return jax.lax.scan(step, model, length=2)
+
+    local, losses = jax.vmap(client)(batch["x"], batch["y"])
+    return jnp.mean(losses), {}, jax.tree.map(lambda x: jnp.mean(x, axis=0), local)
+
+
+def observed(model, batch, key):
+    """A metric of the gradient beside the loss, which is itself not differentiated."""
+    x, y = batch["x"][:, 0], batch["y"][:, 0]
+    loss, grads = jax.value_and_grad(regression)(model, x, y)
+    return loss, {"largest": jnp.max(grads["up"])}
+
+
+def unused(model, batch, key):
+    """A head whose result nobody uses."""
+    x, y = batch["x"][:, 0], batch["y"][:, 0]
+    _ = jnp.tanh(x @ model["up"]) @ model["down"]
+    return regression(model, x, y)
+
+
+@pytest.mark.parametrize("fn", [averaged, observed, unused])
+def test_what_nobody_uses_costs_nothing(fn):
+    """The results of `(loss, aux, model)` that are trained are not used, by any step."""
+
+    def loss_fn(model, batch, key):
+        found = fn(model, batch, key)
+        return found[:2] if isinstance(found, tuple) else found
+
+    model = {"up": array(64, 256), "down": array(256, 64)}
+    batch = {"x": array(16, 4, 64), "y": array(16, 4, 64)}
+    priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(2, 1, 4), loss_fn)
+    assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def stacked(model, batch, key):
+    """Layers in a scan, of which only the inputs are kept."""
+
+    def layer(x, p):
+        y = unit(x)
+        x = x + jnp.tanh(y @ p["first"]) @ p["second"]
+        return x + jnp.tanh(unit(x) @ p["up"]) @ p["down"], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), batch, model)[0] ** 2)
+
+
+def test_rematerialised_layers_are_priced_as_they_run():
+    """The sum in the middle of a layer is computed again, and the one at its end is not."""
+    inner, outer = (3, 64, 256), (3, 256, 64)
+    model = {"first": array(*inner), "second": array(*outer)}
+    model |= {"up": array(*inner), "down": array(*outer)}
+    priced, sent, plan = planned_and_sent(stacked, model, array(16, 8, 64), real_mesh(2, 1, 4))
+    assert plan.report["batch_axes"] == ["data"]
     assert abs(priced - sent) < 0.02 * sent, str(plan)

@@ -18,6 +18,8 @@ from .unusual import UNUSUAL
 from .vision import image_batch
 
 TINY = Sizes(layers=2, width=64, heads=8, kv_heads=8, hidden=256, vocab=512, seq=32, batch=16)
+# Of this size, splitting the layers and splitting the batch over all devices cost about the same.
+EVEN = Sizes(layers=4, width=256, heads=8, kv_heads=8, hidden=1024, vocab=1024, seq=64, batch=32)
 CLASSES = 64
 
 
@@ -44,7 +46,7 @@ TOKENS = token_batch(TINY)
 
 VARIED: tuple[Case, ...] = (
     llama("decoder", TINY, scanned=False),
-    llama("decoder, scanned", TINY, scanned=True),
+    llama("decoder, scanned", EVEN, scanned=True),
     case("LSTM", lstm_shapes(TINY), lstm_loss, TOKENS),
     case("ConvNeXt", convnext_shapes(), convnext_loss, ft.partial(image_batch, 16)),
     case(

@@ -6,6 +6,7 @@ from math import inf, prod
 
 from ..program.constants import Constant, find_constants
 from ..program.graph import Graph, Value
+from ..program.remat import Region
 from ..program.trace import Traced
 from ..program.walk import Scope, walk
 from .batch import Batch, find_batch
@@ -66,7 +67,7 @@ class Decision:
 
 def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     """Follows all dimensions of a traced function; gradients flow from trainable arrays."""
-    graph = Graph()
+    graph = Graph(regions=(Region(_used(traced, trainable)), Region(_leading(traced))))
     jaxpr = traced.jaxpr.jaxpr
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
     inputs = [
@@ -79,6 +80,19 @@ def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     batch = find_batch(graph, rest[: traced.batch], rest[traced.batch :])
     constants = find_constants(traced.jaxpr, scope)
     return Program(traced, graph, scope, tuple(parameters), batch, constants)
+
+
+def _used(traced: Traced, trainable: Sequence[bool]) -> tuple[bool, ...]:
+    """Which results are used: of a model that a loss returns, what is trained is not."""
+    count, moved = len(traced.jaxpr.out_avals), traced.moved
+    if not traced.trains or moved != traced.arrays:
+        return (True,) * count
+    return (*(True,) * (count - moved), *(not trained for trained in trainable))
+
+
+def _leading(traced: Traced) -> tuple[bool, ...]:
+    """Into which results gradients flow: into a loss, and not into what is returned beside it."""
+    return tuple(not traced.trains or place == 0 for place in range(len(traced.jaxpr.out_avals)))
 
 
 def decide(

@@ -253,9 +253,11 @@ def _has_layers(scope: Scope, var: Any) -> bool:
     for place, inner in scope.inner.items():
         equation = scope.jaxpr.eqns[place]
         params, count = equation.params, len(equation.invars)
+        layers = count
+        if equation.primitive.name == "scan":
+            layers = params["num_consts"] + params["num_carry"]
         for at in (at for at, atom in enumerate(equation.invars) if atom is var):
-            scans = equation.primitive.name == "scan"
-            if scans and at >= params["num_consts"] + params["num_carry"]:
+            if at >= layers:
                 return True
             for one in inner:
                 # Before the operands of what is called may stand others, as the index of branches.

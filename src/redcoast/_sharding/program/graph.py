@@ -118,12 +118,14 @@ class Graph:
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
     # Of the equation at hand: how often it runs forward, with rematerialisation; whether its
-    # results are kept for the backward pass; and, for each rematerialised region around it, the
-    # programs that it calls.
+    # results are kept for the backward pass; and, for each region around it, the programs that it
+    # calls.
     forwards: int | float = 1.0
     kept: bool = True
     inner: list[dict[Jaxpr, Region]] = field(default_factory=list)
-    regions: tuple[Region, ...] = ()  # those around the program that is walked through
+    # Of the program that is walked through: what of it is used at all, what leads to the loss, and
+    # the rematerialised regions around it.
+    regions: tuple[Region, ...] = ()
 
     def node(self, size: int, *, blocked: bool = False, made: bool = False) -> int:
         self.sizes.append(size)
@@ -164,7 +166,7 @@ class Graph:
         self, node: int, value: Value, *, backward: bool = False, before: tuple[int, ...] = ()
     ) -> None:
         """Splitting `node` makes partial sums of `value`, or backward, of its cotangent."""
-        if backward and not value.grad:
+        if (backward and not value.grad) or not self.times:
             return
         times = self.times if backward else self.times * self.forwards
         key = (value, node, before) if backward else len(self.sums)

@@ -1,4 +1,4 @@
-"""What of a rematerialised region is computed again on the way back."""
+"""What of a program is needed for some of its results, or again for its derivatives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ _CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 @dataclass(frozen=True)
 class Region:
-    """A rematerialised region, as one of the programs inside of it sees it.
+    """A part of a program, or all of it, as one of the programs inside of it sees it.
 
-    `wanted` says which results of the program are needed once more. With `derived`, so are the
-    numbers that its derivatives need, unless a region further inside provides for them. What the
-    region's `policy` keeps is not computed again.
+    `wanted` says which results are needed. Of a rematerialised region these are those that are
+    needed once more; with `derived`, so are the numbers that its derivatives need, unless a region
+    further inside provides for them. What the region's `policy` keeps is not computed again.
     """
 
     wanted: tuple[bool, ...]
-    derived: bool
+    derived: bool = False
     policy: Any = None
 
     def keeps(self, equation: JaxprEqn) -> bool:
@@ -45,8 +45,8 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Again:
-    """What of a program is computed again.
+class Needed:
+    """What of a program is needed, or computed again.
 
     `places` are those of equations, `inner` the programs that each of them calls, as they see the
     region, and `inputs` says which inputs of the program are needed for it.
@@ -57,9 +57,9 @@ class Again:
     inputs: tuple[bool, ...]
 
 
-def computed_again(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Again:
-    """What of a program is computed again; `grads` says into which inputs gradients flow."""
-    varying = _varying(jaxpr, grads)
+def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
+    """What of a program a region needs; `grads` says into which inputs gradients flow."""
+    varying = _varying(jaxpr, grads) if region.derived else set()
     needed = {
         atom
         for atom, wanted in zip(jaxpr.outvars, region.wanted, strict=True)
@@ -83,7 +83,7 @@ def computed_again(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Again
             for atom, need in zip(equation.invars, operands, strict=True)
             if need and not isinstance(atom, Literal)
         )
-    return Again(frozenset(places), inner, tuple(var in needed for var in jaxpr.invars))
+    return Needed(frozenset(places), inner, tuple(var in needed for var in jaxpr.invars))
 
 
 def _varying(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Any]:
@@ -127,18 +127,18 @@ def _called(
     every = [any(region.wanted) or (region.derived and bool(programs))] * len(moves)
     if name == "scan":
         body = programs[0]
-        seen, again = _loop(body, region, params["num_carry"], params["num_consts"], moves)
-        return {body: seen}, list(again.inputs)
+        seen, found = _loop(body, region, params["num_carry"], params["num_consts"], moves)
+        return {body: seen}, list(found.inputs)
     if name == "cond":
         seen = dict.fromkeys(programs, region)
-        agains = [computed_again(one, region, moves[1:]) for one in programs]
-        needed = [any(each) for each in zip(*(again.inputs for again in agains), strict=True)]
+        each = [find_needed(one, region, moves[1:]) for one in programs]
+        needed = [any(each) for each in zip(*(one.inputs for one in each), strict=True)]
         return seen, [any(needed) or any(region.wanted) or region.derived, *needed]
     if len(programs) == 1 and len(programs[0].invars) == len(moves) and name not in _CUSTOM:
         # A region further inside keeps its operands, and provides for its derivatives.
         if name in CHECKPOINTS:
             region = replace(region, derived=False)
-        return {programs[0]: region}, list(computed_again(programs[0], region, moves).inputs)
+        return {programs[0]: region}, list(find_needed(programs[0], region, moves).inputs)
     # All of it, or nothing.
     whole = lambda one: Region((any(region.wanted),) * len(one.outvars), region.derived, None)
     return {one: whole(one) for one in programs}, every
@@ -146,14 +146,14 @@ def _called(
 
 def _loop(
     body: Jaxpr, region: Region, carries: int, consts: int, moves: Sequence[bool]
-) -> tuple[Region, Again]:
+) -> tuple[Region, Needed]:
     """What is wanted of a carry's results is what is wanted of it in the next iteration, too."""
     split = consts + carries
     grads = [*moves[:consts], *[any(moves)] * carries, *moves[split:]]
     while True:
-        again = computed_again(body, region, grads)
-        asked = (*again.inputs[consts:split], *[False] * (len(region.wanted) - carries))
+        found = find_needed(body, region, grads)
+        asked = (*found.inputs[consts:split], *[False] * (len(region.wanted) - carries))
         wanted = tuple(a or b for a, b in zip(region.wanted, asked, strict=True))
         if wanted == region.wanted:
-            return region, again
+            return region, found
         region = replace(region, wanted=wanted)

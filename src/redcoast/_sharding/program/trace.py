@@ -21,13 +21,15 @@ class Traced:
     """The program of `fn(tree, *args)`.
 
     Its inputs are the arrays of the tree, `arrays` of them; then those of the first argument, the
-    batch, `batch` of them; then those of the other arguments.
+    batch, `batch` of them; then those of the other arguments. The last `moved` of its results are
+    those of a model that a loss returns as its third result.
     """
 
     jaxpr: ClosedJaxpr
     arrays: int
     batch: int
     output: Static
+    moved: int = 0
 
     @property
     def trains(self) -> bool:
@@ -42,16 +44,18 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
     batch, batch_static = split(tuple(args[:1]))
     others, others_static = split(tuple(args[1:]))
     outputs: list[Static] = []
+    moved: list[int] = []
 
     def flat(arrays: list[Any], batch: list[Any], others: list[Any]) -> list[Any]:
         result = fn(join(arrays, static), *join(batch, batch_static), *join(others, others_static))
         found, output = split(result)
         outputs.append(output)
+        moved.append(len(split(result[2])[0]) if _has_model(result) else 0)
         return found
 
     shapes = jax.tree.map(_unplaced, (arrays, batch, others))
     jaxpr = jax.make_jaxpr(flat)(*shapes)
-    traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1])
+    traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1], moved[-1])
     return traced, [*arrays, *batch, *others]
 
 
@@ -75,3 +79,8 @@ def _unplaced(x: Any) -> Any:
         return x
     weak = getattr(x, "weak_type", False)  # which keys lack
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+
+
+def _has_model(result: Any) -> bool:
+    """Whether this is `(loss, aux, model)`."""
+    return type(result) is tuple and len(result) == 3

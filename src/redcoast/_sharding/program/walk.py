@@ -11,7 +11,7 @@ from . import contractions, indexing, shaping, special
 from .elementwise import ELEMENTWISE, PAIRWISE, elementwise, pairwise
 from .graph import Graph, Value
 from .lifted import can_be_lifted
-from .remat import CHECKPOINTS, Region, computed_again
+from .remat import CHECKPOINTS, Region, find_needed
 
 Rule = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -107,13 +107,16 @@ def walk(graph: Graph, jaxpr: Jaxpr, constants: Sequence[Value], inputs: Sequenc
     scope.values.update(zip(jaxpr.constvars, constants, strict=True))
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     regions, grads = graph.regions, [value.grad for value in inputs]
-    again = [computed_again(jaxpr, region, grads) for region in regions]
+    used, leading, *again = [find_needed(jaxpr, region, grads) for region in regions]
     for place, equation in enumerate(jaxpr.eqns):
         values = [_read(graph, scope, atom) for atom in equation.invars]
+        if place not in leading.places:
+            values = [_copy(value, grad=False) for value in values]
         graph.forwards = 1.0 + sum(place in each.places for each in again)
-        graph.kept = all(region.keeps(equation) for region in regions)
-        graph.inner = [each.inner[place] for each in again]
-        results, inner = _follow(graph, equation, values)
+        graph.kept = all(region.keeps(equation) for region in regions[2:])
+        graph.inner = [each.inner[place] for each in (used, leading, *again)]
+        with _more(graph, 1.0 if place in used.places else 0.0):
+            results, inner = _follow(graph, equation, values)
         if inner:
             scope.inner[place] = inner
         scope.values.update(zip(equation.outvars, results, strict=True))
@@ -187,7 +190,7 @@ def _enter(
     inner = open_jaxpr(jaxpr)
     constants = [graph.constant(var.aval) for var in inner.constvars]
     outside = graph.regions, graph.inner, graph.forwards, graph.kept
-    graph.regions = (*(seen[inner] for seen in graph.inner if inner in seen), *regions)
+    graph.regions = (*(seen[inner] for seen in graph.inner), *regions)
     scope = walk(graph, inner, constants, inputs)
     graph.regions, graph.inner, graph.forwards, graph.kept = outside
     return scope

@@ -47,7 +47,7 @@ def run_apart(source, cwd):
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     command = [sys.executable, "-c", source]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
 
 

@@ -30,7 +30,7 @@ def run(script, *options):
     # worth optimising.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     command = [sys.executable, str(FOLDER / script), *map(str, options)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -292,7 +292,7 @@ def test_a_prompt_is_answered_word_by_word(weights):
 
 def run_as_two(script, *options):
     """As `run`, by two processes of two devices each; gives what the first printed."""
-    first, second = run_processes(FOLDER / script, *options, processes=2, devices=2, timeout=300)
+    first, second = run_processes(FOLDER / script, *options, processes=2, devices=2)
     assert first.returncode == second.returncode == 0, first.output + second.output
     # What gloo prints of its connections may stand anywhere.
     first, second = (re.sub(r"\[Gloo\][^\n]*\n", "", x.output) for x in (first, second))

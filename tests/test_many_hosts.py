@@ -18,7 +18,7 @@ EXAMPLES = 50
 def run(processes, devices, **asked):
     text = json.dumps({"mesh": {"data": 2, "model": 2}, **asked})
     program = PROGRAMS / "run.py"
-    return run_processes(program, text, processes=processes, devices=devices, timeout=180)
+    return run_processes(program, text, processes=processes, devices=devices)
 
 
 def results(finished: list[Finished]) -> list[dict]:

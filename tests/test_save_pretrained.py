@@ -273,7 +273,7 @@ def test_two_processes_load_and_save_together(tmp_path):
         )
         for rank in range(2)
     ]
-    results = [process.communicate(timeout=240) for process in processes]
+    results = [process.communicate(timeout=900) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     files = sorted(file.name for file in (tmp_path / "alone").iterdir())
     assert files == sorted(file.name for file in (tmp_path / "together").iterdir())

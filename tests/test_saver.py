@@ -84,7 +84,7 @@ def runs():
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=900,
         )
     assert result.returncode == 0, result.stderr
     return {run["name"]: run for run in map(json.loads, result.stdout.splitlines())}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-# Seconds after which something hangs. What ends is not waited for any longer, so that a busy machine
-# may take its time.
+# Seconds after which something hangs: what ends is not waited for any longer, so that a machine
+# may be busy.
 PATIENCE = 900
 # What this process of tests has, and a user's process has not.
 OURS = ("XLA_FLAGS", "NPROC", "PYTEST_CURRENT_TEST")
@@ -111,6 +111,7 @@ def _start(
 ) -> Process:
     program = [str(script)] if isinstance(script, Path) else ["-c", script]
     outside = {key: value for key, value in os.environ.items() if key not in OURS}
+    outside["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").partition(" ")[2]  # quick to compile
     with file.open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, *program, *map(str, arguments)],

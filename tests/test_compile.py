@@ -172,6 +172,7 @@ def discriminator_loss(models, batch, key):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
+@pytest.mark.thorough
 def test_a_loop_of_ones_own_with_two_optimizers(sizes):
     """A GAN that learns where a cloud of points lies, without `fit`."""
     mesh = rc.make_mesh(**sizes)

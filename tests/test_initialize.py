@@ -49,6 +49,7 @@ def alone(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.mark.integration
 def test_processes_join_by_environment_and_once():
     script = "import jax, redcoast as rc\nrc.initialize()\n" + AGAIN + SUM
     nowhere = {"http_proxy": "http://127.0.0.1:9"}  # must not be asked for the way
@@ -87,6 +88,7 @@ def finish(process, timeout=900):
         ),
     ],
 )
+@pytest.mark.integration
 def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):
     address = f"127.0.0.1:{free_port()}"
     if "SLURM_NTASKS" in second:
@@ -253,6 +255,7 @@ def test_a_process_that_left_is_missing_and_may_come_back():
     stranger.close()
 
 
+@pytest.mark.integration
 def test_error_of_one_process_ends_it_though_others_wait():
     script = """
 import jax, time, redcoast as rc
@@ -269,6 +272,7 @@ time.sleep(300)
         assert output.strip().endswith("KeyError: 'what went wrong'")
 
 
+@pytest.mark.integration
 def test_sigterm_is_for_python_and_its_default():
     script = """
 import jax, signal, time, redcoast as rc

@@ -99,6 +99,7 @@ def saved(directory):
     return [int(name) for name in names if name.isdigit()]
 
 
+@pytest.mark.integration
 def test_killed_in_the_middle_of_a_save(tmp_path, expected):
     checkpoints = tmp_path / "checkpoints"
 

@@ -77,6 +77,7 @@ def ramp(name, shape):
     ("mesh", "how"),
     [({}, "as CPU devices"), ({"model": 4}, "as CPU devices"), ({}, "as accelerators")],
 )
+@pytest.mark.integration
 def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
     assert (gigabyte / "model.safetensors").stat().st_size > 1e9
     arguments = [str(gigabyte), json.dumps(mesh), how]

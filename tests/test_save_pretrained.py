@@ -255,6 +255,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.integration
 def test_two_processes_load_and_save_together(tmp_path):
     model = make(Llama, CONFIG)
     rc.save_pretrained(model, tmp_path / "alone", max_file_bytes=60_000)

@@ -68,7 +68,11 @@ def last_checkpoint(directory):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.faults), signal.SIGUSR1]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.integration),
+    ],
 )
 def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(tmp_path, number):
     process = start(tmp_path)
@@ -89,6 +93,7 @@ def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(
     assert (again.returncode, out.split()) == (0, ["ready", *map(str, range(step + 1, step + 4))])
 
 
+@pytest.mark.integration
 def test_a_second_signal_stops_at_once(tmp_path):
     process = start(tmp_path, hang_at=3)
     wait_for_step(process, 3)
@@ -120,7 +125,7 @@ def fit(**options):
 def test_time_is_up(tmp_path, caplog):
     begin = time.monotonic()
     state = fit(steps=10**6, max_seconds=1.5, checkpoints=rc.Checkpoints(tmp_path))
-    assert 1.5 <= time.monotonic() - begin
+    assert time.monotonic() - begin >= 1.5
     assert 1 <= state.step < 10**6
     assert last_checkpoint(tmp_path) == state.step
     assert "`max_seconds=1.5` have passed: training stops" in caplog.text

@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -149,6 +148,7 @@ time.sleep(2)
 
 
 @pytest.mark.parametrize("close", ["log.close()", "pass", "1 / 0"])
+@pytest.mark.integration
 def test_hanging_module_does_not_keep_the_process(tmp_path, close):
     (tmp_path / "wandb.py").write_text("import time\ntime.sleep(1000)")
     code = EXIT.replace("time.sleep(2)", close)
@@ -157,6 +157,7 @@ def test_hanging_module_does_not_keep_the_process(tmp_path, close):
     assert "W&B did not finish within 0.5 seconds" in result.stderr
 
 
+@pytest.mark.integration
 def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
     # W&B's own exit hook would wait here for a minute and a half: it is made to wait for ever.
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -183,6 +184,7 @@ def services():
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.integration
 def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
     code = KILLED.replace("DIRECTORY", repr(str(tmp_path)))
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}

@@ -20,7 +20,7 @@ ROWS = bad_plans.ROWS | bad_training.ROWS | bad_models.ROWS
 COMPILED: list[str] = []
 
 
-def note(event, seconds, **_):
+def note(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         COMPILED.append(event)
 

@@ -79,7 +79,8 @@ def pytest_collection_finish():
 def pytest_sessionfinish(session):
     # JAX's own limit would look at every file whenever it adds one.
     if CACHE.is_dir() and not hasattr(session.config, "workerinput"):
-        files = sorted(CACHE.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for file, total in zip(files, it.accumulate(x.stat().st_size for x in files), strict=True):
+        files = sorted((x.stat().st_mtime, x.stat().st_size, x) for x in CACHE.iterdir())[::-1]
+        totals = it.accumulate(size for _, size, _ in files)
+        for (*_, file), total in zip(files, totals, strict=True):
             if total > MOST_BYTES:
                 file.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ HOW: Any = {
     "drawn": {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "key": jax.random.key(1)},
     "beams": {"beams": 3},
 }
-MESHES = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
+MESHES: dict[str, Any] = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
 
 
 def loss_fn(model, batch, key):

@@ -208,7 +208,7 @@ def work(fn, model, batch):
 
 @pytest.mark.parametrize(
     ("make", "few", "many"),
-    [(unequal, 30, 300), (lambda count: chain(["norm", "gated"] * count), 10, 80)],
+    [(unequal, 15, 120), (lambda count: chain(["norm", "gated"] * count), 5, 30)],
 )
 def test_the_work_is_linear_in_the_number_of_equations(make, few, many):
     work(*make(5))  # what JAX does only once

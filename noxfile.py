@@ -22,6 +22,20 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def integration(session: nox.Session) -> None:
+    """Real processes, whole programs and the pages of the docs. Arguments go to pytest."""
+    install(session, "tests")
+    session.run("pytest", "-m", "integration", "-n", "2", *session.posargs)
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """What the default suite checks, in all its cases. Arguments go to pytest."""
+    install(session, "tests")
+    session.run("pytest", "-m", "thorough", "-n", "2", *session.posargs)
+
+
+@nox.session
 def parity(session: nox.Session) -> None:
     """The models against those of Hugging Face's transformers. Arguments go to pytest."""
     install(session, "tests")

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+# Seconds after which something hangs: what ends is not waited for any longer, so that a machine
+# may be busy.
+PATIENCE = 900
 # What this process of tests has, and a user's process has not.
 OURS = ("XLA_FLAGS", "NPROC", "PYTEST_CURRENT_TEST")
 
@@ -36,14 +39,14 @@ class Process:
         """What it has printed as yet."""
         return self.file.read_text("utf-8", errors="replace")
 
-    def wait(self, timeout: float = 120) -> Finished:
+    def wait(self, timeout: float = PATIENCE) -> Finished:
         try:
             code = self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"Still running after {timeout} s:\n{self.output}") from None
         return Finished(code, self.output)
 
-    def wait_for(self, text: str, timeout: float = 120) -> None:
+    def wait_for(self, text: str, timeout: float = PATIENCE) -> None:
         """Until it has printed `text`."""
         end = time.monotonic() + timeout
         while text not in self.output:
@@ -60,7 +63,7 @@ def run_processes(
     *arguments: object,
     processes: int,
     devices: int = 1,
-    timeout: float = 120,
+    timeout: float = PATIENCE,
     env: Mapping[str, str] | None = None,
 ) -> list[Finished]:
     """Runs a script to its end in several processes at once, and gives how each ended.
@@ -108,6 +111,7 @@ def _start(
 ) -> Process:
     program = [str(script)] if isinstance(script, Path) else ["-c", script]
     outside = {key: value for key, value in os.environ.items() if key not in OURS}
+    outside["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").partition(" ")[2]  # quick to compile
     with file.open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, *program, *map(str, arguments)],

@@ -51,7 +51,7 @@ def experiment(module: str) -> Any:
 
 
 def _run(*command: str, cwd: Path) -> None:
-    subprocess.run(command, cwd=cwd, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, cwd=cwd, check=True, capture_output=True, timeout=900)
 
 
 def _fetch(package: str, download: Callable[[], Path]) -> Path:

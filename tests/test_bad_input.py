@@ -20,7 +20,7 @@ def results(tmp_path_factory):
     """What each row raises in a process of its own, where no types are checked."""
     directory = tmp_path_factory.mktemp("bad")
     command = [sys.executable, str(Path(__file__).with_name("bad_inputs.py")), str(directory)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -28,11 +28,11 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_bad_input_is_named(results, name, index):
     _, expected, words = ROWS[name][index]
-    kind, kinds, message, seconds = results[name][index]
+    kind, kinds, message, compiled = results[name][index]
     names = {e.__name__ for e in (expected if isinstance(expected, tuple) else (expected,))}
     assert names & set(kinds), (kind, message)
     assert re.search(words, message, re.DOTALL), (kind, message)
-    assert seconds < 20
+    assert compiled < 100, "it is refused too late"
 
 
 def test_there_are_many_and_of_every_public_function():

@@ -140,6 +140,7 @@ def test_token_outside_the_vocabulary_gives_nan():
     assert jnp.all(jnp.isfinite(results[0]))
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     model = helpers.make(Bert, CONFIG, kind="roberta", pad=1, head="classification")
     helpers.check_dropout(model, ("dropout", "attention_dropout", "head_dropout"))
@@ -150,14 +151,17 @@ def test_a_heads_dropout_is_that_of_the_layers_unless_it_is_said():
     assert dataclasses.replace(CONFIG, dropout=0.3, head_dropout=0.0).head_rate == 0.0
 
 
+@pytest.mark.thorough
 def test_remat_saves_less_and_changes_no_gradient():
     helpers.check_remat(helpers.make(Bert, CONFIG, head="masked"))
 
 
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32():
     helpers.check_half_precision(make(head="masked", norm_eps=1e-5))
 
 
+@pytest.mark.thorough
 def test_is_split_over_a_mesh():
     helpers.check_plan(make(width=32, hidden=128, head="masked"))
 
@@ -167,6 +171,7 @@ def test_a_classifier_of_padded_texts_is_split_over_a_mesh():
     helpers.check_plan(model, mask=jnp.tile(jnp.array([[0, 1, 1, 1, 1, 1, 0]]), (4, 1)))
 
 
+@pytest.mark.thorough
 def test_initial_deviation():
     config = dataclasses.replace(CONFIG, width=64, layers=4, hidden=64, head="pretraining")
     # A key of this kind takes less to compile.

@@ -56,6 +56,7 @@ def test_padding_of_captions_changes_nothing():
         close(found[:, before : before + 7], expected)
 
 
+@pytest.mark.thorough
 def test_cache_gives_what_all_at_once_does():
     expected = logits_of(MODEL, PIXELS, TOKENS)
     cache = MODEL.init_cache(2, 8, memory=helpers.jit(Captioner.encode)(MODEL, PIXELS))
@@ -75,6 +76,7 @@ def test_generates_the_likeliest_captions():
     np.testing.assert_array_equal(found, tokens[:, 1:5])
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     plain = logits_of(MODEL, PIXELS, TOKENS)
     # Keys of this kind take less to compile.
@@ -90,6 +92,7 @@ def test_dropout_by_key():
     assert jnp.max(jnp.abs(dropped - plain)) > 1e-3
 
 
+@pytest.mark.thorough
 def test_is_split_over_a_mesh():
     encoder = dataclasses.replace(ENCODER, width=32, heads=4, hidden=128)
     decoder = dataclasses.replace(DECODER, width=64, hidden=256)

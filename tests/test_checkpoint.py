@@ -116,7 +116,7 @@ def test_orbax_alone_reads_it(tmp_path):
         assert (weight == np.load(f"{path}/weight.npy")).all()
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=900)
 
 
 def test_metadata_and_no_pickle(tmp_path):

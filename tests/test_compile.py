@@ -1,6 +1,5 @@
 import dataclasses
 import functools as ft
-import time
 from typing import Any
 
 import equinox as eqx
@@ -70,7 +69,7 @@ def test_state_is_donated():
 def test_returns_before_the_device_is_done():
     def slow(state, x):
         y = jax.lax.fori_loop(0, 400, lambda _, y: jnp.tanh(y @ y) + 0.1, x)
-        return state + 1.0, jnp.sum(y)
+        return state + 1.0, jnp.sum(y)  # seconds later
 
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     state = jnp.zeros(())
@@ -78,11 +77,15 @@ def test_returns_before_the_device_is_done():
     x = np.full((400, 400), 0.01, np.float32)
     state, total = step(state, x)
     jax.block_until_ready(total)
-    begin = time.perf_counter()
-    state, total = step(state, x)
-    returned = time.perf_counter() - begin
-    jax.block_until_ready(total)
-    assert returned < 0.5 * (time.perf_counter() - begin)
+    # Of several, in case this thread is not run again before a result is there.
+    early = False
+    for _ in range(5):
+        state, total = step(state, x)
+        early = early or not total.is_ready()
+        jax.block_until_ready(total)
+        if early:
+            break
+    assert early
 
 
 def towards(state, batch, target, key=KEY):
@@ -399,6 +402,7 @@ def discriminator_loss(models, batch, key):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
+@pytest.mark.thorough
 def test_a_loop_of_ones_own_with_two_optimizers(sizes):
     """A GAN that learns where a cloud of points lies, without `fit`."""
     mesh = rc.make_mesh(**sizes)

@@ -44,10 +44,10 @@ def run(sources, namespace):
 def run_apart(source, cwd):
     """Runs a program in a process that has what a user's has: no emulated devices as yet."""
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    environment["XLA_FLAGS"] = os.environ["XLA_FLAGS"].partition(" ")[2]  # but quick to compile
     command = [sys.executable, "-c", source]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
 
 
@@ -65,6 +65,7 @@ def words(text):
 
 
 @pytest.mark.parametrize("name", [n for n, t in PAGES.items() if blocks(t) and not emulates(t)])
+@pytest.mark.integration
 def test_blocks_of_a_page_run_in_order(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("page")
@@ -76,11 +77,13 @@ def test_blocks_of_a_page_run_in_order(name, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", [n for n, t in PAGES.items() if emulates(t)])
+@pytest.mark.integration
 def test_blocks_of_a_page_that_emulates_devices_run_in_order(name, tmp_path):
     result = run_apart("\n".join(blocks(PAGES[name])), tmp_path)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.integration
 def test_readme_example_prints_the_plan_that_follows_it(tmp_path):
     (source,) = blocks(README)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
@@ -103,6 +106,7 @@ def test_links_of_the_readme_lead_somewhere():
         assert not anchor or anchor in anchors
 
 
+@pytest.mark.integration
 def test_five_lines_read_a_checkpoint_without_redcoast(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = rc.init_state(lambda key: make_model(), optax.adam(1e-2), key=jax.random.key(0))
@@ -169,7 +173,18 @@ def test_public_functions_have_an_example():
     assert missing <= WITHOUT_EXAMPLE | {"LlamaConfig"}
 
 
-@pytest.mark.parametrize("name", [n for n in public() if n != "emulate_devices" and examples_of(n)])
+# Whole programs.
+LONG = {"Llama", "generate", "load_pretrained"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.integration] if n in LONG else [])
+        for n in public()
+        if n != "emulate_devices" and examples_of(n)
+    ],
+)
 def test_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(examples_of(name), namespace(name))

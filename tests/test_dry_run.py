@@ -52,6 +52,7 @@ def run():
     return rc.dry_run(init_fn, loss_fn, TOKENS, OPTIMIZER, target="cpu:8", mesh=SIZES)
 
 
+@pytest.mark.thorough
 def test_the_step_is_the_one_that_a_loop_compiles(run):
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     state = eqx.filter_eval_shape(rc.init_state, init_fn, OPTIMIZER, key=jax.random.key(0))

@@ -67,6 +67,7 @@ def test_help_explains_every_option(capsys):
         assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
 
 
+@pytest.mark.thorough
 def test_figures_of_a_model_in_a_file(config_json, capsys):
     options = {"target": "cpu:4", "mesh": "data=2,fsdp=1,model=2", "seq": 16}
     assert dry_run(model=str(config_json), json=True, **options) == 0
@@ -85,6 +86,7 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
     assert "16 tokens" in captured.err
 
 
+@pytest.mark.thorough
 def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_path, capsys):
     config = GPT2Config(vocab=64, width=32, layers=1, heads=2, hidden=64, positions=16)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
@@ -412,6 +414,7 @@ def test_the_cpus_compiler_is_compared_with_no_program_that_was_refused():
     assert ["bfloat16", "1", "+0.0% to +0.0%", "2.00 to 2.00"] in map(fields, lines)
 
 
+@pytest.mark.thorough
 def test_without_the_compilers_that_of_the_cpu_stands_in(config_json, monkeypatch):
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere")
     for name in ("libtpu", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pair_helpers import (
@@ -41,7 +42,7 @@ CLASSES = {
 }
 FAMILIES = list(CLASSES)
 MODELS = {family: random_model(*CLASSES[family]) for family in FAMILIES}
-pytestmark = pytest.mark.parametrize("family", FAMILIES)
+pytestmark = pytest.mark.parametrize("family", few_of(FAMILIES, "t5"))
 
 
 def make(family, **changes):
@@ -161,6 +162,7 @@ def test_dropout_needs_a_key(family):
         assert jnp.mean(jnp.isclose(one, different, rtol=1e-3)) < 0.1
 
 
+@pytest.mark.thorough
 def test_remat_saves_less_and_changes_no_gradient(family):
     full = make(family, remat="full")
     plain, again = (
@@ -178,7 +180,10 @@ def test_remat_saves_less_and_changes_no_gradient(family):
     assert saved(full) < saved(dots) < 0.9 * saved(MODELS[family])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.06), (jnp.float16, 0.008)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    few_of([(jnp.bfloat16, 0.06), (jnp.float16, 0.008)], (jnp.bfloat16, 0.06), several=True),
+)
 def test_half_precision_is_close_to_float32(family, dtype, tolerance):
     half = cast(MODELS[family], dtype)
     logits, exact = logits_of(half), logits_of(cast(half, jnp.float32))

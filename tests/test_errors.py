@@ -70,11 +70,23 @@ def saved(directory):
 
 def data_threads():
     """Those that are there after a moment: they end without being waited for."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     find = lambda: [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
     while find() and time.monotonic() < deadline:
         time.sleep(0.01)
     return find()
+
+
+@pytest.fixture
+def costly_batches(monkeypatch):
+    """To be called while a batch is made: nothing else takes any time, so threads are worth it."""
+    now = [0.0]
+    monkeypatch.setattr("redcoast._data.perf_counter", lambda: now[0])
+
+    def work():
+        now[0] += 1.0
+
+    return work
 
 
 EVALUATION = {
@@ -313,11 +325,11 @@ def test_a_stream_that_raises_says_at_which_step():
 
 
 @pytest.mark.parametrize("fatal", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
-def test_a_worker_that_dies_is_not_waited_for(fatal):
+def test_a_worker_that_dies_is_not_waited_for(fatal, costly_batches):
     workers = set()
 
     def collate(examples):
-        time.sleep(0.005)  # long enough for threads to be worth it
+        costly_batches()
         workers.add(threading.current_thread().name)
         if len(workers) > 1 and len(seen) > 8:
             raise fatal("gone")
@@ -332,9 +344,9 @@ def test_a_worker_that_dies_is_not_waited_for(fatal):
     assert not data_threads()
 
 
-def test_threads_end_whoever_raises():
+def test_threads_end_whoever_raises(costly_batches):
     def slow(examples):
-        time.sleep(0.005)
+        costly_batches()
         return collate_fn(examples)
 
     with pytest.raises(Broken) as error:

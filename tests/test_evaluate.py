@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import few_of
 from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
@@ -17,7 +18,7 @@ evaluate = ft.partial(rc.evaluate, MODEL, collate_fn=collate_fn, loss_fn=loss_fn
 predict = ft.partial(rc.predict_examples, MODEL, collate_fn=collate_fn, predict_fn=predict_fn)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 16, 53, 64])
+@pytest.mark.parametrize("batch_size", few_of([1, 7, 16, 53, 64], 7, 64))
 def test_every_example_counts_once_whatever_the_batch_size(batch_size):
     expected, aux = loss_fn(MODEL, collate_fn(EXAMPLES), None)
     found = evaluate(EXAMPLES, batch_size=batch_size, mesh=MESH)

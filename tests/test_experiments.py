@@ -30,7 +30,7 @@ def run(script, *options):
     # worth optimising.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     command = [sys.executable, str(FOLDER / script), *map(str, options)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -81,6 +81,7 @@ def test_help_explains_every_option(name, script, capsys):
         assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
 
 
+@pytest.mark.integration
 def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
     options = [
         "--text",
@@ -117,6 +118,7 @@ def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
     assert [entry["step"] for entry in history] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.integration
 def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. Größe: 3 µm.\n" * 100)
@@ -140,6 +142,7 @@ def test_stopped_runs_ask_to_be_run_again(script):
     assert stopped.value.code == STOPPED
 
 
+@pytest.mark.integration
 def test_processes_take_directory_and_text_of_the_first():
     program = f"""
 import sys, time
@@ -191,6 +194,7 @@ def test_standard_library_is_read_without_its_tests(script):
     assert 0.01 < sum(map(len, held_out)) / sum(map(len, train)) < 0.1
 
 
+@pytest.mark.integration
 def test_images_are_classified(tmp_path):
     options = ["--epochs", 12, "--channels", 16, "--directory", tmp_path]
     output = run("image_classification.py", *options)
@@ -242,6 +246,7 @@ def weights(tmp_path_factory):
 TUNING = ["--steps", 2, "--batch-size", 4, "--seq", 32, "--new-tokens", 4, "--prompt", "Text"]
 
 
+@pytest.mark.integration
 def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
     options = ["--weights", weights, "--text", texts, "--directory", tmp_path / "runs", *TUNING]
     output = run(
@@ -256,6 +261,7 @@ def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
     assert np.abs(changed).max() > 0
 
 
+@pytest.mark.integration
 def test_adapters_are_tuned_on_chats(weights, tmp_path):
     say = lambda role, content: {"role": role, "content": content}
     chat = {"messages": [say("user", "Add 1 to 2."), say("assistant", "3 it is." * 20)]}
@@ -283,6 +289,7 @@ def test_only_what_the_assistant_says_is_learned(script):
     assert bytes(tokens[learned].tolist()) == b"yes"
 
 
+@pytest.mark.integration
 def test_a_prompt_is_answered_word_by_word(weights):
     options = ["--weights", weights, "--prompt", "Hello", "--new-tokens", 6]
     drawn = run("serve_prompt.py", *options)
@@ -292,7 +299,7 @@ def test_a_prompt_is_answered_word_by_word(weights):
 
 def run_as_two(script, *options):
     """As `run`, by two processes of two devices each; gives what the first printed."""
-    first, second = run_processes(FOLDER / script, *options, processes=2, devices=2, timeout=300)
+    first, second = run_processes(FOLDER / script, *options, processes=2, devices=2)
     assert first.returncode == second.returncode == 0, first.output + second.output
     # What gloo prints of its connections may stand anywhere.
     first, second = (re.sub(r"\[Gloo\][^\n]*\n", "", x.output) for x in (first, second))

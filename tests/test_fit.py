@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import few_of
 from problem import (
     Stream,
     arrays,
@@ -72,7 +73,11 @@ def test_learns_and_reports():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"devices": jax.devices()[:1]}, {"model": 4}, {"fsdp": 2, "model": 2}, {"fsdp": 8}]
+    "sizes",
+    few_of(
+        [{"devices": jax.devices()[:1]}, {"model": 4}, {"fsdp": 2, "model": 2}, {"fsdp": 8}],
+        {"fsdp": 2, "model": 2},
+    ),
 )
 def test_the_same_losses_on_any_mesh(sizes):
     train = ft.partial(logged, steps=20, model=make_model(width=64))
@@ -140,7 +145,7 @@ def test_every_example_is_trained_on_once_in_each_epoch():
     assert sorted(flat[:70]) == sorted(flat[70:]) == list(range(70))
 
 
-@pytest.mark.parametrize("batch_size", [16, 64])
+@pytest.mark.parametrize("batch_size", few_of([16, 64], 16))
 def test_a_short_last_batch_counts_all_of_it(batch_size):
     """5 examples, and 21, trained on as they are by hand, with and without accumulation."""
     for count in (5, 21):
@@ -285,6 +290,7 @@ def test_the_best_is_kept(tmp_path):
         fit(checkpoints=rc.Checkpoints(tmp_path / "b", best="loss"))
 
 
+@pytest.mark.thorough
 def test_resume_is_bitwise_with_dropout_augmentation_schedule_and_accumulation(tmp_path):
     class Net(eqx.Module):
         mlp: eqx.nn.MLP
@@ -523,6 +529,7 @@ def test_logs_to_wandb_and_resumes_the_same_run(tmp_path, monkeypatch):
     assert len(rc.read_metrics(tmp_path / "metrics.jsonl")) == 4
 
 
+@pytest.mark.thorough
 def test_randomness_does_not_depend_on_the_mesh_nor_does_a_short_last_batch():
     def loss(model, batch, key):
         noise = jax.random.normal(key, batch["x"].shape)

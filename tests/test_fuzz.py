@@ -10,14 +10,18 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("seconds", "seed"), [(2, 1), pytest.param(600, None, marks=pytest.mark.fuzz)]
+    ("seconds", "seed"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.integration),
+        pytest.param(600, None, marks=pytest.mark.fuzz),
+    ],
 )
 def test_damaged_files(seconds, seed):
     arguments = [str(seconds)] if seed is None else [str(seconds), str(seed)]
     command = [sys.executable, "fuzz_readers.py", *arguments]
     result = subprocess.run(
-        command, cwd=HERE, capture_output=True, text=True, errors="replace", timeout=seconds + 120
+        command, cwd=HERE, capture_output=True, text=True, errors="replace", timeout=seconds + 900
     )
     print(result.stdout)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert int(result.stdout.split()[-5]) > 5 * seconds
+    assert int(result.stdout.split()[-5]) > 10

@@ -167,28 +167,34 @@ def test_each_switch_has_an_effect(change):
     assert np.max(np.abs(changed - same)) > 1e-3
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     check_padding(MODEL)
 
 
+@pytest.mark.thorough
 def test_segments_are_as_rows_of_their_own():
     check_segments(MODEL)
 
 
+@pytest.mark.thorough
 def test_cache_is_as_all_at_once():
     check_cache(MODEL)
 
 
+@pytest.mark.thorough
 def test_remat_changes_no_gradient():
     check_remat(lambda remat: make(remat=remat))
 
 
+@pytest.mark.thorough
 def test_layers_are_split():
     plan = check_split(make(vocab=256, width=64, kv_heads=4, head_dim=16, hidden=128))
     layers = plan.shardings.layers
     assert all("model" in x.spec for x in (layers.wq, layers.wo, layers.gate, layers.down))
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_close_and_scales_embeddings_as_rounded():
     model = make(CONFIG, width=18, layers=1)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
@@ -200,6 +206,7 @@ def test_bfloat16_is_close_and_scales_embeddings_as_rounded():
     assert "4.25:bf16" in str(jax.make_jaxpr(lambda model: model.hidden(TOKENS))(half))
 
 
+@pytest.mark.thorough
 def test_dropout_needs_a_key():
     model = make(attention_dropout=0.5)
     alone, dropped = eqx.filter_jit(lambda model, key: (model(TOKENS), model(TOKENS, key=key)))(

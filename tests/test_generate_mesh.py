@@ -1,5 +1,6 @@
 """Decoding with a model that is split over a mesh gives the tokens of one device."""
 
+import functools as ft
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generate_helpers import prompts
+from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,69 +30,78 @@ HOW: Any = {
     "drawn": {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "key": jax.random.key(1)},
     "beams": {"beams": 3},
 }
-MESHES = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
+MESHES: dict[str, Any] = {"2x4": {"model": 4}, "fsdp": {"fsdp": 4, "model": 2}}
 
 
 def loss_fn(model, batch, key):
     return jnp.mean(model(batch) ** 2)
 
 
-def planned(sizes):
-    mesh = rc.make_mesh(**sizes)
+@ft.cache
+def planned(name):
+    mesh = rc.make_mesh(**MESHES[name])
     plan = rc.plan_shardings(MODEL, mesh, fn=loss_fn, args=(jnp.zeros((8, 8), jnp.int32), None))
     arrays, static = eqx.partition(MODEL, eqx.is_array)
     shardings = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
     return plan, eqx.combine(jax.device_put(arrays, shardings), static)
 
 
-PLANNED = {name: planned(sizes) for name, sizes in MESHES.items()}
-ONE_DEVICE = {how: np.asarray(generate(MODEL, TOKENS, **PROMPT, **HOW[how])) for how in HOW}
+@ft.cache
+def one_device(how):
+    return np.asarray(generate(MODEL, TOKENS, **PROMPT, **HOW[how]))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "how"), [*(("2x4", how) for how in HOW), ("fsdp", "greedy"), ("fsdp", "beams")]
+    ("mesh", "how"),
+    few_of(
+        [*(("2x4", how) for how in HOW), ("fsdp", "greedy"), ("fsdp", "beams")],
+        ("2x4", "drawn"),
+        ("fsdp", "beams"),
+        several=True,
+    ),
 )
 def test_called_as_it_is_a_model_stays_split(mesh, how):
-    found = generate(PLANNED[mesh][1], TOKENS, **PROMPT, **HOW[how])
-    np.testing.assert_array_equal(found, ONE_DEVICE[how])
+    found = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
+    np.testing.assert_array_equal(found, one_device(how))
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", few_of(HOW, "greedy"))
 def test_under_a_plan(how):
-    plan, model = PLANNED["2x4"]
+    plan, model = planned("2x4")
     decode = lambda model, tokens, mask: generate(
         model, tokens, **{**PROMPT, "mask": mask}, **HOW[how]
     )
     given = [jnp.asarray(x) for x in (TOKENS, MASK)]
     found = eqx.filter_jit(plan.constrain(decode))(model, *given)
-    np.testing.assert_array_equal(found, ONE_DEVICE[how])
+    np.testing.assert_array_equal(found, one_device(how))
 
 
 def test_a_stream_of_a_split_model_compiles_once():
-    model = PLANNED["2x4"][1]
+    model = planned("2x4")[1]
     jitted: Any = streaming._advance
     before = jitted._cache_size()
     for how in ("greedy", "greedy"):
         steps = []
         found = generate(model, TOKENS, stream=steps.append, **PROMPT, **HOW[how])
-        np.testing.assert_array_equal(found, ONE_DEVICE[how])
+        np.testing.assert_array_equal(found, one_device(how))
     assert jitted._cache_size() == before + 1
 
 
 def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
-    model = PLANNED["2x4"][1]
+    model = planned("2x4")[1]
     mesh = model.embed.sharding.mesh
     found = generate(model, TOKENS, **PROMPT)
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
     everywhere = jax.device_put(TOKENS, NamedSharding(mesh, P()))
     arrays = eager.prepare_prompt(model, split(model)[0], everywhere, None)
     assert arrays[0].sharding.is_fully_replicated
-    np.testing.assert_array_equal(generate(model, everywhere, **PROMPT), ONE_DEVICE["greedy"])
+    np.testing.assert_array_equal(generate(model, everywhere, **PROMPT), one_device("greedy"))
     # Three rows do not divide over two.
     few = generate(model, TOKENS[:3], **{**PROMPT, "mask": MASK[:3]})
-    np.testing.assert_array_equal(few, ONE_DEVICE["greedy"][:3])
+    np.testing.assert_array_equal(few, one_device("greedy")[:3])
 
 
+@pytest.mark.thorough
 def test_as_a_predict_fn():
     examples = [{"tokens": TOKENS[i % 4], "mask": MASK[i % 4]} for i in range(6)]
     collate_fn = lambda some: {k: np.stack([one[k] for one in some]) for k in ("tokens", "mask")}
@@ -100,12 +111,12 @@ def test_as_a_predict_fn():
 
     options: dict[str, Any] = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 4}
     found = rc.predict_examples(MODEL, examples, mesh=rc.make_mesh(model=4), **options)
-    np.testing.assert_array_equal(found, ONE_DEVICE["beams"][[0, 1, 2, 3, 0, 1]])
+    np.testing.assert_array_equal(found, one_device("beams")[[0, 1, 2, 3, 0, 1]])
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
 def test_no_step_gathers_the_cache(how):
-    model = PLANNED["2x4"][1]
+    model = planned("2x4")[1]
     arrays, static = split(model)
     options: dict[str, Any] = {
         "key": None,

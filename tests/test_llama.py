@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from grids import few_of
 
 from redcoast.models.llama import Llama, LlamaConfig
 
@@ -103,7 +104,10 @@ def test_float64_matches_numpy():
         np.testing.assert_allclose(logits[0], numpy_logits(model, TOKENS[0]), atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.03), (jnp.float16, 0.004)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    few_of([(jnp.bfloat16, 0.03), (jnp.float16, 0.004)], (jnp.float16, 0.004), several=True),
+)
 def test_half_precision_is_close_to_float32(dtype, tolerance):
     half = cast(MODEL, dtype)
     logits, exact = logits_of(half, TOKENS), logits_of(cast(half, jnp.float32), TOKENS)
@@ -171,7 +175,7 @@ def test_grouped_heads_equal_repeated_heads():
     )
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", few_of(["dots", "full"], "full"))
 def test_remat_saves_less_and_changes_no_gradient(remat):
     model = make(remat=remat)
     plain, again = gradient_of(MODEL, TOKENS), gradient_of(model, TOKENS)

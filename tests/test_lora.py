@@ -79,6 +79,7 @@ def test_merged_weights_are_the_sums():
     assert jnp.max(jnp.abs(logits_of(merged, TOKENS) - logits_of(MODEL, TOKENS))) > 0.1
 
 
+@pytest.mark.thorough
 def test_each_expert_has_an_adapter_of_its_own():
     config = MixtralConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=2, hidden=8, experts=4)
     model = adapted(make_model(Mixtral, config), "gate|down")
@@ -100,6 +101,7 @@ def test_all_matrices_of_every_family_are_multiplied_by(name):
     assert all(map(vectors_and_tables.search, rest)), rest
 
 
+@pytest.mark.thorough
 def test_linear_layers_are_adapted_anywhere():
     mlp = eqx.nn.MLP(4, 3, 8, depth=2, key=KEY)
     model = adapted({"mlp": mlp, "scale": jnp.ones(())}, "mlp/layers/[01]/weight", rank=2)
@@ -127,6 +129,7 @@ def test_adapters_are_made_abstractly_and_in_jit():
     assert abstract.layers.wq.b.shape == made.layers.wq.b.shape == (2, 3, 4, 4)
 
 
+@pytest.mark.thorough
 def test_adapters_of_bfloat16_weights_are_float32():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODEL)
     model = adapted(half, "layers/w")
@@ -161,6 +164,7 @@ def test_only_adapters_are_trained():
     assert moved == paths(lora.adapters(model)).keys()
 
 
+@pytest.mark.thorough
 def test_fit_trains_adapters_alone():
     examples = list(np.asarray(TOKENS))
     model = lora.add_adapters(MODEL, 2, targets="w[qv]", key=KEY)
@@ -214,6 +218,7 @@ def test_adapters_are_split_as_their_matrix(model, dataflow):
         assert at(getattr(layers, name).weight) == at(getattr(layers, name).a) == [1], name
 
 
+@pytest.mark.thorough
 def test_adapters_of_linear_layers_are_split_as_their_matrix():
     mlp = eqx.nn.MLP(64, 64, 256, depth=1, use_bias=False, key=KEY)
     plain = rc.infer_shardings(mlp, rc.make_mesh(model=4))

@@ -18,7 +18,7 @@ EXAMPLES = 50
 def run(processes, devices, **asked):
     text = json.dumps({"mesh": {"data": 2, "model": 2}, **asked})
     program = PROGRAMS / "run.py"
-    return run_processes(program, text, processes=processes, devices=devices, timeout=180)
+    return run_processes(program, text, processes=processes, devices=devices)
 
 
 def results(finished: list[Finished]) -> list[dict]:
@@ -57,6 +57,7 @@ def alone():
     return results(run(1, 4, gather=["all", "first", "none"]))[0]
 
 
+@pytest.mark.integration
 def test_a_signal_to_one_stops_all_and_one_process_goes_on(alone, tmp_path):
     stopped = results(run(2, 2, fault="signal", who=1, at=40, directory=str(tmp_path)))
     (step,) = {x["step"] for x in stopped}
@@ -65,6 +66,7 @@ def test_a_signal_to_one_stops_all_and_one_process_goes_on(alone, tmp_path):
     check_same_metrics(stopped[0]["metrics"] + resumed["metrics"], alone["metrics"])
 
 
+@pytest.mark.integration
 def test_an_error_of_one_is_told_to_all(tmp_path):
     other, faulty = run(2, 1, fault="raise", who=1, at=30, mesh={"fsdp": 2})
     assert faulty.returncode == other.returncode == 1
@@ -77,14 +79,20 @@ def test_an_error_of_one_is_told_to_all(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("batch", "`batch_size`: 16 on process 0; 8 on process 1."),
+        pytest.param(
+            "batch",
+            "`batch_size`: 16 on process 0; 8 on process 1.",
+            marks=pytest.mark.integration,
+        ),
         pytest.param("other code", "the code of `loss_fn`: ", marks=pytest.mark.hosts),
         pytest.param(
             "fewer examples",
             "the number of `examples`: 50 on process 0; 49 on process 1.",
             marks=pytest.mark.hosts,
         ),
-        ("other values", "the values of the initial model: "),
+        pytest.param(
+            "other values", "the values of the initial model: ", marks=pytest.mark.integration
+        ),
     ],
 )
 def test_processes_that_disagree_are_told_so(fault, named):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import few_of
 
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
@@ -43,12 +44,15 @@ def expected():
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"data": 8},
-        {"data": 2, "model": 4},
+    few_of(
+        [
+            {"data": 8},
+            {"data": 2, "model": 4},
+            {"data": 2, "fsdp": 2, "model": 2},
+            {"data": 1, "fsdp": 8},
+        ],
         {"data": 2, "fsdp": 2, "model": 2},
-        {"data": 1, "fsdp": 8},
-    ],
+    ),
 )
 def test_the_same_losses_on_any_mesh(sizes, expected):
     found = losses(rc.make_mesh(**sizes))

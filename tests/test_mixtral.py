@@ -158,6 +158,7 @@ def test_cache_is_as_all_at_once():
     check_cache(make(window=3))
 
 
+@pytest.mark.thorough
 def test_remat_changes_no_gradient():
     check_remat(lambda remat: make(remat=remat))
 

@@ -60,32 +60,39 @@ def test_matches_numpy(changes):
 
 
 @pytest.mark.parametrize("model", [MODEL, OTHER], ids=["before", "after"])
+@pytest.mark.thorough
 def test_padding_changes_nothing(model):
     helpers.check_padding(model)
 
 
+@pytest.mark.thorough
 def test_packed_texts_are_as_apart():
     helpers.check_segments(OTHER)
 
 
 @pytest.mark.parametrize("model", [MODEL, OTHER], ids=["before", "after"])
+@pytest.mark.thorough
 def test_cache_gives_what_all_at_once_does(model):
     helpers.check_cache(model, model.init_cache(2, 12))
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     helpers.check_dropout(MODEL, ("dropout", "attention_dropout"))
 
 
+@pytest.mark.thorough
 def test_remat_saves_less_and_changes_no_gradient():
     helpers.check_remat(OTHER)
 
 
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32():
     helpers.check_half_precision(MODEL)
 
 
 @pytest.mark.parametrize("changes", [{}, SMALLEST], ids=["before", "after"])
+@pytest.mark.thorough
 def test_is_split_over_a_mesh(changes):
     helpers.check_plan(make(OPT, CONFIG, **changes, width=32, hidden=128))
 

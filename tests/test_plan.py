@@ -1,12 +1,12 @@
-import gc
 import json
-import time
 
 import equinox as eqx
 import jax
 import numpy as np
 import optax
 import pytest
+from counting import count_calls
+from grids import few_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
@@ -69,7 +69,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tree=trees, fsdp=st.sampled_from([1, 2, 3]), model=st.sampled_from([1, 2, 4]))
 def test_any_tree_has_a_plan_whose_splits_divide(tree, fsdp, model):
     plan = plan_shardings(tree, mesh_of(1, fsdp, model))
@@ -84,7 +84,8 @@ def test_any_tree_has_a_plan_whose_splits_divide(tree, fsdp, model):
     assert max(map(len, str(plan).splitlines())) <= 80
 
 
-def test_a_plan_never_changes_loss_and_gradients():
+@pytest.mark.parametrize("sizes", few_of([(2, 1, 4), (2, 2, 2), (1, 8, 1)], (2, 2, 2)))
+def test_a_plan_never_changes_loss_and_gradients(sizes):
     make = eqx.filter_jit(lambda key: Transformer(1, 32, 8, 128, 8, key=key))
     model = make(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (8, 8), 0, 128)
@@ -99,11 +100,10 @@ def test_a_plan_never_changes_loss_and_gradients():
         return jax.value_and_grad(loss)(params)
 
     expected = jax.tree.leaves(loss_and_grads(params))
-    for sizes in ((2, 1, 4), (2, 2, 2), (1, 8, 1)):
-        shardings = infer_shardings(params, real_mesh(*sizes))
-        found = jax.tree.leaves(loss_and_grads(jax.device_put(params, shardings)))
-        for a, b in zip(found, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    shardings = infer_shardings(params, real_mesh(*sizes))
+    found = jax.tree.leaves(loss_and_grads(jax.device_put(params, shardings)))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_overrides_are_taken_as_given_and_the_first_wins():
@@ -190,12 +190,10 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
     assert len(str(plan_shardings(llama(), mesh_of(2, 2, 4))).splitlines()) < 40
 
 
-def test_planning_a_hundred_layers_is_fast():
-    state = train_state(stock(Transformer, layers=100), optax.adamw(1e-3))
-    gc.collect()
-    gc.freeze()  # what other tests left behind is not gone through again and again
-    start = time.process_time()
-    str(plan_shardings(state, mesh_of(2, 2, 4)))
-    seconds = time.process_time() - start
-    gc.unfreeze()
-    assert seconds < 3
+def test_the_work_of_planning_is_linear_in_the_number_of_layers():
+    def work(layers):
+        state = train_state(stock(Transformer, layers=layers), optax.adamw(1e-3))
+        return count_calls(lambda: str(plan_shardings(state, mesh_of(2, 2, 4))))
+
+    work(2)  # what is done only once
+    assert work(24) < 1.25 * 4 * work(6)

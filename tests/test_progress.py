@@ -3,9 +3,9 @@ import inspect
 import io
 import itertools
 import time
-import timeit
 
 import pytest
+from counting import count_calls
 
 from redcoast import _progress
 from redcoast._progress import Progress, progress
@@ -165,22 +165,26 @@ def test_writes_to_standard_error_by_default(capsys):
 
 
 @pytest.mark.parametrize("enabled", [None, True])
-def test_costs_less_than_ten_microseconds(enabled):
+def test_a_step_that_draws_nothing_costs_next_to_nothing(enabled, clock):
     bar = progress(10**9, enabled=enabled, file=io.StringIO())
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "weight": 100.0}
     bar.update(1, metrics, 32)
-    # As users have it, without the type checker. The best of many short runs redraws nothing.
+    # As users have it, without the type checker.
     update = functools.partial(inspect.unwrap(Progress.update), bar, 2, metrics, 32)
-    seconds = min(timeit.repeat(update, number=100, repeat=100))
+    calls = count_calls(lambda: [update() for _ in range(100)])
     bar.close()
-    assert seconds / 100 < 10e-6
+    # `update` itself, the weight looked up, and the clock, which is a function of Python's here.
+    assert calls < 5 * 100
 
 
 def test_real_time():
     file = io.StringIO()
+    begin = time.perf_counter()
     with progress(5, file=file) as bar:
         for step in range(1, 6):
             time.sleep(0.02)
             bar.update(step, {}, 1)
+    most = time.perf_counter() - begin
     rate = float(file.getvalue().split("  ")[1].split()[0])
-    assert 5 < rate < 51
+    # Four steps after the first, of at least 0.02 s each, and in no more time than there was.
+    assert 0.99 * 4 / most < rate < 51

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import few_of
 from problem import Stream, arrays, collate_fn, make_examples, make_model, metric_fn, predict_fn
 
 import redcoast as rc
@@ -130,7 +131,10 @@ def recorded(case, directory, stop=None):
     return lines, state
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    few_of(CASES, "accumulation and a schedule on a mesh", "evaluation and the best", "Grain"),
+)
 def test_resume_is_bitwise(case, tmp_path):
     expected, whole = recorded(case, tmp_path / "whole")
     # Stopped in the middle of the second epoch, where an evaluation is due.

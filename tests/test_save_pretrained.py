@@ -255,6 +255,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.integration
 def test_two_processes_load_and_save_together(tmp_path):
     model = make(Llama, CONFIG)
     rc.save_pretrained(model, tmp_path / "alone", max_file_bytes=60_000)
@@ -273,7 +274,7 @@ def test_two_processes_load_and_save_together(tmp_path):
         )
         for rank in range(2)
     ]
-    results = [process.communicate(timeout=240) for process in processes]
+    results = [process.communicate(timeout=900) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
     files = sorted(file.name for file in (tmp_path / "alone").iterdir())
     assert files == sorted(file.name for file in (tmp_path / "together").iterdir())

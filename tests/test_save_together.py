@@ -49,7 +49,7 @@ print("at the end", sorted(p.name for p in (directory / "checkpoints").iterdir()
 @pytest.mark.faults
 @pytest.mark.parametrize("broken", [0, 1])
 def test_one_process_that_cannot_save(tmp_path, broken):
-    for finished in run_processes(SCRIPT, tmp_path, broken, processes=2, timeout=60):
+    for finished in run_processes(SCRIPT, tmp_path, broken, processes=2):
         assert finished.returncode == 0, finished.output
         assert "The checkpoint of step 4 could not be saved" in finished.output
         assert "NOT SAVED\nThe state after step 6" in finished.output

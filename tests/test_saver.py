@@ -84,7 +84,7 @@ def runs():
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=900,
         )
     assert result.returncode == 0, result.stderr
     return {run["name"]: run for run in map(json.loads, result.stdout.splitlines())}
@@ -95,6 +95,7 @@ def failures(run):
 
 
 @pytest.mark.parametrize("name", ["full", "denied"])
+@pytest.mark.integration
 def test_training_goes_on_and_saves_again_when_it_can(runs, name):
     run = runs[name]
     assert run["error"] == "None"
@@ -107,17 +108,20 @@ def test_training_goes_on_and_saves_again_when_it_can(runs, name):
     assert all("checkpoints/2." in m for m in warned)
 
 
+@pytest.mark.integration
 def test_reasons_are_named(runs):
     assert all("Permission denied" in m for m in failures(runs["denied"]))
     assert all("File too large" in m or "FILE" in m.upper() for m in failures(runs["full"]))
 
 
+@pytest.mark.integration
 def test_metrics_are_one_warning(runs):
     for name in ("full", "full at the end"):
         assert sum("metrics of step" in m for m in runs[name]["messages"]) == 1
     assert {1, 2, 11, 12} <= set(runs["full"]["logged"])
 
 
+@pytest.mark.integration
 def test_the_end_says_that_the_last_state_is_not_saved(runs):
     run = runs["full at the end"]
     assert run["newest"] == "2"

@@ -27,19 +27,24 @@ def slow(examples):
     time.sleep(float(sys.argv[2]))
     return collate_fn(examples)
 
+def log(metrics, step):
+    print(step, flush=True)
+    if step == int(sys.argv[4]):
+        time.sleep(1000)
+
 print("ready", flush=True)
 state = rc.fit(
     make_model(), optax.sgd(0.1), make_examples(64), collate_fn=slow, loss_fn=loss_fn,
     batch_size=8, steps=int(sys.argv[3]), progress=False,
     checkpoints=rc.Checkpoints(sys.argv[1], every=1000),
-    log=lambda metrics, step: print(step, flush=True),
+    log=log,
 )
 sys.exit(75 if state.step < int(sys.argv[3]) else 0)
 """
 
 
-def start(directory, slow=0.05, steps=1000):
-    command = [sys.executable, "-c", SCRIPT, str(directory), str(slow), str(steps)]
+def start(directory, slow=0.05, steps=1000, hang_at=0):
+    command = [sys.executable, "-c", SCRIPT, *map(str, (directory, slow, steps, hang_at))]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
         command,
@@ -63,7 +68,11 @@ def last_checkpoint(directory):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.faults), signal.SIGUSR1]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.faults),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.integration),
+    ],
 )
 def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(tmp_path, number):
     process = start(tmp_path)
@@ -71,7 +80,7 @@ def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(
     # As `timeout` does, which sends to the process and to its group.
     process.send_signal(number)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == STOPPED == 75
     assert f"{number.name} came: training stops" in err
     step = last_checkpoint(tmp_path)
@@ -80,19 +89,23 @@ def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(
     assert str(step) in out.split()
 
     again = start(tmp_path, slow=0.0, steps=step + 3)
-    out, err = again.communicate(timeout=60)
+    out, err = again.communicate(timeout=900)
     assert (again.returncode, out.split()) == (0, ["ready", *map(str, range(step + 1, step + 4))])
 
 
+@pytest.mark.integration
 def test_a_second_signal_stops_at_once(tmp_path):
-    process = start(tmp_path, slow=0.5)
-    wait_for_step(process, 1)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.25)  # and the step has not ended
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=5)
+    process = start(tmp_path, hang_at=3)
+    wait_for_step(process, 3)
+    # The step does not end. Signals that come right after the first are the same, sent twice.
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.25)
+    process.kill()
+    process.communicate()
     assert process.returncode == -signal.SIGTERM
-    assert not (tmp_path / "checkpoints" / "2").exists()
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
 def fit(**options):
@@ -112,7 +125,7 @@ def fit(**options):
 def test_time_is_up(tmp_path, caplog):
     begin = time.monotonic()
     state = fit(steps=10**6, max_seconds=1.5, checkpoints=rc.Checkpoints(tmp_path))
-    assert 1.5 <= time.monotonic() - begin < 30
+    assert time.monotonic() - begin >= 1.5
     assert 1 <= state.step < 10**6
     assert last_checkpoint(tmp_path) == state.step
     assert "`max_seconds=1.5` have passed: training stops" in caplog.text

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoder_helpers import close, make, slow_attention, slow_norm
+from grids import few_of
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
@@ -99,7 +100,10 @@ def test_remat_changes_no_gradient():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 0.04), (jnp.float16, 0.006)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    few_of([(jnp.bfloat16, 0.04), (jnp.float16, 0.006)], (jnp.bfloat16, 0.04), several=True),
+)
 def test_half_precision_is_close_to_float32(dtype, tolerance):
     half = helpers.cast(make(ViT, CONFIG, norm_eps=1e-6), dtype)
     exact = results_of(helpers.cast(half, jnp.float32), PIXELS)

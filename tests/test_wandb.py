@@ -13,6 +13,7 @@ from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
 from redcoast._tracking import RunInfo
+from redcoast._wandb import _END as END
 from redcoast._wandb import wandb_logger
 
 
@@ -80,22 +81,35 @@ def hang():
     over.set()
 
 
+class Gate:
+    """What W&B does until the test lets it go on: a call that waited for it would wait in vain."""
+
+    def __init__(self):
+        self.opened, self.in_vain = threading.Event(), False
+
+    def __call__(self):
+        if not self.opened.wait(60):
+            self.in_vain = True
+
+    def open(self):
+        assert not self.in_vain, "a call waited for W&B"
+        self.opened.set()
+
+
 def info(directory=None, resumed=False, plan=""):
     return RunInfo(directory, resumed, plan, {"batch_size": 32})
 
 
-def slowest(log, steps):
-    """The longest that any of a number of calls took, in seconds."""
-    longest = 0.0
+def wait_until(condition):
+    deadline = time.monotonic() + 300
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+def call(log, steps):
     for step in range(steps):
-        start = time.perf_counter()
         log({"loss": float(step)}, step)
-        longest = max(longest, time.perf_counter() - start)
-    return longest
-
-
-# Seconds. A call takes microseconds, but the machine may be busy with something else.
-PROMPT = 0.3
 
 
 def fail():
@@ -106,9 +120,11 @@ def fail():
 
 
 def test_sends_everything_in_order(fake, capsys):
-    wandb = fake()
+    gate = Gate()
+    wandb = fake(init=gate)
     log = wandb_logger(project="lm", mode="online", tags=["a"])
-    assert slowest(log, 500) < PROMPT
+    call(log, 500)
+    gate.open()
     log.close()
     assert wandb.logged == [{"loss": float(step), "step": step} for step in range(500)]
     assert wandb.finished
@@ -117,50 +133,55 @@ def test_sends_everything_in_order(fake, capsys):
     assert capsys.readouterr().out == "W&B: https://wandb.ai/me/p/runs/1\n"
 
 
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
-def test_error_is_one_warning(fake, caplog, call):
-    fake(**{call: fail})
+@pytest.mark.parametrize("name", ["init", "log", "finish"])
+def test_error_is_one_warning(fake, caplog, name):
+    fake(**{name: fail})
     log = wandb_logger(project="lm")
     log.start(info())
-    for _ in range(5):
-        assert slowest(log, 100) < PROMPT
-        time.sleep(0.02)
+    call(log, 1)
+    if name != "finish":
+        assert wait_until(lambda: log._inert)
+    call(log, 499)
     log.close()
     log.close()
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("redcoast", logging.WARNING)
     assert "W&B failed (ConnectionError: no route to host)" in record.message
     # Nothing piles up for a W&B that is not there.
-    assert log._queue.qsize() < 500 or call == "finish"
+    assert log._queue.qsize() < 499 or name == "finish"
 
 
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
-def test_hanging_is_given_up_after_a_while(fake, hang, caplog, call):
-    fake(**{call: hang})
+@pytest.mark.parametrize("name", ["init", "log", "finish"])
+def test_hanging_is_given_up_after_a_while(fake, hang, caplog, name):
+    reached = threading.Event()
+    # It hangs until the test is over: a call that waited for it would not return.
+    fake(**{name: lambda: reached.set() or hang()})
     log = wandb_logger(project="lm", close_timeout=0.2)
     log.start(info())
-    assert slowest(log, 100) < PROMPT
+    call(log, 100)
+    # W&B comes to where it hangs, and only then are 0.2 s enough to know.
+    log._queue.put(END if name == "finish" else {"loss": 0.0, "step": 100})
+    assert reached.wait(300)
     start = time.perf_counter()
     log.close()
-    assert 0.2 <= time.perf_counter() - start < 5
+    assert time.perf_counter() - start >= 0.2
     (record,) = caplog.records
     assert "W&B did not finish within 0.2 seconds" in record.message
     # Where there is something on disk, the user is told how to upload it.
-    assert ("wandb sync /runs/wandb/offline-run-1" in record.message) == (call != "init")
-    start = time.perf_counter()
+    assert ("wandb sync /runs/wandb/offline-run-1" in record.message) == (name != "init")
     log({"loss": 1.0}, 101)
     log.start(info())
+    assert log._thread is None
     log.close()
-    assert time.perf_counter() - start < PROMPT
     assert len(caplog.records) == 1
 
 
 def test_full_queue_is_counted(fake, caplog):
-    ready = threading.Event()
-    wandb = fake(log=ready.wait)
+    gate = Gate()
+    wandb = fake(log=gate)
     log = wandb_logger(project="lm", queue_size=10)
-    assert slowest(log, 100) < PROMPT
-    ready.set()
+    call(log, 100)
+    gate.open()
     log.close()
     dropped = 100 - len(wandb.logged)
     # The one that W&B is busy with has left the queue.
@@ -171,9 +192,9 @@ def test_full_queue_is_counted(fake, caplog):
 
 
 def test_slow_is_waited_for(fake, caplog):
-    wandb = fake(init=lambda: time.sleep(2 * PROMPT), log=lambda: time.sleep(0.002))
-    log = wandb_logger(project="lm")
-    assert slowest(log, 100) < PROMPT
+    wandb = fake(init=lambda: time.sleep(0.6), log=lambda: time.sleep(0.002))
+    log = wandb_logger(project="lm", close_timeout=300)
+    call(log, 100)
     log.close()
     assert len(wandb.logged) == 100
     assert not caplog.records
@@ -359,13 +380,17 @@ def test_what_was_logged_before_the_run_is_in_the_same_wandb_run(fake, tmp_path,
     assert "called before the run was resumed" in caplog.text
 
 
-STEP = 0.01  # seconds
-
-
 @pytest.mark.parametrize("fault", ["fine", "raises", "slow", "hangs", "never starts", "cannot end"])
 def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
-    """Training with a W&B at its worst: what the logger costs, and what the file holds."""
-    slow = lambda: time.sleep(0.2)
+    """Training with a W&B at its worst: it ends first, and the file holds every step."""
+    logged, waited_in_vain = [], []
+
+    def slow():
+        """Takes as long as ten steps: of a step that waits for it, for ever."""
+        seen = len(logged)
+        if not wait_until(lambda: len(logged) >= min(seen + 10, 60)):
+            waited_in_vain.append(seen)
+
     behaviour = {
         "fine": {},
         "raises": {"log": fail},
@@ -376,36 +401,29 @@ def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
     }
     fake(**behaviour[fault])
     log = wandb_logger(project="lm", close_timeout=0.2, queue_size=20)
-    spent = []
 
-    class Timed:
+    class Counted:
         start, fail, close = log.start, log.fail, log.close
 
         def __call__(self, metrics, step):
-            begin = time.perf_counter()
             log(metrics, step)
-            spent.append(time.perf_counter() - begin)
-
-    def slow_collate(examples):
-        time.sleep(STEP)
-        return collate_fn(examples)
+            logged.append(step)
 
     rc.fit(
         make_model(),
         optax.sgd(0.1),
         make_examples(64),
-        collate_fn=slow_collate,
+        collate_fn=collate_fn,
         loss_fn=loss_fn,
         batch_size=8,
         steps=60,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
         checkpoints=rc.Checkpoints(tmp_path),
-        log=Timed(),
+        log=Counted(),
         progress=False,
     )
-    assert len(spent) == 60
-    assert sorted(spent)[len(spent) // 2] < 0.05 * STEP
-    assert sum(spent) < 0.05 * STEP * len(spent) + PROMPT  # a busy machine may stop once
+    assert logged == list(range(1, 61))
+    assert not waited_in_vain
     lines = rc.read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 61))
     assert all("loss" in line and "grad_norm" in line for line in lines)

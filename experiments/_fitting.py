@@ -5,7 +5,7 @@ from typing import Any
 from _workload import Workload, state_bytes
 
 import redcoast as rc
-from redcoast._dryrun.target import Target
+from redcoast.dryrun._target import Target
 
 COMPILED = 2  # meshes, where the first does not fit; twice as many if they do not either
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from itertools import combinations_with_replacement
 from math import prod
 
-from redcoast._dryrun.chips import CHIPS, Chip
-from redcoast._dryrun.target import Target, parse_target
+from redcoast.dryrun._chips import CHIPS, Chip
+from redcoast.dryrun._target import Target, parse_target
 
 STEP = 128  # tokens; lengths are multiples of it
 MOST = 2**20  # tokens; no longer sequence is tried

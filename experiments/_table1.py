@@ -14,7 +14,7 @@ from _usage import refuse
 from _workload import make_workload
 
 import redcoast as rc
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._target import parse_target
 
 PAPER_1080TI = 10 * 10**9  # bytes; what the paper counts of the card's 11 GB
 

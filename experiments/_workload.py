@@ -14,11 +14,11 @@ import optax
 from _usage import refuse
 
 from redcoast import models
-from redcoast._abstract import abstract_key
-from redcoast._json_file import read_json
-from redcoast._pretrained.families import find_family
+from redcoast.core._json import read_json
+from redcoast.core._tracing import abstract_key
 from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import sizes
+from redcoast.pretrained._registry import find_family
 
 LONGEST = 1024  # tokens of a sequence, where none are asked for
 

@@ -30,7 +30,7 @@ from _usage import refuse
 from _workload import make_workload, state_bytes
 
 import redcoast as rc
-from redcoast._dryrun.target import Target, parse_target
+from redcoast.dryrun._target import Target, parse_target
 
 AXES = ("data", "fsdp", "model")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from redcoast._sharding import plan_shardings
+from redcoast.sharding import plan_shardings
 
 AXES = ("data", "fsdp", "model")
 

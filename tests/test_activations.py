@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.models._activations import ACTIVATIONS, check_activation
+from redcoast.models._basic import ACTIVATIONS, check_activation
 
 X = np.linspace(-4, 4, 41)
 SIGMOID = 1 / (1 + np.exp(-X))

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._dryrun.arithmetic import contractions, count_contractions
+from redcoast.dryrun._flops import contractions, count_contractions
 from redcoast.losses import cross_entropy
 from redcoast.models import GPT2, GPT2Config, Llama, LlamaConfig
 

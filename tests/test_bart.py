@@ -20,8 +20,8 @@ from pair_helpers import (
     softmax,
 )
 
-from redcoast.models._tensors import tensor_names, tensor_shape
 from redcoast.models.bart import Bart, BartConfig
+from redcoast.pretrained._tensors import tensor_names, tensor_shape
 
 CONFIG = BartConfig(
     vocab=VOCAB, width=16, layers=1, decoder_layers=2, heads=2, hidden=24, positions=9

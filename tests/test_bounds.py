@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from redcoast._dryrun.bounds import Bounds, time_bounds
-from redcoast._dryrun.chips import Chip
+from redcoast.dryrun._chips import Chip
+from redcoast.dryrun._roofline import Bounds, time_bounds
 
 CHIP = Chip(
     name="made up",

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_helpers import expanded
 
-from redcoast._sharding.report.braces import braced, shortened
+from redcoast.sharding.report._text import braced, shortened
 
 names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_size=1, max_size=4)
 

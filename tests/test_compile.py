@@ -477,6 +477,6 @@ def test_or_refused_where_the_compiler_gets_them_wrong(sizes, monkeypatch):
     with pytest.raises(ValueError, match="8 groups comes out wrong on a mesh of data="):
         grouped_gradient(rc.make_mesh(**sizes))
     # Fails when the compiler is mended, and this protection can go.
-    monkeypatch.setattr("redcoast._compile.refuse_wrong_gradients", lambda *_: None)
+    monkeypatch.setattr("redcoast.train._compile.refuse_wrong_gradients", lambda *_: None)
     expected = grouped_gradient(rc.make_mesh(devices=jax.devices()[:1]))
     assert not np.isclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=0.1)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
-from redcoast._sharding import layout
+from redcoast.sharding import _from_program as layout
 
 SIZES = Sizes(batch=8, time=4, width=8, hidden=16, heads=4, experts=4, vocabulary=16)
 

@@ -12,9 +12,9 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
-from redcoast._checksums import find_damage
-from redcoast._retention import restore_newest, saved_steps
-from redcoast._saver import Saver
+from redcoast.checkpoint._checksums import find_damage
+from redcoast.checkpoint._policy import restore_newest, saved_steps
+from redcoast.checkpoint._saver import Saver
 
 # Orbax writes them at the very end, and nothing that is read is in them.
 NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
@@ -205,7 +205,7 @@ def test_a_missing_permission_is_no_damage(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("redcoast._checksums._measure", refuse)
+    monkeypatch.setattr("redcoast.checkpoint._checksums._measure", refuse)
     with pytest.raises(PermissionError, match="Permission denied"):
         restore_newest(checkpoints, like, rc.infer_shardings(like, rc.make_mesh()))
     assert saved_steps(checkpoints) == [1, 2, 3]

@@ -8,7 +8,7 @@ import pytest
 from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
-from redcoast._data import (
+from redcoast.data._batches import (
     by_epoch,
     chunks,
     ordered_batches,
@@ -17,7 +17,7 @@ from redcoast._data import (
     training_batches,
     with_last,
 )
-from redcoast._stream import decode_stream_state, encode_stream_state
+from redcoast.data._stream_state import decode_stream_state, encode_stream_state
 
 SEED = np.array([1, 2], np.uint64)
 
@@ -181,7 +181,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("redcoast._data.perf_counter", clock)
+    monkeypatch.setattr("redcoast.data._batches.perf_counter", clock)
     return clock
 
 

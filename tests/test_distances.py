@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.models._distances import check_buckets, distance_buckets, relative_bias
+from redcoast.models._relative import check_buckets, distance_buckets, relative_bias
 
 
 def bucket(apart, count, far, causal):

@@ -13,11 +13,11 @@ import pytest
 from jax.core import Tracer
 
 import redcoast as rc
-from redcoast._dryrun import devices
-from redcoast._dryrun.changes import can_rematerialise, find_changes, rematerialised
-from redcoast._dryrun.compiled import Compiled, cause, needed_bytes
-from redcoast._dryrun.step import make_job
-from redcoast._hlo import collectives
+from redcoast.dryrun import _devices as devices
+from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
+from redcoast.dryrun._compile import Compiled, cause, needed_bytes
+from redcoast.dryrun._job import make_job
+from redcoast.dryrun.hlo import collectives
 from redcoast.models import GPT2, GPT2Config
 
 CONFIG = GPT2Config(256, 64, 2, 4, 256, positions=32)

@@ -20,9 +20,9 @@ import tyro
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._dryrun.step import make_job
-from redcoast._dryrun.suggestion import Candidate
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._job import make_job
+from redcoast.dryrun._mesh_table import Candidate
+from redcoast.dryrun._target import parse_target
 from redcoast.models import GPT2Config, LlamaConfig, ViTConfig
 
 FOLDER = Path(__file__).parents[1] / "experiments"

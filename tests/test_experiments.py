@@ -18,7 +18,7 @@ from processes import run_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import redcoast as rc
-from redcoast._signals import STOPPED
+from redcoast.loop._stop import STOPPED
 from redcoast.models import Llama, LlamaConfig
 
 FOLDER = Path(__file__).parents[1] / "experiments"

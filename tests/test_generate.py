@@ -19,8 +19,8 @@ from generate_helpers import (
 )
 from grids import few_of
 
-from redcoast._generate import generate
-from redcoast._generate.prompt import bucket
+from redcoast.generate import generate
+from redcoast.generate._prompt import bucket
 
 MODEL = tiny(3)
 ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])

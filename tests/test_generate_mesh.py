@@ -15,10 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._generate import eager, generate
-from redcoast._generate import stream as streaming
-from redcoast._generate.request import make_request
-from redcoast._parts import split
+from redcoast.core._pytree import split
+from redcoast.generate import _compiled as eager
+from redcoast.generate import _streaming as streaming
+from redcoast.generate import generate
+from redcoast.generate._request import make_request
 from redcoast.models import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)

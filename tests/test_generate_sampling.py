@@ -12,8 +12,8 @@ from generate_helpers import TinyConfig, prompts, tiny
 from grids import few_of
 from scipy import stats
 
-from redcoast._generate import generate
-from redcoast._generate.choose import filter_logits, first_greatest
+from redcoast.generate import generate
+from redcoast.generate._logits import filter_logits, first_greatest
 
 KEY = jax.random.key(7)
 MODEL = tiny(3)

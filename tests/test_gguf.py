@@ -13,8 +13,8 @@ from published import formula
 from registry import experiment, moby_dick, smollm2
 
 import redcoast as rc
-from redcoast._pretrained.gguf_file import read_gguf
 from redcoast.models import Llama, LlamaConfig
+from redcoast.pretrained.gguf._file import read_gguf
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q6_K]
 WIDTH, HEADS, KV_HEADS, LAYERS, HIDDEN, VOCAB = 64, 4, 2, 3, 96, 80

@@ -55,7 +55,9 @@ def test_gradients_are_right(sizes, channels):
 @pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]])
 def test_and_wrong_without_the_protection(sizes, monkeypatch):
     # Fails when the compiler is mended, and the protection can go.
-    monkeypatch.setattr("redcoast._sharding.constrain.evaluate.is_grouped", lambda equation: False)
+    monkeypatch.setattr(
+        "redcoast.sharding.constrain._interpreter.is_grouped", lambda equation: False
+    )
     params, batch = make(6)
     plan = rc.plan_shardings(params, rc.make_mesh(**sizes), fn=loss_fn, args=(batch, None))
     with pytest.raises(ValueError, match="kernel"):

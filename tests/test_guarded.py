@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from redcoast._guarded import guarded_update
+from redcoast.train._skip_nonfinite import guarded_update
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), "b": jnp.ones(64)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
 from redcoast.models import with_head
-from redcoast.models._product import LowRank
+from redcoast.models._einsum import LowRank
 from redcoast.models.bert import Bert, BertConfig
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.vit import ViT, ViTConfig

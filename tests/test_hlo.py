@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._hlo import collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, sent_bytes
 
 AXES = ("data", "fsdp", "model")
 

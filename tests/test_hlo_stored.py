@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 
 import redcoast as rc
-from redcoast._hlo import by_kind_and_axes, collectives, sent_bytes
+from redcoast.dryrun.hlo import by_kind_and_axes, collectives, sent_bytes
 
 AXES = ("data", "fsdp", "model")
 SIZES: dict[str, int] = dict.fromkeys(AXES, 2)

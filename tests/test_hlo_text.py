@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redcoast._hlo import collectives
-from redcoast._hlo.loops import iterations
-from redcoast._hlo.text import size_in_bytes
+from redcoast.dryrun.hlo import collectives
+from redcoast.dryrun.hlo._parse import size_in_bytes
+from redcoast.dryrun.hlo._trip_counts import iterations
 
 AXES = ("data", "fsdp", "model")
 SIZES: dict[str, int] = dict.fromkeys(AXES, 2)

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast import _host_copy
-from redcoast._host_copy import can_copy, copy_to_host
-from redcoast._mesh import AXES
-from redcoast._saver import Saver
+from redcoast.checkpoint import _host_copy
+from redcoast.checkpoint._host_copy import can_copy, copy_to_host
+from redcoast.checkpoint._saver import Saver
+from redcoast.distributed._mesh import AXES
 
 SPECS = [P(), P("fsdp"), P(("data", "fsdp"), "model"), P(None, "model"), P(None, AXES)]
 # In how many parts each is kept, once.
@@ -71,7 +71,7 @@ def test_what_cannot_be_copied_is_left_to_orbax(monkeypatch):
 @pytest.mark.parametrize("left_to_orbax", [False, True])
 def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, left_to_orbax):
     if left_to_orbax:
-        monkeypatch.setattr("redcoast._saver.can_copy", lambda arrays: False)
+        monkeypatch.setattr("redcoast.checkpoint._saver.can_copy", lambda arrays: False)
     step = jax.jit(lambda xs: [2 * x for x in xs], donate_argnums=0)
     state = list(split(3).values())
     with Saver(rc.Checkpoints(tmp_path)) as saver:

@@ -279,7 +279,7 @@ def test_names_in_a_checkpoint_that_are_paths(files, tmp_path):
 
 
 def test_names_in_checksums_that_are_paths(files, tmp_path):
-    from redcoast._checksums import _seal
+    from redcoast.checkpoint._checksums import _seal
 
     (tmp_path / "outside").write_text("x")
     listed = {"../../outside": [1, "8cdc1683"], "/etc/hostname": [1, "0"]}

@@ -48,5 +48,5 @@ def test_public_names_have_documentation():
 def test_nothing_else_is_public():
     import redcoast
 
-    assert redcoast.make_mesh.__module__ == "redcoast._mesh"
+    assert redcoast.make_mesh.__module__ == "redcoast.distributed._mesh"
     assert not hasattr(redcoast, "Static")

@@ -14,7 +14,7 @@ import pytest
 from processes import free_port, run_processes, start_processes
 
 import redcoast as rc
-from redcoast._hosts import _LAUNCHERS, _OF_JAX, _Job, _with_torchrun
+from redcoast.distributed._initialize import _LAUNCHERS, _OF_JAX, _Job, _with_torchrun
 
 JOIN = """
 import sys, jax, redcoast as rc
@@ -278,7 +278,7 @@ JOB = {"processes": 2, "process_id": 1}
 
 
 def meet_here(*arguments):
-    from redcoast._rendezvous import meet
+    from redcoast.distributed._rendezvous import meet
 
     with pytest.raises((OSError, ValueError)) as error:
         meet(*arguments)
@@ -314,7 +314,7 @@ def test_another_program_answers():
 
 
 def test_port_of_the_coordinator_is_taken(monkeypatch):
-    monkeypatch.setattr("redcoast._rendezvous._PATIENCE", 0.1)
+    monkeypatch.setattr("redcoast.distributed._rendezvous._PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = meet_here(f"127.0.0.1:{port}", 2, 0, 5)
@@ -323,7 +323,7 @@ def test_port_of_the_coordinator_is_taken(monkeypatch):
 
 def meet_in_threads(members, port, timeout=300):
     """The outcome of each of some processes, which are threads here."""
-    from redcoast._rendezvous import meet
+    from redcoast.distributed._rendezvous import meet
 
     outcomes = {}
 
@@ -395,7 +395,7 @@ time.sleep(300)
 def test_sigterm_is_for_python_and_its_default():
     script = """
 import jax, signal, time, redcoast as rc
-from redcoast._signals import stop_signals
+from redcoast.loop._stop import stop_signals
 rc.initialize()
 jax.devices()
 with stop_signals() as stopping:
@@ -460,7 +460,7 @@ def test_bad_variables(name, value, says, monkeypatch):
 
 
 def test_addresses_of_ipv6_stand_in_brackets():
-    from redcoast._rendezvous import split_address
+    from redcoast.distributed._rendezvous import split_address
 
     assert split_address("[fe80::1]:1234") == ("fe80::1", 1234)
     assert split_address("machine.example:1") == ("machine.example", 1)
@@ -480,7 +480,7 @@ def test_addresses_of_ipv6_stand_in_brackets():
 def test_processes_of_one_machine_take_an_accelerator_each(
     local_id, here, visible, expected, monkeypatch
 ):
-    from redcoast._hosts import _local_device_ids
+    from redcoast.distributed._initialize import _local_device_ids
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -8,8 +8,8 @@ import pytest
 from grids import few_of
 
 import redcoast as rc
-from redcoast._hlo import collectives, sent_bytes
-from redcoast._sharding.program.lifted import can_be_lifted
+from redcoast.dryrun.hlo import collectives, sent_bytes
+from redcoast.sharding.program._loop_weights import can_be_lifted
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 WIDTH, STEPS = 32, 12

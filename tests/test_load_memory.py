@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from redcoast._pretrained.match import layout_of, needed_shapes
-from redcoast._pretrained.paths import leaf_paths
-from redcoast._pretrained.safetensors_file import write_safetensors
+from redcoast.core._pytree import leaf_paths
 from redcoast.models import Llama, LlamaConfig
+from redcoast.pretrained._match import layout_of, needed_shapes
+from redcoast.pretrained._safetensors import write_safetensors
 
 LARGEST = 10_000 * 2048 * 4
 MEMORY = """
@@ -22,7 +22,7 @@ import json, sys
 from pathlib import Path
 import jax, numpy as np
 import redcoast as rc
-from redcoast._pretrained import fill_device, load
+from redcoast.pretrained import fill_device, load
 
 # What goes to an accelerator in pieces stays in the host's memory here, too.
 if sys.argv[3] == "as accelerators":

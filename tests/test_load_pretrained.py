@@ -14,12 +14,12 @@ from published import formula, write_weights
 from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
-from redcoast._pretrained import load as loading
-from redcoast._pretrained.fill_device import fill_device
-from redcoast._pretrained.fill_host import fill_host
-from redcoast._pretrained.match import Layout, layout_of, match, needed_shapes
-from redcoast._pretrained.safetensors_file import read_safetensors
 from redcoast.models import GPT2, GPT2Config, Llama, LlamaConfig
+from redcoast.pretrained import _load as loading
+from redcoast.pretrained._match import Layout, layout_of, match, needed_shapes
+from redcoast.pretrained._read_to_device import fill_device
+from redcoast.pretrained._read_to_host import fill_host
+from redcoast.pretrained._safetensors import read_safetensors
 
 SETTINGS = {
     "model_type": "llama",

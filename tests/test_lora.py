@@ -19,11 +19,11 @@ from test_fixtures import FIXTURES
 
 import redcoast as rc
 from redcoast import lora
-from redcoast._pretrained.families import find_family
-from redcoast._pretrained.safetensors_file import read_safetensors, write_safetensors
 from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.mixtral import Mixtral, MixtralConfig
+from redcoast.pretrained._registry import find_family
+from redcoast.pretrained._safetensors import read_safetensors, write_safetensors
 
 CONFIG = LlamaConfig(vocab=16, width=16, layers=2, heads=4, kv_heads=2, hidden=24)
 MODEL = make_model(Llama, CONFIG)

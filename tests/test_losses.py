@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redcoast as rc
-from redcoast._hlo import collectives
+from redcoast.dryrun.hlo import collectives
 from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import Llama, LlamaConfig
 

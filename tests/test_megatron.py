@@ -13,7 +13,7 @@ import pytest
 from grids import few_of
 from jax.sharding import AbstractMesh, NamedSharding
 
-from redcoast._sharding import infer_shardings
+from redcoast.sharding import infer_shardings
 
 LINEAR = {"column": 0, "row": 1, "vocab": 0, "bias": 0}  # torch stores (out, in)
 CONV1D = {"column": 1, "row": 0, "vocab": 0, "bias": 0}  # GPT-2 stores (in, out)

@@ -8,10 +8,11 @@ from problem import make_model
 from test_errors import EXAMPLES, ONE, fit, notes, saved
 
 import redcoast as rc
-from redcoast import _fit, _memory
-from redcoast._compile import CompiledStep
-from redcoast._planning import starting_state
-from redcoast._validation import Validation
+from redcoast.loop import _errors as _memory
+from redcoast.loop import _fit
+from redcoast.loop._validation import Validation
+from redcoast.train._compile import CompiledStep
+from redcoast.train._plan import starting_state
 
 
 def out_of_memory(monkeypatch, at):

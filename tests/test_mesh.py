@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._mesh import _arrange, _split_off, ambient_or_default, batch_sharding
+from redcoast.distributed._mesh import _arrange, _split_off, ambient_or_default, batch_sharding
 
 
 def test_three_axes_of_type_auto():

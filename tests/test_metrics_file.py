@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from counting import count_calls
 
-from redcoast._metrics_file import MetricsFile, metrics_file, read_metrics
+from redcoast.tracking._jsonl import MetricsFile, metrics_file, read_metrics
 
 
 def test_each_call_is_a_line_on_disk(tmp_path):

@@ -20,7 +20,7 @@ from decoder_checks import (
     make_tokens,
 )
 
-from redcoast.models._experts import mix_experts, router_loss
+from redcoast.models._moe import mix_experts, router_loss
 from redcoast.models.mixtral import Mixtral, MixtralConfig
 
 CONFIG = MixtralConfig(

@@ -188,7 +188,7 @@ def test_a_limit_of_no_steps(count):
 
 def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
     """Where there is no memory to look for the reason, the message goes without."""
-    from redcoast import _not_finite
+    from redcoast.loop import _nonfinite as _not_finite
 
     def fail(*_, **__):
         raise MemoryError

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of, reasons, specs, train_state
 
-from redcoast._sharding import infer_shardings, plan_shardings
+from redcoast.sharding import infer_shardings, plan_shardings
 
 ALIASES = [
     name

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from redcoast._pretrained.pieces import ahead, split_box
-from redcoast._pretrained.safetensors_file import MAPPED_BYTES, read_safetensors
+from redcoast.pretrained._lazy_tensor import ahead, split_box
+from redcoast.pretrained._safetensors import MAPPED_BYTES, read_safetensors
 
 
 def test_reading_what_no_mapping_may_hold_at_once(tmp_path):

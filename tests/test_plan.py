@@ -23,7 +23,7 @@ from sharding_helpers import (
     train_state,
 )
 
-from redcoast._sharding import infer_shardings, plan_shardings
+from redcoast.sharding import infer_shardings, plan_shardings
 
 
 def test_one_device_on_fsdp_and_model_leaves_everything_whole():

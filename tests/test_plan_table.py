@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import Transformer, array, expanded, mesh_of, real_mesh, stock, train_state
 
 from redcoast import Hardware
-from redcoast._sharding import plan_shardings
+from redcoast.sharding import plan_shardings
 
 
 def mlp(layers=1, width=64, hidden=256):

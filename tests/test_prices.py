@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
-from redcoast._hlo import collectives, sent_bytes
+from redcoast.dryrun.hlo import collectives, sent_bytes
 
 
 def planned_and_sent(fn, model, batch, mesh, used=None):

@@ -7,8 +7,8 @@ import time
 import pytest
 from counting import count_calls
 
-from redcoast import _progress
-from redcoast._progress import Progress, progress
+from redcoast.tracking import _progress
+from redcoast.tracking._progress import Progress, progress
 
 
 class Terminal(io.StringIO):

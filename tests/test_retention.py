@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import redcoast as rc
-from redcoast._retention import restore_newest, saved_steps
-from redcoast._saver import Saver
+from redcoast.checkpoint._policy import restore_newest, saved_steps
+from redcoast.checkpoint._saver import Saver
 
 
 def tree(step):

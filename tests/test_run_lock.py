@@ -18,11 +18,11 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
-from redcoast._run_lock import lock_run
+from redcoast.checkpoint._run_lock import lock_run
 
 HOLDER = """
 import sys, time, pathlib
-from redcoast._run_lock import lock_run
+from redcoast.checkpoint._run_lock import lock_run
 with lock_run(pathlib.Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(100)
@@ -108,9 +108,11 @@ def elsewhere(monkeypatch):
     """As if each run were on a machine of its own, which knows nothing of the locks of others."""
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
     machines = iter(range(10**6))
-    monkeypatch.setattr("redcoast._run_lock._kernel", lambda: f"machine {next(machines)}")
-    monkeypatch.setattr("redcoast._run_lock.BEAT", 0.01)
-    monkeypatch.setattr("redcoast._run_lock.DEAD", 30.0)
+    monkeypatch.setattr(
+        "redcoast.checkpoint._run_lock._kernel", lambda: f"machine {next(machines)}"
+    )
+    monkeypatch.setattr("redcoast.checkpoint._run_lock.BEAT", 0.01)
+    monkeypatch.setattr("redcoast.checkpoint._run_lock.DEAD", 30.0)
     return monkeypatch
 
 
@@ -126,7 +128,7 @@ def test_a_run_of_another_machine_is_refused_while_it_lives(tmp_path, elsewhere,
 
 @pytest.mark.parametrize("cut", [None, 0, 5])
 def test_a_run_that_died_on_another_machine_is_in_nobodys_way(tmp_path, elsewhere, cut):
-    elsewhere.setattr("redcoast._run_lock.DEAD", 0.2)
+    elsewhere.setattr("redcoast.checkpoint._run_lock.DEAD", 0.2)
     holder = tmp_path / "run.holder"
     left = json.dumps({"host": "another", "process": 1, "token": "0", "kernel": "?", "beat": 7})
     holder.write_text(left[:cut])

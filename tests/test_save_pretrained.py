@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 
 import redcoast as rc
 from redcoast import lora
-from redcoast._pretrained.safetensors_file import write_safetensors
 from redcoast.models import (
     GPT2,
     GPTJ,
@@ -41,6 +40,7 @@ from redcoast.models import (
     ViT,
     ViTConfig,
 )
+from redcoast.pretrained._safetensors import write_safetensors
 
 CONFIG = LlamaConfig(vocab=96, width=64, layers=3, heads=8, kv_heads=4, hidden=128, eos=(2,))
 
@@ -204,7 +204,7 @@ def test_what_fails_half_way_leaves_nothing_under_the_name(tmp_path, monkeypatch
             raise OSError("No space left on device")
         write_safetensors(path, shapes, arrays)
 
-    monkeypatch.setattr("redcoast._pretrained.save.write_safetensors", fail)
+    monkeypatch.setattr("redcoast.pretrained._save.write_safetensors", fail)
     with pytest.raises(OSError, match="No space"):
         rc.save_pretrained(model, tmp_path / "model", max_file_bytes=60_000)
     assert not (tmp_path / "model").exists()
@@ -239,7 +239,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address, rank, source, path = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 import redcoast as rc
-from redcoast._pretrained import save as saving
+from redcoast.pretrained import save as saving
 written, write = [], saving.write_safetensors
 saving.write_safetensors = lambda file, *rest: (written.append(file.name), write(file, *rest))
 mesh = rc.make_mesh(fsdp=2, model=2)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import redcoast as rc
-from redcoast._retention import saved_steps
-from redcoast._saver import Saver, remove_unfinished
+from redcoast.checkpoint._policy import saved_steps
+from redcoast.checkpoint._saver import Saver, remove_unfinished
 
 SCRIPT = """
 import json, logging, os, pathlib, resource, sys, time
@@ -145,7 +145,7 @@ def test_nothing_is_deleted_before_the_next_is_whole(tmp_path, monkeypatch):
                 assert saved_steps(checkpoints) == [1]
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("redcoast._orbax.write_checksums", fail)
+            patch.setattr("redcoast.checkpoint._orbax.write_checksums", fail)
             saver.save(2, tree(2), {"metrics": {}})
             saver._settle()
         assert saved_steps(checkpoints) == [1]
@@ -163,7 +163,7 @@ def test_the_cause_is_kept_and_other_errors_come_first(tmp_path, monkeypatch):
     def fail(directory):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("redcoast._orbax.write_checksums", fail)
+    monkeypatch.setattr("redcoast.checkpoint._orbax.write_checksums", fail)
     with pytest.raises(rc.CheckpointNotSaved, match="No space left") as error:  # noqa: SIM117
         with Saver(rc.Checkpoints(tmp_path)) as saver:
             saver.save(1, tree(1), {"metrics": {}})
@@ -176,7 +176,7 @@ def test_the_cause_is_kept_and_other_errors_come_first(tmp_path, monkeypatch):
 def test_a_best_that_was_not_saved_is_none(tmp_path, monkeypatch):
     with Saver(rc.Checkpoints(tmp_path, every=10, best="loss")) as saver:
         with monkeypatch.context() as patch:
-            patch.setattr("redcoast._orbax.write_checksums", lambda directory: 1 / 0)
+            patch.setattr("redcoast.checkpoint._orbax.write_checksums", lambda directory: 1 / 0)
             saver.save(1, tree(1), {"metrics": {"loss": 0.5}})
             saver._settle()
         assert saver.wants(2, {"loss": 0.7}, epoch_ended=False)

@@ -11,17 +11,12 @@ from grammar import LAYERS, Sizes, program
 from sharding_helpers import array, mesh_of
 
 import redcoast as rc
-from redcoast._sharding.choice import search as search_module
-from redcoast._sharding.choice.classes import Classes, conflicts
-from redcoast._sharding.choice.dataflow import (
-    _candidates,
-    _problem,
-    batch_dims,
-    follow_program,
-)
-from redcoast._sharding.choice.price import Axes, Parameter, Problem, pose
-from redcoast._sharding.choice.search import search
-from redcoast._sharding.program.trace import trace
+from redcoast.sharding.program._trace import trace
+from redcoast.sharding.solver import _eliminate as search_module
+from redcoast.sharding.solver._classes import Classes, conflicts
+from redcoast.sharding.solver._cost import Axes, Parameter, Problem, pose
+from redcoast.sharding.solver._eliminate import search
+from redcoast.sharding.solver._strategy import _candidates, _problem, batch_dims, follow_program
 
 MODEL, BATCH = 4, 2
 

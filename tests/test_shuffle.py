@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from redcoast._shuffle import batch_indices, data_seed, example_generators, shuffled
+from redcoast.data._permutation import batch_indices, data_seed, example_generators, shuffled
 
 SEED = np.array([1, 2], np.uint64)
 

@@ -14,8 +14,8 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
-from redcoast import _signals
-from redcoast._signals import STOPPED, stop_signals
+from redcoast.loop import _stop as _signals
+from redcoast.loop._stop import STOPPED, stop_signals
 
 SCRIPT = """
 import sys, time

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._dryrun.place import elsewhere, hardware_there
-from redcoast._hlo import collectives
-from redcoast._sharding.choice.hardware import hardware_of
+from redcoast.dryrun._place import elsewhere, hardware_there
+from redcoast.dryrun.hlo import collectives
+from redcoast.sharding.solver._hardware import hardware_of
 
 WIDTH, HIDDEN, VOCAB, PLACES = 64, 256, 1001, 256
 TOKENS = jax.ShapeDtypeStruct((4, 64), jnp.int32)  # fewer rows than devices

@@ -10,13 +10,12 @@ from problem import collate_fn, loss_fn, make_examples, make_model
 from processes import run_processes
 
 import redcoast as rc
-from redcoast._dryrun.chips import CHIPS
-from redcoast._dryrun.meshes import cheapest, choose, suggest
-from redcoast._dryrun.place import Place, elsewhere, hardware_of_target
-from redcoast._dryrun.prices import price
-from redcoast._dryrun.step import make_job
-from redcoast._dryrun.suggestion import Candidate
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._chips import CHIPS
+from redcoast.dryrun._job import make_job
+from redcoast.dryrun._mesh_search import cheapest, choose, price, suggest
+from redcoast.dryrun._mesh_table import Candidate
+from redcoast.dryrun._place import Place, elsewhere, hardware_of_target
+from redcoast.dryrun._target import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)
 

@@ -21,8 +21,8 @@ from pair_helpers import (
     softmax,
 )
 
-from redcoast.models._tensors import tensor_names, tensor_shape
 from redcoast.models.t5 import T5, T5Config
+from redcoast.pretrained._tensors import tensor_names, tensor_shape
 
 CONFIG = T5Config(
     vocab=VOCAB,

@@ -12,12 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._dryrun import devices as devices_module
-from redcoast._dryrun.chips import CHIPS
-from redcoast._dryrun.devices import target_devices
-from redcoast._dryrun.gpu_config import gpu_config
-from redcoast._dryrun.links import axis_bandwidths
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun import _devices as devices_module
+from redcoast.dryrun._chips import CHIPS
+from redcoast.dryrun._devices import gpu_config, target_devices
+from redcoast.dryrun._links import axis_bandwidths
+from redcoast.dryrun._target import parse_target
 
 GPUS = [chip for chip in CHIPS.values() if chip.kind == "gpu"]
 TPUS = [chip for chip in CHIPS.values() if chip.kind == "tpu"]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.models._tensors import Tensor, factor_sizes, tensor_names, tensor_shape
-from redcoast.models._windows import insert, locate, reading_order
+from redcoast.pretrained._slices import insert, locate, reading_order
+from redcoast.pretrained._tensors import Tensor, factor_sizes, tensor_names, tensor_shape
 
 # The pattern, its fixed factors, the shape of the leaf behind its two layers, the shape of a
 # tensor, and how the one comes out of the other.

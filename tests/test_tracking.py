@@ -8,9 +8,9 @@ import jax
 import optax
 import pytest
 
-from redcoast import _tracking
-from redcoast._progress import progress
-from redcoast._tracking import RunInfo, code_version, console_logger, start_loggers
+from redcoast.tracking import _run as _tracking
+from redcoast.tracking._progress import progress
+from redcoast.tracking._run import RunInfo, code_version, console_logger, start_loggers
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def test_code_version_without_git(tmp_path, monkeypatch):
 def test_importing_costs_neither_wandb_nor_tqdm():
     code = """
 import sys
-import redcoast, redcoast._wandb, redcoast._tracking, redcoast._progress, redcoast._metrics_file
-redcoast._wandb.wandb_logger(project="p")
-redcoast._progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
+import redcoast, redcoast.tracking._wandb, redcoast.tracking._run, redcoast.tracking._progress, redcoast.tracking._jsonl
+redcoast.tracking._wandb.wandb_logger(project="p")
+redcoast.tracking._progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
 print(sorted({"wandb", "tqdm"} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

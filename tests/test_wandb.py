@@ -12,9 +12,9 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
-from redcoast._tracking import RunInfo
-from redcoast._wandb import _END as END
-from redcoast._wandb import wandb_logger
+from redcoast.tracking._run import RunInfo
+from redcoast.tracking._wandb import _END as END
+from redcoast.tracking._wandb import wandb_logger
 
 
 class FakeWandb:

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from redcoast._tracking import RunInfo
-from redcoast._wandb import wandb_logger
+from redcoast.tracking._run import RunInfo
+from redcoast.tracking._wandb import wandb_logger
 
 
 def info(directory=None, resumed=False, plan=""):
@@ -139,7 +139,7 @@ ServiceConnection.teardown = lambda self, exit_code: time.sleep(10000)
 """
 EXIT = """
 import sys, time
-from redcoast._wandb import wandb_logger
+from redcoast.tracking._wandb import wandb_logger
 log = wandb_logger(project="lm", close_timeout=0.5)
 log({"loss": 1.0}, 1)
 while "wandb" not in sys.modules: time.sleep(0.01)
@@ -202,8 +202,8 @@ def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
 KILLED = """
 import faulthandler, os, signal, sys, time
 faulthandler.dump_traceback_later(800, exit=True)
-from redcoast._metrics_file import metrics_file
-from redcoast._wandb import wandb_logger
+from redcoast.tracking._jsonl import metrics_file
+from redcoast.tracking._wandb import wandb_logger
 from test_wandb_process import services
 
 log, file = wandb_logger(project="lm", close_timeout=5.0), metrics_file(DIRECTORY + "/m.jsonl")

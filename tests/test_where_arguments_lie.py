@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._sharding.constrain.verify import verify
+from redcoast.sharding.constrain._verify import verify
 
 MESH = rc.make_mesh(model=2)
 PLACES = {

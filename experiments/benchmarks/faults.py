@@ -27,7 +27,7 @@ import optax
 import tyro
 
 import redcoast as rc
-from redcoast._saver import Saver
+from redcoast.checkpoint._saver import Saver
 
 EVERY, STEPS, FAULT = 5, 60, 33
 

@@ -30,10 +30,10 @@ from jax.sharding import PartitionSpec as P
 from traffic.columns import also_split
 
 import redcoast as rc
-from redcoast._dryrun.compiled import compile_job
-from redcoast._dryrun.devices import target_devices
-from redcoast._dryrun.step import Job, make_job
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._compile import compile_job
+from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._job import Job, make_job
+from redcoast.dryrun._target import parse_target
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import (

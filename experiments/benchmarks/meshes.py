@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import markdown
 from _workload import make_workload
 
-from redcoast._dryrun.meshes import choose, suggest
-from redcoast._dryrun.place import elsewhere
-from redcoast._dryrun.prices import price
-from redcoast._dryrun.step import factorisations, make_job
+from redcoast.dryrun._job import factorisations, make_job
+from redcoast.dryrun._mesh_search import choose, price, suggest
+from redcoast.dryrun._place import elsewhere
 
 # Names of models, tokens of a sequence, and sequences of a batch.
 CASES: tuple[tuple[str, int, int], ...] = (

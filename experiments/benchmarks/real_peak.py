@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import tyro
 
 import redcoast as rc
-from redcoast._dryrun.chips import CHIPS
-from redcoast._parts import split
+from redcoast.core._pytree import split
+from redcoast.dryrun._chips import CHIPS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import gib, markdown

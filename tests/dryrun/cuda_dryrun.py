@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from odd_vocabulary import check_sent
 
 import redcoast as rc
-from redcoast._dryrun.chips import CHIPS
-from redcoast._dryrun.devices import target_devices
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._chips import CHIPS
+from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._target import parse_target
 
 CARDS = [chip.name for chip in CHIPS.values() if chip.kind == "gpu"]
 
@@ -73,8 +73,8 @@ def test_no_card_is_ever_too_small():
 COMPILER = """
 import jax
 {first}
-from redcoast._dryrun.devices import target_devices
-from redcoast._dryrun.target import parse_target
+from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._target import parse_target
 print(target_devices(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
 """
 

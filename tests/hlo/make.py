@@ -24,8 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from traffic.targets import target_devices
 
-from redcoast._hlo import collectives
-from redcoast._hlo.text import called, parse_module
+from redcoast.dryrun.hlo import collectives
+from redcoast.dryrun.hlo._parse import called, parse_module
 
 AXES = ("data", "fsdp", "model")
 ALL = P(AXES)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast._abstract import abstract_key
+from redcoast.core._tracing import abstract_key
 
 LARGE = 4096  # elements; what the planner stores split over `fsdp` as well
 EVERY_AXIS = ("data", "fsdp", "model")

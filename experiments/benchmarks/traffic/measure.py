@@ -13,7 +13,7 @@ from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from redcoast._hlo import collectives
+from redcoast.dryrun.hlo import collectives
 
 from .columns import COLUMNS, Layout, abstract, abstract_key
 

@@ -5,7 +5,8 @@ from typing import Any, Literal
 import jax
 
 import redcoast as rc
-from redcoast._dryrun import devices, target
+from redcoast.dryrun import _devices as devices
+from redcoast.dryrun import _target as target
 
 Platform = Literal["a100", "v4", "v5e", "cpu"]
 

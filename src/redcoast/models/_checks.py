@@ -5,7 +5,7 @@ import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ._layers import check_remat
+from ._scan import check_remat
 
 # Of what is no size of every model: where it is given, it is above 0, or at least 0.
 _POSITIVE = frozenset(

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._activations import ACTIVATIONS
 from ._attention import attend
+from ._basic import ACTIVATIONS, layer_norm
 from ._dropout import dropout, split_key
+from ._einsum import product
 from ._heads import small_normal
-from ._norms import layer_norm
-from ._product import product
 
 
 class EncoderLayers(eqx.Module):

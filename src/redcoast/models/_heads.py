@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._attention import Mask
-from ._init import normal
-from ._product import product
+from ._basic import normal
+from ._einsum import product
 
 Model = TypeVar("Model", bound=eqx.Module)
 

@@ -2,6 +2,7 @@
 attention to a memory where one is read from."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -9,19 +10,83 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._activations import ACTIVATIONS
+from ..pretrained.hf import gpt2 as published
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._basic import ACTIVATIONS, check_activation, layer_norm, normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._checks import check_length
-from ._configs.gpt2 import GPT2Config as GPT2Config
-from ._cross import CrossCache, Memory, MemoryMask, read_memory
+from ._checks import check_config, check_heads, check_length, check_rates
+from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
-from ._init import normal
-from ._layers import scan_layers
-from ._norms import layer_norm
-from ._product import product
-from ._projections import Projections, keys_values, outputs, queries
-from ._published import gpt2 as published
+from ._einsum import Projections, keys_values, outputs, product, queries
+from ._scan import Remat, scan_layers
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The sizes of a `GPT2`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
+      stream, and how many layers and heads there are.
+    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
+    - `positions`: the greatest length in tokens, since positions are learned.
+    - `activation`: of the feed-forward network, by its name in `config.json` files.
+    - `norm_eps`: what the norms add to the variance.
+    - `tied`: whether the head is the embedding.
+    - `scale_scores`, `scale_by_layer`: whether attention's scores are divided by the root of the
+      size of a head; and, in layer `i` from 0, by `i + 1`.
+    - `cross_attention`: whether each layer attends to a memory, too.
+    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
+      embeddings, what is added to the residual stream, and attention weights.
+    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+
+    **Raises:**
+
+    `ValueError` if the sizes do not fit together.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    positions: int = 1024
+    activation: str = "gelu_new"
+    norm_eps: int | float = 1e-5
+    tied: bool = True
+    scale_scores: bool = True
+    scale_by_layer: bool = False
+    cross_attention: bool = False
+    embed_dropout: int | float = 0.1
+    residual_dropout: int | float = 0.1
+    attention_dropout: int | float = 0.1
+    remat: Remat = "none"
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
+        check_heads(self)
+        check_activation(self.activation)
+        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @classmethod
+    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPT2Config":
+        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
+        that is not known and might change the results."""
+        return cls(**published.read(settings))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The settings of a `config.json` for this configuration."""
+        return published.write(self)
 
 
 class GPT2Layers(eqx.Module):

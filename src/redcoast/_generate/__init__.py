@@ -1,3 +1,0 @@
-"""Decoding: greedy, sampling and beam search, with a key-value cache."""
-
-from .public import generate as generate

@@ -1,1 +1,0 @@
-"""Low-rank adapters of a model's matrices, and their files."""

@@ -1,0 +1,95 @@
+"""What arguments must be, in sentences. The functions above say the rest themselves."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+
+def check_functions(**functions: Any) -> None:
+    """Refuses what cannot be called."""
+    for name, fn in functions.items():
+        if not callable(fn):
+            raise TypeError(f"`{name}` is {_short(fn)}. It must be a function.")
+
+
+def check_integer(name: str, value: Any, *, least: int = 1) -> None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` is {_short(value)}. It must be an integer.") from None
+    if number < least:
+        raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
+
+
+def check_number(name: str, value: Any, *, above: int | float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"`{name}` is {_short(value)}. It must be a number.")
+    if above is not None and not value > above:
+        raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    raise TypeError(
+        f"`optimizer` is {_short(optimizer)}. It must be an optimizer of optax, such as "
+        "`optax.adamw(3e-4)`."
+    )
+
+
+def check_key(key: Any) -> None:
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        raise TypeError(
+            f"`key` is {_short(key)}. It must be a JAX key, such as `jax.random.key(0)`."
+        )
+
+
+def check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"`mesh` is {_short(mesh)}. It must be a mesh, as `redcoast.make_mesh` gives."
+        )
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
+    """Refuses what is not of a kind, which the words describe."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` is {_short(value)}. It must be {words}.")
+
+
+def several(names: list[str], most: int = 8) -> str:
+    """`a, b, c`, or the first of many and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    plain = isinstance(value, int | float | str) or value is None
+    return text if plain and len(text) < 50 else f"of type {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def noting(note: str | Callable[[], str]) -> Iterator[None]:
+    """Adds a note to what is raised inside, unless it has it already."""
+    try:
+        yield
+    except BaseException as error:
+        # A loss that takes training steps itself is inside of two that would say the same.
+        text = note if isinstance(note, str) else note()
+        if text not in getattr(error, "__notes__", []):
+            error.add_note(text)
+        raise
+
+
+def listed(items: list[int], most: int = 32) -> str:
+    """`[1, 2, 3]`, or the first of many and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{items[:most]}{more}"

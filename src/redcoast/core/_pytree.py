@@ -1,0 +1,120 @@
+"""Leaves of a tree by their paths, such as `layers/wq`."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ._errors import several
+
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+NUMBERS = (*ARRAYS, int, float, complex)
+
+
+class Static:
+    """All of a tree but its arrays; `jax.jit` compiles once for each."""
+
+    def __init__(self, structure: Any, leaves: tuple[Any, ...]):
+        self.structure = structure
+        self.leaves = leaves  # `None`, which is no leaf, stands where an array was
+        self._hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.structure, self.leaves))
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Static)
+            and hash(self) == hash(other)
+            and (self.structure, self.leaves) == (other.structure, other.leaves)
+        )
+
+    def __repr__(self) -> str:
+        return str(self.structure)
+
+
+def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
+    """Parts a tree into its arrays and all else; `numbers` counts Python's as arrays."""
+    # `jax.jit` on a flat list costs half of what it does on a tree of modules.
+    kinds = NUMBERS if numbers else ARRAYS
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    constants = [None if isinstance(leaf, kinds) else leaf for leaf in leaves]
+    return arrays, Static(structure, tuple(constants))
+
+
+def join(arrays: list[Any], static: Static) -> PyTree:
+    """The inverse of `split`."""
+    rest = iter(arrays)
+    return static.structure.unflatten(
+        [next(rest) if leaf is None else leaf for leaf in static.leaves]
+    )
+
+
+def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
+    """Parts a model into what the optimizer trains and all else, as `eqx.partition`."""
+    # The running averages of stateful layers are floating arrays, but no parameters.
+    try:
+        selected, _ = eqx.partition(model, trainable)
+    except ValueError as error:
+        described = _does_not_fit(model, trainable)
+        if described is None:
+            raise
+        raise described from error
+    mask = jax.tree.map(
+        lambda x: not isinstance(x, eqx.nn.State) and eqx.is_inexact_array(x),
+        selected,
+        is_leaf=lambda x: x is None or isinstance(x, eqx.nn.State),
+    )
+    return eqx.partition(model, mask)
+
+
+def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
+    """What is wrong with `trainable`, if it is one of the usual things."""
+    given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
+    other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    parts = {path[:n] for path in leaves for n in range(len(path) + 1)}
+    said, paths = [], {path for path, _ in given}
+    lacking = [p for p in leaves if not any(p[:n] in paths for n in range(len(p) + 1))]
+    for words, found in (
+        ("neither a boolean nor a function at", other),
+        ("nothing for", lacking),
+        ("something at", [path for path in paths if path not in parts]),
+    ):
+        names = [jax.tree_util.keystr(p, simple=True, separator="/") or "its root" for p in found]
+        said.extend([f"{words} {several(sorted(names))}"] if names else [])
+    if not said:
+        return None
+    nowhere = ", where the model has nothing" if said[-1].startswith("something") else ""
+    return ValueError(
+        f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. It must be a "
+        "function of a leaf, or a tree like the model of booleans and such functions, one for each "
+        "leaf or for a part of the model."
+    )
+
+
+def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
+    """For each array of a tree, abstract or not, whether the optimizer trains it."""
+    arrays, static = split(tree)
+    found: list[bool] = []
+
+    def look(arrays: list[Any]) -> None:
+        # Filters such as `eqx.is_inexact_array` know abstract arrays only while they are traced.
+        selected, _ = partition_trainable(join(arrays, static), trainable)
+        kept = {id(leaf) for leaf in jax.tree.leaves(selected)}
+        found.extend(id(array) in kept for array in arrays)
+
+    jax.eval_shape(look, arrays)
+    return found
+
+
+def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
+    """The leaves of these kinds, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    show = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {show(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}

@@ -1,0 +1,176 @@
+"""What the processes of a run know of each other: who lives, what they do, and why one ended."""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ._kv_store import ProcessLost, failures, key_value_store, tell_failure, turn_page
+
+logger = logging.getLogger("redcoast")
+
+BEAT = 1.0  # seconds between two signs of life
+DEAD = 20.0  # seconds without one
+SLOW = 60.0  # seconds in the user's code, or in reading data, until the others hear of it
+GRACE = 10.0  # seconds for the main thread to end by itself, when another process is lost
+LOST = 70  # what a process then exits with: EX_SOFTWARE of sysexits.h
+_KEY = "redcoast/watch"
+
+# What each thread of this process is doing, and since when.
+_doing: dict[int, tuple[str, float]] = {}
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Says what this thread does, for the others to read if it takes long."""
+    thread = threading.get_ident()
+    before = _doing.get(thread)
+    _doing[thread] = (what, time.monotonic())
+    try:
+        yield
+    finally:
+        _doing.pop(thread)
+        if before is not None:
+            _doing[thread] = before
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """In a run of several processes, ends this one with an error that names another which has
+    failed or died; warns of one that is slow; and lets the others know of an error here."""
+    if jax.process_count() == 1:
+        yield
+        return
+    with _Watch() as watch:
+        try:
+            yield
+        except ProcessLost:
+            raise
+        except BaseException as error:
+            reason = watch.reason(wait=_is_consequence(error))
+            if reason is not None:
+                raise ProcessLost(reason) from error
+            tell_failure(error)
+            raise
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether it may have come from a collective that another process has left."""
+    fault = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+    return fault and "RESOURCE_EXHAUSTED" not in str(error)
+
+
+def _leave(reason: str) -> None:
+    print(f"redcoast: {reason} This process ends.", file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
+class _Watch:
+    """The thread that watches, for as long as this is entered."""
+
+    def __init__(self):
+        self._thread = threading.Thread(target=self._run, name="redcoast-watch", daemon=True)
+        self._ended = threading.Event()
+        self._found = threading.Event()
+        self._reason: str | None = None
+        self._seen: dict[int, tuple[int, float]] = {}  # beats, and when the last one was new
+        self._hosts: dict[int, str] = {}
+        self._warned: dict[int, float] = {}
+
+    def reason(self, *, wait: bool) -> str | None:
+        """Why this process cannot go on, if that is another's fault."""
+        if wait:
+            self._found.wait(DEAD + 5 * BEAT)
+        return self._reason
+
+    def __enter__(self) -> "_Watch":
+        turn_page()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The run is over here: no sign of life means nothing from now on.
+        self._ended.set()
+        self._thread.join(5)
+        turn_page()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            _say({"beat": -1})
+
+    def _run(self) -> None:
+        for beat in range(sys.maxsize):
+            try:
+                _say({"beat": beat, "host": socket.gethostname(), "doing": _longest()})
+                reason = self._look()
+            except jax.errors.JaxRuntimeError as error:
+                reason = (
+                    "Process 0, which coordinates the others, is not to be reached any more: "
+                    + str(error).splitlines()[0]
+                )
+            if reason is not None:
+                return self._end(reason)
+            if self._ended.wait(BEAT):
+                return
+
+    def _look(self) -> str | None:
+        """Why this run cannot go on, if another process is lost."""
+        for other, text in failures().items():
+            return f"{self._call(other)} has failed: {text}"
+        now = time.monotonic()
+        for key, text in key_value_store().key_value_dir_get(_KEY):
+            other, said = int(key.rsplit("/", 1)[1]), json.loads(text)
+            beat = said["beat"]
+            if beat < 0 or other == jax.process_index():
+                self._seen.pop(other, None)
+                continue
+            self._hosts[other] = said["host"]
+            if self._seen.get(other, (None, 0.0))[0] != beat:
+                self._seen[other] = (beat, now)
+            self._warn(other, said["doing"])
+        for other, (_, since) in self._seen.items():
+            if now - since > DEAD:
+                return f"{self._call(other)} has died: no sign of life for {now - since:.0f} s."
+        return None
+
+    def _warn(self, other: int, said: tuple[str, float] | None) -> None:
+        what, seconds = said or ("", 0.0)
+        if seconds < self._warned.get(other, SLOW):
+            if seconds < SLOW:
+                self._warned.pop(other, None)
+            return
+        self._warned[other] = 2 * seconds
+        logger.warning(
+            "%s has been in %s for %.0f s, and the others wait for it.",
+            *(self._call(other), what, seconds),
+        )
+
+    def _call(self, other: int) -> str:
+        host = self._hosts.get(other)
+        return f"Process {other}" + (f" on {host}" if host else "")
+
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+        self._found.set()
+        if self._ended.wait(GRACE):
+            return
+        # The main thread waits in a collective, for ever, and nothing else can end it.
+        _leave(reason)
+
+
+def _say(what: dict[str, Any]) -> None:
+    key = f"{_KEY}/{jax.process_index()}"
+    key_value_store().key_value_set(key, json.dumps(what), allow_overwrite=True)
+
+
+def _longest() -> tuple[str, float] | None:
+    now = time.monotonic()
+    found = [(now - since, what) for what, since in list(_doing.values())]
+    seconds, what = max(found, default=(0.0, ""))
+    return (what, round(seconds, 1)) if found else None

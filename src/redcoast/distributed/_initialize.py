@@ -1,0 +1,322 @@
+import atexit
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax._src import clusters, distributed, xla_bridge
+
+from ._coordinator import leave_on_error, service_apart, wait_for_all
+from ._mesh import emulate_devices
+from ._rendezvous import is_loopback, meet, split_address
+
+logger = logging.getLogger("redcoast")
+
+# A process that dies without a word is noticed after so many seconds.
+_HEARTBEAT = 30
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads it in small letters
+# The variables that JAX's own names stand in, as Kubeflow Trainer sets them.
+_OF_JAX = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+# Variables that say how many processes a launcher has started, or on how many machines; and those
+# that say which of them this one is.
+_LAUNCHERS = {
+    "WORLD_SIZE": ("torchrun", "RANK"),
+    "JAX_PROCESS_COUNT": ("a launcher of JAX", "JAX_PROCESS_INDEX"),
+    "NUM_PROCESSES": ("Kubeflow", "PROCESS_ID"),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", "SKYPILOT_NODE_RANK"),
+    "SLURM_NTASKS": ("SLURM", "SLURM_PROCID"),
+    "SLURM_NNODES": ("SLURM", "SLURM_NODEID"),
+    "OMPI_COMM_WORLD_SIZE": ("Open MPI", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("MPICH", "PMI_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("MVAPICH", "MV2_COMM_WORLD_RANK"),
+    "FLUX_JOB_SIZE": ("Flux", "FLUX_TASK_RANK"),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "JSM_NAMESPACE_RANK"),
+    "PET_NNODES": ("Kubeflow", "PET_NODE_RANK"),
+    "AZUREML_NODE_COUNT": ("Azure ML", "NODE_RANK"),
+}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Where the processes of a job meet, how many they are, and which this one is."""
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    local_devices: int | None = None
+    # Among those of its machine, where a launcher starts one for each of the accelerators.
+    local_id: int | None = None
+
+
+def initialize(
+    *,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    local_devices: int | None = None,
+    timeout: int | float = 300,
+) -> None:
+    """Joins this process with the others of its job, so that a mesh can hold all their devices.
+
+    Each process runs the same script, with this call before anything that uses JAX's devices.
+    What is not given is taken from the environment variables `REDCOAST_COORDINATOR`,
+    `REDCOAST_PROCESSES`, `REDCOAST_PROCESS_ID` and `REDCOAST_LOCAL_DEVICES`; then from
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets
+    them; then from torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and
+    `LOCAL_RANK`; and then from SLURM, Open MPI, Cloud TPU, or Kubernetes, as far as
+    `jax.distributed` knows them.
+
+    A process that is alone joins nothing, so that the same script runs on one machine; it is a
+    warning if variables of a launcher say that there are several, and `processes=1` was not given.
+    A second call does nothing.
+
+    **Arguments:**
+
+    - `coordinator`: `host:port`, the machine of process 0 as the others see it, and a port that
+        is free there.
+    - `processes`: how many there are, at least 1.
+    - `process_id`: which of them this is, from 0.
+    - `local_devices`: lets the CPU of each process stand for so many devices, as
+        [`emulate_devices`][redcoast.emulate_devices] does. By default a process has the devices
+        that JAX finds; where SLURM, Open MPI or torchrun start several on a machine, one each.
+    - `timeout`: in seconds, how long the others may take to come.
+
+    **Raises:**
+
+    - `ValueError` if arguments are wrong or incomplete, if the processes disagree about how many
+        they are, or if JAX has been used already.
+    - `TimeoutError` on all that came if others did not; it names the missing.
+    - `ConnectionError` if process 0 cannot be reached; it says where and why.
+    - `OSError` if process 0 cannot listen on its port.
+
+    !!! Example
+
+        ```python
+        rc.initialize()  # on a laptop, or in each of the tasks that `srun` starts
+        mesh = rc.make_mesh(fsdp=-1, data=1)
+        ```
+    """
+    if not timeout > 0:
+        raise ValueError(f"The others need some time to come: timeout={timeout} s is not positive.")
+    asked = _Job(coordinator, processes, process_id, local_devices)
+    _check(asked)
+    if jax.distributed.is_initialized():
+        return _check_same(asked)
+    given = _with_variables(asked)
+    job = _complete(given, timeout)
+    if (job.processes or 1) == 1:
+        if given.processes is None and (found := _unjoined()):
+            logger.warning("%s", found)
+        return _emulate(job.local_devices)
+    _join(job, timeout)
+
+
+def _check(job: _Job) -> None:
+    if job.coordinator is not None:
+        split_address(job.coordinator)
+    if job.processes is not None and job.processes < 1:
+        raise ValueError(f"A job has at least one process, but processes={job.processes}.")
+    if job.process_id is not None and not 0 <= job.process_id < (job.processes or 1 << 31):
+        of = "" if job.processes is None else f" of {job.processes} processes"
+        last = "" if job.processes is None else f" to {job.processes - 1}"
+        raise ValueError(f"There is no process {job.process_id}{of}: they count from 0{last}.")
+    if job.local_devices is not None and job.local_devices < 1:
+        raise ValueError(
+            f"A process has at least one device, but local_devices={job.local_devices}."
+        )
+
+
+def _check_same(asked: _Job) -> None:
+    """A process joins once: what a second call says is what the first has done."""
+    state = distributed.global_state
+    joined = {
+        "coordinator": state.coordinator_address,
+        "processes": state.num_processes,
+        "process_id": state.process_id,
+        "local_devices": jax.config.jax_num_cpu_devices,  # pyright: ignore
+    }
+    for name, value in joined.items():
+        if getattr(asked, name) not in (None, value):
+            raise ValueError(
+                f"This process has joined its job with {name}={value!r} already, and cannot join "
+                f"again with {name}={getattr(asked, name)!r}. Call `initialize` once."
+            )
+
+
+def _with_variables(job: _Job) -> _Job:
+    """What is not given, as far as REDCOAST_ variables say it, and then those with JAX's names."""
+    names = ("coordinator", "processes", "process_id", "local_devices")
+    ours = {name: f"REDCOAST_{name.upper()}" for name in names}
+    for variables in (ours, _OF_JAX):
+        texts = {name: os.environ.get(variable, "").strip() for name, variable in variables.items()}
+        found: dict[str, Any] = {n: v for n, v in texts.items() if v and getattr(job, n) is None}
+        for name, text in found.items():
+            if name != "coordinator":
+                found[name] = _number(variables[name], text)
+        job = replace(job, **found)
+        _check(job)
+    return job
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable} is {text!r}, and not a whole number.") from None
+
+
+def _complete(job: _Job, timeout: int | float) -> _Job:
+    """What is still missing, as far as the launcher of this process says it."""
+    if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
+        return job
+    # Inside of a job of SLURM, say, torchrun may have started several processes for each task.
+    job = _with_launcher(_with_torchrun(job), timeout)
+    parts = {x: getattr(job, x) for x in ("coordinator", "processes", "process_id")}
+    missing = [name for name, value in parts.items() if value is None]
+    if job.processes != 1 and 0 < len(missing) < 3:
+        known = ", ".join(f"{name}={parts[name]!r}" for name in parts if name not in missing)
+        variables = " and ".join(f"REDCOAST_{name.upper()}" for name in missing)
+        raise ValueError(
+            f"A process joins a job by coordinator, processes and process_id, all three, but of "
+            f"this job only {known} is known. Give {' and '.join(missing)} too, or set {variables}."
+        )
+    _check(job)
+    return job
+
+
+def _with_torchrun(job: _Job) -> _Job:
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    host, port, processes, number = (os.environ.get(name, "").strip() for name in names)
+    if not host or not (port.isdigit() and processes.isdigit() and number.isdigit()):
+        return job
+    if int(processes) < 2:
+        return job
+    # On the port itself, torchrun's agent may listen.
+    taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    local_id = os.environ.get("LOCAL_RANK", "").strip()
+    return replace(
+        job,
+        coordinator=job.coordinator or f"{host}:{int(port) + taken}",
+        processes=int(processes) if job.processes is None else job.processes,
+        process_id=int(number) if job.process_id is None else job.process_id,
+        local_id=int(local_id) if local_id.isdigit() else None,
+    )
+
+
+def _with_launcher(job: _Job, timeout: int | float) -> _Job:
+    if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
+        return job
+    launcher = next((env for env in clusters.ClusterEnv._cluster_types if _started(env)), None)
+    if launcher is None:
+        # Open MPI from version 5 on says this much, but not where process 0 is.
+        return _with_open_mpi(job)
+    processes = launcher.get_process_count() if job.processes is None else job.processes
+    if processes == 1:
+        return replace(job, processes=1, process_id=0)
+    number = launcher.get_process_id() if job.process_id is None else job.process_id
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    where = job.coordinator or launcher.get_coordinator_address(int(timeout) or 1, port)
+    local_id = launcher.get_local_process_id()
+    return replace(
+        job, coordinator=where, processes=processes, process_id=number, local_id=local_id
+    )
+
+
+def _started(launcher: Any) -> bool:
+    # A pod outside an Indexed Job, such as a notebook's, is alone.
+    alone = launcher.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
+    return not alone and not launcher.opt_in_only_method and launcher.is_env_present()
+
+
+def _with_open_mpi(job: _Job) -> _Job:
+    size, rank = (os.environ.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "RANK"))
+    if size is None or rank is None:
+        return job
+    processes = int(size) if job.processes is None else job.processes
+    number = int(rank) if job.process_id is None else job.process_id
+    local_id = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
+    return replace(job, processes=processes, process_id=number, local_id=local_id)
+
+
+def _unjoined() -> str:
+    """What to say of a launcher that has started several processes, of which none are joined."""
+    counts = {name: os.environ.get(name, "").strip() for name in _LAUNCHERS}
+    several = [name for name, text in counts.items() if text.isdigit() and int(text) > 1]
+    if "SLURM_STEP_NODELIST" in os.environ:  # in a step, SLURM has been asked
+        several = [name for name in several if not name.startswith("SLURM_")]
+    if several:
+        count, (launcher, rank) = several[0], _LAUNCHERS[several[0]]
+        saw, number = f"{count}={counts[count]}", counts[count]
+    elif os.environ.get("JOB_COMPLETION_INDEX", "0").strip() not in ("0", ""):
+        launcher, rank, number = "an Indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "..."
+        saw = f"{rank}={os.environ[rank]}"
+    else:
+        return ""
+    own = os.environ.get(rank)
+    return (
+        f"{saw} says that {launcher} has started several processes, but this one has joined no "
+        "other, and does all of the work alone. Pass `coordinator`, host:port of the machine of "
+        f"process 0, `processes={number}` and `process_id={own or '...'}`"
+        + (f" (this is {rank})" if own else "")
+        + ", or set REDCOAST_COORDINATOR, REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. If it is to "
+        "be alone, pass `processes=1`."
+    )
+
+
+def _emulate(local_devices: int | None) -> None:
+    if local_devices not in (None, jax.config.jax_num_cpu_devices):  # pyright: ignore
+        emulate_devices(local_devices)
+
+
+def _join(job: _Job, timeout: int | float) -> None:
+    coordinator, processes, number = job.coordinator, job.processes, job.process_id
+    assert coordinator is not None
+    assert processes is not None
+    assert number is not None
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            "JAX was used in this process before `initialize`, and has chosen its devices. Call "
+            "`initialize` at the top of the script, before anything that makes an array or "
+            "asks for devices."
+        )
+    host, _ = split_address(coordinator)
+    here = meet(coordinator, processes, number, timeout)
+    _emulate(job.local_devices)
+    # A collective of several processes blocks a thread of XLA's pool, and there may be more than
+    # one at a time: on a machine with few cores they would wait for each other.
+    os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
+    if not jax.config.jax_cpu_collectives_implementation:  # pyright: ignore
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would take SIGTERM away from us, and from the default, which is to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    # gRPC would ask a proxy of the environment for the way to the coordinator, which we found.
+    direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
+    os.environ[_NO_PROXY] = f"{direct},{host}" if direct else host
+    jax.config.update("jax_check_proxy_envs", False)
+    with service_apart():
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            number,
+            local_device_ids=_local_device_ids(job.local_id, here),
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,  # all are there
+            coordinator_bind_address=coordinator if is_loopback(host) else None,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+        )
+    atexit.register(wait_for_all)
+    leave_on_error()
+
+
+def _local_device_ids(local_id: int | None, here: int) -> list[int] | None:
+    """The one accelerator of a process that shares its machine with others of the job."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    # The launcher may have given each its own already.
+    alone = here == 1 or (visible != [""] and len(visible) < here)
+    return None if local_id is None or alone else [local_id]

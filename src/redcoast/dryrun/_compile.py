@@ -1,0 +1,148 @@
+"""A step compiled for devices that may not be there, and what its program says of it."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..sharding import Plan
+from ._flops import contractions
+from ._job import Job, trace_job
+from .hlo import collectives
+
+Traffic = dict[str, Any]
+# Less work on machine code; buffers and collectives are the same.
+_CPU_OPTIONS = {"xla_backend_optimization_level": 0}
+# By default it lets all that can be done at once be done at once, which accelerators do not.
+_STAND_IN = _CPU_OPTIONS | {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+# The two ways in which a TPU's compiler says how much is needed. By the second it means arguments
+# and results too, and the least that it could come to.
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler says: bytes on each device, and what is sent.
+
+    Of a program that it refuses for want of memory it says no more than the least that `peak`
+    could come to.
+    """
+
+    peak: int
+    temporaries: int | None  # at the peak
+    moved: int | None  # of arguments and results
+    traffic: tuple[Traffic, ...] | None
+    seconds: float
+    refused: bool = False
+    flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
+    open_loops: int = 0  # of which nobody knows how often they run, counted once
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes that a device sends over each set of axes."""
+        found: Counter[str] = Counter()
+        for one in self.traffic or ():
+            found[one["axis"]] += one["bytes"]
+        return found
+
+
+def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) -> Compiled:
+    """Compiles the step for the mesh's devices; that it is too large for them is an answer too.
+
+    `stands_in` says that they are the CPU's in the place of an accelerator's.
+    """
+    traced = trace_job(job, plan, mesh)
+    found = contractions(traced.jaxpr)
+    counted = plan.report.get("arithmetic", {"flops": 1, "per_device": 1})
+    share = counted["per_device"] / max(1, counted["flops"])
+    return replace(
+        compile_for(traced.lower(), mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
+        flops={dtype: share * count for dtype, count in found.flops.items()},
+        open_loops=found.open_loops,
+    )
+
+
+def compile_for(
+    lowered: jax.stages.Lowered, mesh: Mesh, cpu_options: Mapping[str, Any] = _CPU_OPTIONS
+) -> Compiled:
+    """What the compiler says of a program."""
+    platform = mesh.devices.flat[0].platform
+    begin = time.perf_counter()
+    options = dict(cpu_options) if platform == "cpu" else None
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        peak = needed_bytes(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
+        if peak is None:
+            raise RuntimeError(
+                "The compiler failed on this program, which it may not do for another mesh or "
+                f"another batch. It said: {error}"
+            ) from error
+        return Compiled(peak, None, None, None, time.perf_counter() - begin, refused=True)
+    seconds = time.perf_counter() - begin
+    memory: Any = compiled.memory_analysis()
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
+    # Donated arguments hold results.
+    held = arguments + results - memory.alias_size_in_bytes
+    peak = held + memory.temp_size_in_bytes
+    if platform == "tpu":
+        # Its temporaries may also lie where arguments are no longer needed, which this figure
+        # knows; that of other compilers has no temporaries.
+        peak = memory.peak_memory_in_bytes
+    return Compiled(
+        peak=peak,
+        temporaries=max(0, peak - held),
+        moved=arguments + results,
+        traffic=_traffic(compiled.as_text(), mesh),
+        seconds=seconds,
+    )
+
+
+def needed_bytes(message: str) -> int | None:
+    """What a compiler says that a program needs on a device, as it refuses it."""
+    found = _USED.search(message) or _TEMPORARIES.search(message)
+    return found and _bytes(found)
+
+
+def _bytes(found: re.Match[str]) -> int:
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
+    """What one device sends in a step, alike causes in one entry, the largest first."""
+    times: Counter[tuple[str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for one in collectives(text, mesh):
+        key = "+".join(one.axes), one.kind, cause(one.source)
+        times[key] += one.count
+        sent[key] += one.count * one.sent_bytes
+    return tuple(
+        {"axis": axis, "kind": kind, "cause": why, "times": times[axis, kind, why], "bytes": size}
+        for (axis, kind, why), size in sent.most_common()
+    )
+
+
+def cause(source: str | None) -> str:
+    """In words from which part of a step an operation is, by its name in the traced program."""
+    if source is None:
+        return "not named by the compiler"
+    # Of operations that were made one, all names stand in brackets: "while/body/(add:dot_general)".
+    merged = source.rpartition("(")[2].rstrip(")") if source.endswith(")") else ""
+    last = [one.rpartition("/")[2] for one in (merged or source).split(":")]
+    names = list(dict.fromkeys(name for name in last if re.fullmatch(r"[a-z][\w-]*", name)))
+    return f"{_part(source)}: {', '.join(sorted(names)[:3]) or 'several'}"
+
+
+def _part(source: str) -> str:
+    if "rematted_computation" in source:
+        return "computed again"
+    if "transpose(" in source:
+        return "backward"
+    return "forward" if "jvp(" in source else "outside the gradient"

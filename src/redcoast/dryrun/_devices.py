@@ -1,0 +1,227 @@
+"""The devices of a target, for their compiler to compile for: none of them need be there."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from glob import glob
+from typing import Any, Literal
+
+import jax
+from jaxlib import xla_client
+
+from ._chips import SHARE, Chip
+from ._target import Target
+
+
+@dataclass(frozen=True)
+class _Processor:
+    """The processor on a card; sizes in bytes, of one multiprocessor where nothing else is said."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    lanes: int
+    threads: int
+    clock_ghz: float
+    l2_cache: int
+    shared: int
+    shared_by_one_block: int
+
+
+_KB, _MB = 2**10, 2**20
+_PROCESSORS = {
+    "a100-40gb": _Processor((8, 0), 108, 64, 2048, 1.41, 40 * _MB, 164 * _KB, 163 * _KB),
+    "a100-80gb": _Processor((8, 0), 108, 64, 2048, 1.41, 40 * _MB, 164 * _KB, 163 * _KB),
+    "h100": _Processor((9, 0), 132, 128, 2048, 1.98, 50 * _MB, 228 * _KB, 227 * _KB),
+    "h200": _Processor((9, 0), 132, 128, 2048, 1.98, 50 * _MB, 228 * _KB, 227 * _KB),
+    "l4": _Processor((8, 9), 58, 128, 1536, 2.04, 48 * _MB, 100 * _KB, 99 * _KB),
+    "rtx-4090": _Processor((8, 9), 128, 128, 1536, 2.52, 72 * _MB, 100 * _KB, 99 * _KB),
+    "1080ti": _Processor((6, 1), 28, 128, 2048, 1.58, 2816 * _KB, 96 * _KB, 48 * _KB),
+}  # fmt: skip
+
+
+def gpu_config(chip: Chip) -> str:
+    """A `GpuTargetConfig` in the text format of protocol buffers, for a chip of kind `"gpu"`."""
+    of = _PROCESSORS[chip.name]
+    major, minor = of.capability
+    figures = {
+        "core_count": of.multiprocessors,
+        "fpus_per_core": of.lanes,
+        "threads_per_core_limit": of.threads,
+        "clock_rate_ghz": of.clock_ghz,
+        "l2_cache_size": of.l2_cache,
+        "shared_memory_per_core": of.shared,
+        "shared_memory_per_block_optin": of.shared_by_one_block,
+        "device_memory_size": round(chip.usable / SHARE),
+        "memory_bandwidth": int(chip.memory_bandwidth),
+        **_COMMON,
+    }
+    lines = "\n".join(f"  {name}: {value}" for name, value in figures.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n"
+        f"  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 }\n'
+        f'device_description_str: "{chip.device_kind}"\n'
+    )
+
+
+# The limits that all CUDA devices of these generations have in common.
+_COMMON = {
+    "threads_per_warp": 32,
+    "threads_per_block_limit": 1024,
+    "shared_memory_per_block": 48 * _KB,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+}
+
+
+# What a TPU's compiler must not do where there is none: ask the network for its neighbours, or
+# refuse because another process compiles too.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# JAX's plugin for CUDA asks the driver for its version, and gives up if there is none.
+_NO_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# As `experiments/benchmarks/cpu_bias.py` measured it.
+_BIAS = (
+    "Its figures are estimates. In float32, memory was 0 to 18 % too high, and 14 to 27 % with "
+    "`fsdp`, where it keeps another copy of what is stored split; and 1.2 to 2 times as much was "
+    "sent. What is to be in bfloat16 it computes in float32: memory was 8 to 44 % too high, and "
+    "2.5 to 4 times as much was sent. Of two programs that were far too large it was too low, by "
+    "2 and 8 % at least."
+)
+_OLD = (
+    "The compiler still compiles for the 1080ti (compute capability 6.1), though not "
+    "`jax.nn.dot_product_attention` in 16 bits. The card has no units for bfloat16: it saves "
+    "memory, and no time."
+)
+_NOMINAL = (
+    "Nobody publishes figures of emulated devices: their memory, rates and bandwidths are nominal, "
+    "about those of a core of a server."
+)
+_LOCK = (
+    " Another process uses libtpu, and keeps it for itself. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 "
+    "before this one starts: it compiles, and needs no TPU."
+)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices to compile for.
+
+    **Attributes:**
+
+    - `devices`: As many as the target has, for `make_mesh`.
+    - `compiler`: Which compiler they belong to.
+    - `notes`: Sentences that a reader of its figures must know.
+    """
+
+    devices: list[Any]
+    compiler: Literal["tpu", "cuda", "cpu"]
+    notes: tuple[str, ...]
+
+
+def target_devices(target: Target) -> Devices:
+    """The devices of a target, or as many of the CPU if the target's compiler is not installed.
+
+    It may be called in a process that has used JAX already, and leaves its devices alone.
+
+    **Raises:**
+
+    `RuntimeError` if the compiler is installed, and fails.
+    """
+    if target.chip.kind == "cpu":
+        return Devices(list(_cpu(target.count)), "cpu", (_NOMINAL,))
+    compiler, extra = ("tpu", "tpu") if target.chip.kind == "tpu" else ("cuda", "cuda12")
+    if not _installed(compiler):
+        note = (
+            f"The compiler for {target.chip.name} is not installed "
+            f"(`pip install 'redcoast[{extra}]'`), so that of the CPU stood in. {_BIAS}"
+        )
+        return Devices(list(_cpu(target.count)), "cpu", (note,))
+    try:
+        devices = _tpu(target) if compiler == "tpu" else _cuda(target)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        hint = _LOCK if "lockfile" in str(error) else ""
+        raise RuntimeError(
+            f"The compiler for {target.name} is installed, but does not work: "
+            f"{str(error).rstrip('.')}.{hint}"
+        ) from error
+    return Devices(devices, compiler, (_OLD,) if target.chip.name == "1080ti" else ())
+
+
+def _installed(compiler: str) -> bool:
+    if compiler == "tpu":
+        return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+    return any(_found(plugin) for plugin in _PLUGINS)
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is there the package that it would be in
+        return False
+
+
+@lru_cache
+def _cpu(count: int) -> tuple[Any, ...]:
+    """A client of its own: JAX's has as many devices as were asked for when it was first used."""
+    return tuple(xla_client.make_cpu_client(num_devices=count).devices())
+
+
+def _tpu(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {}
+    if target.chip.name == "v4":
+        options["chip_config_name"] = "megacore"  # both cores of a chip as one device
+    if target.hosts == 1:
+        options["chips_per_host_bounds"] = [*target.shape, 1][:3]
+    shape = "x".join(map(str, target.shape))
+    with _environment(_NO_TPU, "/dev/accel*", "/dev/vfio/[0-9]*"):
+        return topologies.get_topology_desc(f"{target.chip.name}:{shape}", "tpu", **options).devices
+
+
+@contextmanager
+def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
+    """Sets what compilers read when they are loaded, unless the user did or hardware is there."""
+    there = any(glob(pattern) for pattern in present)
+    missing = [] if there else [name for name in variables if name not in os.environ]
+    os.environ |= {name: variables[name] for name in missing}
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _cuda(target: Target) -> list[Any]:
+    from jax.experimental import topologies
+
+    hosts, cards = target.shape
+    options = {"topology": f"1x{hosts}x{cards}", "target_config": gpu_config(target.chip)}
+    describe = partial(topologies.get_topology_desc, target.chip.name, "cuda", **options)
+    with _environment(_NO_CUDA, "/dev/nvidia[0-9]*"):
+        try:
+            return describe().devices
+        except NotImplementedError:
+            # JAX was used before, found no card, and left the plugin out.
+            _cuda_plugin().initialize()
+            return describe().devices
+
+
+def _cuda_plugin() -> Any:
+    found = next(name for name in _PLUGINS if _found(name))
+    return importlib.import_module(found)

@@ -1,0 +1,212 @@
+"""A training step without the devices it is for."""
+
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..core._pytree import trainable_arrays
+from ..core._tracing import without_ambient_mesh
+from ..distributed._mesh import AXES
+from ..sharding import Plan
+from ..sharding.tree._overrides import Override
+from ..train._loss import LossFn
+from ._changes import find_changes
+from ._compile import Compiled, compile_job
+from ._job import Job, batch_bytes, plan_job
+from ._links import axis_bandwidths
+from ._mesh_search import cheapest, likely
+from ._place import Place, elsewhere, hardware_there
+from ._report import DryRun
+from ._roofline import time_bounds
+
+
+def run(
+    init_fn: Callable[..., Any],
+    target: str,
+    mesh: Mesh | Mapping[str, int] | None,
+    make: Callable[..., Job],
+    suggest: bool,
+    **options: Any,
+) -> DryRun:
+    """`make(init_fn, **options)` is the step."""
+    place = elsewhere(target)
+    job = make(init_fn, **options)
+    sizes = cheapest(job, place) if mesh is None else _sizes(mesh)
+    made = _mesh(sizes, place)
+    plan, compiled = _compile(job, place, made)
+    found = _result(job, place, made, plan, compiled)
+    if found.fits or not suggest:
+        return found
+    others = [sizes for sizes in likely(job, place) if sizes != found.mesh]
+    again = lambda job, sizes: _compile(job, place, _mesh(sizes, place))[1]
+    changes = find_changes(make, init_fn, job, found, others, again)
+    return replace(found, changes=tuple(changes))
+
+
+def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+    if not isinstance(sizes, Mapping) or not set(sizes) <= set(AXES):
+        raise TypeError(
+            f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp` and `model`, such "
+            'as {"fsdp": 4, "model": 2}.'
+        )
+    return dict(sizes)
+
+
+def _mesh(sizes: Mapping[str, int], place: Place) -> Mesh:
+    try:
+        return place.mesh(sizes)
+    except ValueError as error:
+        raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
+
+
+def _compile(job: Job, place: Place, mesh: Mesh) -> tuple[Plan, Compiled]:
+    plan = plan_job(job, mesh, hardware_there(place, mesh))
+    return plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
+
+
+def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:
+    target = place.target
+    assert target is not None
+    bounds = None
+    if compiled.moved is not None:
+        bounds = time_bounds(
+            flops=compiled.flops,
+            moved_bytes=compiled.moved,
+            sent_bytes=compiled.sent,
+            chip=target.chip,
+            bandwidths=axis_bandwidths(target, mesh),
+        )
+    return DryRun(
+        target=target.name,
+        devices=target.count,
+        compiler=place.compiler,
+        notes=(*place.notes, *_notes(compiled)),
+        mesh=dict(mesh.shape),
+        fits=not compiled.refused and compiled.peak <= target.chip.usable,
+        refused=compiled.refused,
+        memory=_memory(job, plan, mesh, compiled) | {"usable": target.chip.usable},
+        traffic=compiled.traffic or (),
+        sent_bytes=None if compiled.refused else compiled.sent.total(),
+        arithmetic=compiled.flops,
+        bounds=bounds,
+        compile_seconds=compiled.seconds,
+        plan=plan,
+    )
+
+
+def _notes(compiled: Compiled) -> list[str]:
+    if not compiled.open_loops:
+        return []
+    loops = "A loop runs" if compiled.open_loops == 1 else f"{compiled.open_loops} loops run"
+    return [
+        f"{loops} as often as the data says, and what is in there is counted as if it ran once: "
+        "there is more arithmetic than is said, and more may be sent."
+    ]
+
+
+def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
+    """Bytes on each device, by what they hold."""
+    totals = plan.report["totals"]
+    found = {
+        "parameters": totals["parameter"]["bytes_per_device"],
+        "optimizer_state": totals["optimizer state"]["bytes_per_device"],
+        "other": totals["other"]["bytes_per_device"],
+        "batch": batch_bytes(job, mesh),
+        "gradients": _gradients(job, plan),
+    }
+    if compiled.temporaries is not None:
+        found["temporaries"] = compiled.temporaries
+    return found | {"peak": compiled.peak}
+
+
+def _gradients(job: Job, plan: Plan) -> int:
+    # The model's arrays come first in a plan of a state.
+    trained = trainable_arrays(job.state.model, job.trainable)
+    rows = plan.report["rows"][: len(trained)]
+    return sum(row["bytes_per_device"] for row, yes in zip(rows, trained, strict=True) if yes)
+
+
+def dry_run(
+    init_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    target: str,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    overrides: Sequence[Override] = (),
+    trainable: PyTree = eqx.is_inexact_array,
+    suggest: bool = True,
+) -> DryRun:
+    """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be there.
+
+    No array is made: model, optimizer state and batch are shapes throughout. The figures are what
+    the accelerator's own compiler says of the program that it makes, if that compiler is installed
+    (`redcoast[tpu]`, `redcoast[cuda12]`; neither needs an accelerator), and else what the CPU's
+    says, with a note.
+
+    **Arguments:**
+
+    - `init_fn`: `init_fn(key)` makes the model; it is only traced.
+    - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
+    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the batch of a
+        step, over all devices.
+    - `optimizer`: an optax optimizer.
+    - `target`: the devices: a slice of TPUs such as `"v4:4x4x4"` or `"v5e:4x4"`, GPUs such as
+        `"a100-80gb:8"` or, hosts x cards, `"h100:8x8"`, or `"cpu:8"`.
+    - `mesh`: sizes such as `{"fsdp": 4, "model": 2}`, as [`redcoast.make_mesh`][] takes them, or a
+        mesh, whose sizes are taken. By default what the planner prices cheapest, of the meshes on
+        which the step fits by its estimate; [`redcoast.suggest_mesh`][] compiles several.
+    - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `overrides`: as for [`redcoast.infer_shardings`][].
+    - `suggest`: whether, if it does not fit, to look for changes with which it does. Each is
+        compiled.
+
+    **Returns:**
+
+    A [`redcoast.DryRun`][]; `print` it to see a table.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if an argument cannot work, the target does not exist, or the mesh
+    does not match it; what `loss_fn` raises. `RuntimeError` if the target's compiler is installed,
+    and fails.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        print(rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4"))
+        ```
+    """
+    # Imported when it is first asked for, so that importing redcoast stays cheap.
+    from ._dry_run import run
+    from ._job import make_job
+
+    make = ft.partial(
+        make_job,
+        loss_fn=loss_fn,
+        batch=batch,
+        optimizer=optimizer,
+        overrides=overrides,
+        trainable=trainable,
+    )
+    options = {"accumulate": accumulate, "compute_dtype": compute_dtype}
+    with without_ambient_mesh():
+        return run(init_fn, target, mesh, make, suggest, **options)

@@ -1,0 +1,170 @@
+"""The very step that `fit` runs, planned and traced with nothing but shapes."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jaxtyping import PyTree
+
+from ..core._errors import check_functions, check_integer, check_optimizer
+from ..core._tracing import abstract_key, traced_over
+from ..distributed._mesh import AXES, batch_sharding
+from ..sharding import Hardware, Plan
+from ..sharding.tree._overrides import Override
+from ..tracking._metrics_reader import stacked
+from ..train._compile import compiled_steps
+from ..train._loss import LossFn, evaluate_loss
+from ..train._plan import plan_run
+from ..train._precision import check_compute_dtype
+from ..train._step import TrainState, init_state, train_step
+
+# What the axes in a loss's own constraints refer to before there is a mesh: all divides.
+_ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step but for its devices."""
+
+    state: TrainState  # abstract
+    batch: PyTree[jax.ShapeDtypeStruct]
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+    accumulate: int
+    compute_dtype: Any
+    overrides: Sequence[Override]
+    trainable: PyTree
+
+    @property
+    def rows(self) -> int:
+        """How many examples the batch has, over all devices."""
+        return jax.tree.leaves(self.batch)[0].shape[0]
+
+
+def make_job(
+    init_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    overrides: Sequence[Override] = (),
+    trainable: PyTree = eqx.is_inexact_array,
+) -> Job:
+    """Makes everything abstract: no array is made."""
+    check_functions(init_fn=init_fn, loss_fn=loss_fn)
+    check_optimizer(optimizer)
+    check_integer("accumulate", accumulate)
+    check_compute_dtype(compute_dtype, training=True)
+    make = ft.partial(init_state, init_fn, optimizer, trainable=trainable)
+    batch = abstract_batch(batch)
+    # What is wrong with the loss is the same on all meshes, and said as it is.
+    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
+    with traced_over(_ANY_MESH):
+        state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
+        eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
+    return Job(
+        state,
+        batch,
+        loss_fn,
+        optimizer,
+        accumulate,
+        compute_dtype,
+        overrides,
+        trainable,
+    )
+
+
+def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+    """The shapes of a batch, whose leaves all have the same number of rows."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("`batch` holds no array. Pass arrays or `jax.ShapeDtypeStruct`s.")
+    rows: dict[str, int] = {}
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
+                "`jax.ShapeDtypeStruct`s."
+            )
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{name} in the batch is of dtype {x.dtype}. A batch holds numbers; keys are drawn "
+                "in the step."
+            )
+        if not x.shape:
+            raise ValueError(f"{name} in the batch is a scalar. Its first dimension must be rows.")
+        rows[name] = x.shape[0]
+        if x.shape[0] == 0:
+            raise ValueError(f"{name} in the batch has no rows: its shape is {x.shape}.")
+    if len(set(rows.values())) > 1:
+        counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
+        raise ValueError(f"The arrays of the batch differ in their number of rows: {counts}.")
+    return jax.tree.map(_abstract, batch)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
+    """The plan that `fit` makes for it."""
+    return plan_run(
+        job.state,
+        lambda: job.batch,
+        mesh,
+        batch_size=job.rows,
+        accumulate=job.accumulate,
+        loss_fn=job.loss_fn,
+        compute_dtype=job.compute_dtype,
+        trainable=job.trainable,
+        overrides=job.overrides,
+        hardware=hardware,
+    )
+
+
+def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
+    """The step as `fit` calls it: ready to be lowered for the mesh's devices."""
+    step = ft.partial(
+        train_step,
+        loss_fn=plan.constrain(job.loss_fn),
+        optimizer=job.optimizer,
+        compute_dtype=job.compute_dtype,
+        trainable=job.trainable,
+    )
+    compiled = compiled_steps(step, stacked, plan, lambda rows: job.accumulate)(job.rows)
+    return compiled.trace(job.state, split_batch(job, mesh), None)
+
+
+def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
+    """The batch with the sharding that it arrives with."""
+    sharding = batch_sharding(mesh, job.rows)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), job.batch
+    )
+
+
+def batch_bytes(job: Job, mesh: Mesh) -> int:
+    """Bytes of the batch on each device."""
+    leaves = jax.tree.leaves(split_batch(job, mesh))
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def factorisations(count: int) -> list[dict[str, int]]:
+    """All sizes of data, fsdp and model whose product is the number of devices."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    return [
+        {"data": count // (fsdp * model), "fsdp": fsdp, "model": model}
+        for fsdp in divisors
+        for model in divisors
+        if count % (fsdp * model) == 0
+    ]

@@ -1,0 +1,100 @@
+"""Devices to find a mesh for, at hand or elsewhere, and what is known of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..distributed._kv_store import exchange
+from ..distributed._mesh import BATCH_AXES, make_mesh
+from ..sharding import Hardware
+from ..sharding.solver._hardware import hardware_of
+from ._devices import target_devices
+from ._links import axis_bandwidths
+from ._roofline import peak
+from ._target import Target, parse_target
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices; `target` is what is known of them, and `usable` their bytes of memory."""
+
+    name: str
+    devices: Sequence[Any]
+    target: Target | None
+    usable: int | None
+    notes: tuple[str, ...] = ()
+    compiler: str = ""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether these are devices of the CPU in the place of others."""
+        kind = "cpu" if self.target is None else self.target.chip.kind
+        return kind != "cpu" and self.devices[0].platform == "cpu"
+
+    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
+        return make_mesh(**sizes, devices=self.devices)
+
+
+def elsewhere(name: str) -> Place:
+    """The devices of a target."""
+    target = parse_target(name)
+    found = target_devices(target)
+    usable = target.chip.usable
+    return Place(target.name, found.devices, target, usable, found.notes, found.compiler)
+
+
+def at_hand() -> Place:
+    """All devices of all processes, which must ask together."""
+    devices = jax.devices()
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    everyone = [limit for own in exchange("the memory of devices", limits) for limit in own]
+    usable = None if None in everyone else min(everyone)
+    return Place(f"{len(devices)} x {devices[0].device_kind}", devices, None, usable)
+
+
+def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Hardware:
+    """What the planner weighs by, from a target's figures and how a mesh lies on its links.
+
+    **Arguments:**
+
+    - `target`, `mesh`: the devices, and the mesh of them.
+    - `dtype`: of the operands of contractions.
+    """
+    speeds = axis_bandwidths(target, mesh)
+    batch = [speeds[axis] for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    cpu = target.chip.kind == "cpu"
+    return Hardware(
+        flops=peak(target.chip, dtype),
+        model_bandwidth=speeds["model"],
+        batch_bandwidth=min(batch or [speeds["model"]]),
+        memory_bandwidth=target.chip.memory_bandwidth,
+        memory=None if cpu else target.chip.usable,
+        adds_first=not cpu,
+        scatters=not cpu,
+    )
+
+
+def hardware_there(place: Place, mesh: Mesh) -> Hardware:
+    """What `fit` would plan by, if it ran on these devices: of them it knows the memory. What
+    stands in for their compiler does not matter."""
+    if place.target is None:
+        return hardware_of(mesh)
+    cpu = place.target.chip.kind == "cpu"
+    # Emulated devices do not say what they have.
+    memory = None if cpu else place.target.chip.usable
+    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
+
+
+def speeds_of(place: Place, mesh: Mesh) -> dict[str, float]:
+    """Bytes per second along each axis; the planner's default for devices of unknown links."""
+    if place.target is not None:
+        return axis_bandwidths(place.target, mesh)
+    return dict.fromkeys(mesh.axis_names, float(Hardware.model_bandwidth))
+
+
+def rate_of(place: Place, dtype: str) -> int | float:
+    """Floating point operations per second; the planner's default for an unknown chip."""
+    return Hardware.flops if place.target is None else peak(place.target.chip, dtype)

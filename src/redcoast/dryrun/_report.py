@@ -1,0 +1,227 @@
+"""What a dry run found, as data."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..sharding import Plan
+from ..sharding.report._text import megabytes, paragraph
+from ._roofline import Bounds
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a step fit, as its compiler confirmed.
+
+    **Attributes:**
+
+    - `what`: In words, such as `"accumulate=4"`.
+    - `peak`: Bytes of memory that a device then needs.
+    - `mesh`, `remat`, `accumulate`, `compute_dtype`: The step's settings with it.
+    """
+
+    what: str
+    peak: int
+    mesh: dict[str, int]
+    remat: bool
+    accumulate: int
+    compute_dtype: str | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A training step compiled for devices that need not be there, and what that says of it.
+
+    `str(run)` is a table. All figures are of one device and one step.
+
+    **Attributes:**
+
+    - `target`, `devices`: The name of the devices, and how many they are.
+    - `compiler`: Whose figures these are: `"tpu"`, `"cuda"` or `"cpu"`.
+    - `notes`: Sentences that a reader of the figures must know.
+    - `mesh`: The sizes of `data`, `fsdp` and `model`.
+    - `fits`: Whether the peak is within the usable memory.
+    - `refused`: Whether the compiler refused the program for want of memory, as those for TPUs do.
+        It then says nothing of what is sent, and the peak is the least that it could come to.
+    - `memory`: Bytes of `"parameters"` (and other floating-point arrays of the model),
+        `"optimizer_state"`, `"other"` arrays, `"batch"`, `"gradients"` (as planned; they are among
+        the temporaries), `"temporaries"` (all that is needed besides at the peak; missing if
+        refused), the `"peak"` and what is `"usable"`.
+    - `traffic`: What is sent, by mesh `axis`, `kind` and `cause`: how many `times`, and how many
+        `bytes`; the largest first. Empty if refused.
+    - `sent_bytes`: All of it; `None` if refused.
+    - `arithmetic`: Floating point operations of contractions, by dtype.
+    - `bounds`: The least seconds for arithmetic, memory and each network, which of them binds,
+        and the utilisation of the peak that it leaves; `None` if refused.
+    - `compile_seconds`: How long the compiler took.
+    - `plan`: The [`redcoast.Plan`][].
+    - `changes`: If it does not fit, the smallest changes found with which it does.
+
+    !!! example
+
+        ```python
+        import json
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"w": jnp.zeros((64, 64))}
+        loss_fn = lambda model, x, key: jnp.mean((x @ model["w"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        run = rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:2")
+        print(run.fits, run.memory["peak"], run.bounds.binding)
+        print(json.dumps(run.report["traffic"]))
+        ```
+    """
+
+    target: str
+    devices: int
+    compiler: str
+    notes: tuple[str, ...]
+    mesh: dict[str, int]
+    fits: bool
+    refused: bool
+    memory: dict[str, int]
+    traffic: tuple[dict[str, Any], ...]
+    sent_bytes: int | None
+    arithmetic: dict[str, float]
+    bounds: Bounds | None
+    compile_seconds: float
+    plan: Plan = field(repr=False)
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The same as plain data, that `json.dumps` takes."""
+        names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
+        found = {name: getattr(self, name) for name in names}
+        found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
+        changes = [asdict(change) for change in self.changes]
+        return found | {
+            "bounds": None if self.bounds is None else asdict(self.bounds),
+            "plan": self.plan.report,
+            "changes": changes,
+        }
+
+    def __str__(self) -> str:
+        from ._report import draw
+
+        return draw(self)
+
+
+_SHOWN = 8  # causes of traffic
+_LITTLE = 1e-3  # of the largest bound: a network that takes less is not shown
+_COMPILERS = {
+    "tpu": "the TPU compiler",
+    "cuda": "the CUDA compiler",
+    "cpu": "the CPU compiler",
+}
+
+
+def draw(run: DryRun) -> str:
+    sizes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    devices = "1 device" if run.devices == 1 else f"{run.devices} devices"
+    head = (
+        f"Dry run for {run.target}: {devices}, mesh {sizes}; by {_COMPILERS[run.compiler]} in "
+        f"{run.compile_seconds:.1f} s"
+    )
+    lines = [*paragraph(head), "", *paragraph(_verdict(run)), ""]
+    lines += [*_memory(run), "", *_traffic(run)]
+    lines += ["", *(_refused(run) if run.bounds is None else _time(run.bounds, run.arithmetic))]
+    if not run.fits:
+        lines += ["", *_changes(run)]
+    for note in run.notes:
+        lines += ["", *paragraph(note)]
+    return "\n".join(lines)
+
+
+def _verdict(run: DryRun) -> str:
+    peak, usable = run.memory["peak"], run.memory["usable"]
+    of = f"{gib(peak)} of {gib(usable)} GiB of memory"
+    if run.fits:
+        return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
+    if run.refused:
+        return f"It does not fit: at least {of}, {gib(peak - usable)} GiB or more too much."
+    return f"It does not fit: {of}, {gib(peak - usable)} GiB too much."
+
+
+def _memory(run: DryRun) -> list[str]:
+    memory = run.memory
+    rows = ["parameters", "optimizer_state", "other", "batch", "temporaries", "peak", "usable"]
+    lines = [f"{'Memory of each device':<30}{'GiB':>10}"]
+    for name in rows:
+        if name not in memory or (name == "other" and memory[name] < 2**20):
+            continue
+        more = ""
+        if name == "temporaries":
+            # Compilers may do without some that are planned.
+            among = "are among them" if memory["gradients"] <= memory[name] else "if all were kept"
+            more = f"  (gradients, {gib(memory['gradients'])}, {among})"
+        lines.append(f"  {name.replace('_', ' '):<28}{gib(memory[name]):>10}{more}")
+    return lines
+
+
+def _traffic(run: DryRun) -> list[str]:
+    if run.sent_bytes is None:
+        return ["What it would send is not known, since the compiler refused it."]
+    if not run.traffic:
+        return ["Nothing is sent between devices."]
+    lines = [f"Sent by each device in a step: {megabytes(run.sent_bytes)} MB"]
+    lines.append(f"  {'MB':>12}  {'times':>5}  over, kind, cause")
+    for one in run.traffic[:_SHOWN]:
+        words = f"{one['axis']}: {one['kind']}, {one['cause']}"
+        first = f"  {megabytes(one['bytes']):>12}  {one['times']:>5}  "
+        lines += paragraph(words, first, " " * len(first))
+    if rest := run.traffic[_SHOWN:]:
+        size = megabytes(sum(one["bytes"] for one in rest))
+        times = sum(one["times"] for one in rest)
+        lines.append(f"  {size:>12}  {times:>5}  {len(rest)} smaller")
+    return lines
+
+
+def _refused(run: DryRun) -> list[str]:
+    return paragraph(f"Arithmetic of each device in a step: {_flops(run.arithmetic) or 'none'}.")
+
+
+def _flops(arithmetic: dict[str, float]) -> str:
+    return ", ".join(f"{_scaled(count)}FLOP in {name}" for name, count in arithmetic.items())
+
+
+def _scaled(count: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9)):
+        if count >= 0.1 * size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count / 1e6:.4g} M"
+
+
+def _time(bounds: Bounds, arithmetic: dict[str, float]) -> list[str]:
+    flops = _flops(arithmetic)
+    every = {"arithmetic": bounds.arithmetic, "memory": bounds.memory}
+    every |= {f"network ({axes})": seconds for axes, seconds in bounds.network.items()}
+    lines = ["A step takes at least"]
+    for name, seconds in every.items():
+        if name.startswith("network") and seconds < _LITTLE * every[bounds.binding]:
+            continue
+        what = f": {flops}" if name == "arithmetic" and flops else ""
+        binds = "  <- binds" if name == bounds.binding else ""
+        lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{binds}")
+    share = f"so that it uses at most {bounds.utilisation:.0%} of the peak rate of arithmetic."
+    return [*lines, share]
+
+
+def _changes(run: DryRun) -> list[str]:
+    if not run.changes:
+        return paragraph(
+            "No change of mesh, remat, accumulation or precision that was compiled makes it fit: "
+            "it takes more devices, or a smaller batch."
+        )
+    lines = ["With one of these changes it fits, as the compiler confirmed:"]
+    for change in run.changes:
+        lines += paragraph(f"{change.what}: {gib(change.peak)} GiB", "  ", "    ")
+    return lines
+
+
+def gib(size: int | float) -> str:
+    """Two digits behind the point, more where it is little."""
+    size = size / 2**30
+    return f"{size:,.2f}" if size >= 1 or not size else f"{size:.4f}"

@@ -1,0 +1,152 @@
+"""From the name of a target to its devices: which chip, how many, and how they are arranged."""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from ._chips import CHIPS, Chip
+
+# Slices of the kinds with a plane of links; the sizes are published one by one.
+_PLANE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# Of those with a space of links: what is less than a cube of 4 x 4 x 4, and multiples of that.
+_LESS_THAN_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}
+_MOST_HOSTS = 1024
+_SIZES = re.compile(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that a program is compiled for.
+
+    **Attributes:**
+
+    - `name`: Such as `"v4:4x4x4"`.
+    - `chip`: Which devices.
+    - `count`: How many devices, as JAX counts them.
+    - `hosts`: How many hosts they sit in.
+    - `shape`: Chips along each dimension of the slice (TPU), or hosts and cards (GPU, CPU).
+    """
+
+    name: str
+    chip: Chip
+    count: int
+    hosts: int
+    shape: tuple[int, ...]
+
+
+def parse_target(name: str) -> Target:
+    """The devices that a name such as `"v4:4x4x4"`, `"h100:8x8"`, `"l4"` or `"cpu:8"` stands for.
+
+    **Raises:**
+
+    `ValueError` if there is no such chip or no such slice, with those that there are.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'`target` is {name!r}. It must be a name, such as "a100-80gb:8".')
+    name = name.strip().lower()
+    first, colon, sizes = name.partition(":")
+    chip = CHIPS.get(first)
+    if chip is None:
+        raise ValueError(_unknown_chip(name, first))
+    if not re.fullmatch(_SIZES if colon else "", sizes):
+        raise ValueError(
+            f"The target {name!r} does not say how many devices there are. {_form(chip)}"
+        )
+    shape = tuple(int(size) for size in sizes.split("x")) if colon else ()
+    return _slice(name, chip, shape) if chip.kind == "tpu" else _cards(name, chip, shape)
+
+
+def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+    if not _exists(chip, shape):
+        raise ValueError(_unknown_slice(name, chip, shape))
+    count = math.prod(shape) * chip.cores
+    # A host of v5e and v6e has eight chips, all of which only the slice of eight gets from it.
+    alone = chip.torus == 2 and count <= 8
+    return Target(name, chip, count, 1 if alone else count // chip.per_host, shape)
+
+
+def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+    if len(shape) > 2 or (chip.kind == "cpu" and len(shape) > 1):
+        raise ValueError(f"The target {name!r} has too many sizes. {_form(chip)}")
+    hosts, cards = (1, 1, *shape)[-2:]
+    if cards > chip.per_host:
+        raise ValueError(
+            f"The target {name!r} has {cards} devices in a host, and there are at most "
+            f"{chip.per_host}. {_form(chip)}"
+        )
+    if hosts > _MOST_HOSTS:
+        raise ValueError(f"The target {name!r} has more than {_MOST_HOSTS} hosts. {_form(chip)}")
+    return Target(name, chip, hosts * cards, hosts, (hosts, cards))
+
+
+def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
+    if chip.torus == 2:
+        return shape in _PLANE
+    cubes = len(shape) == 3 and all(size % 4 == 0 for size in shape)
+    within = math.prod(shape) <= _MOST_CHIPS[chip.name] and tuple(sorted(shape)) == shape
+    return shape in _LESS_THAN_A_CUBE or (cubes and within)
+
+
+def _unknown_chip(name: str, first: str) -> str:
+    begin = [chip for chip in CHIPS if first and chip.startswith(first)]
+    near = begin or difflib.get_close_matches(first, CHIPS, n=2, cutoff=0.5)
+    meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return (
+        f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} A slice of "
+        'a TPU is written "v4:2x2x2", cards are "h100:4", of several hosts "h100:2x8", and '
+        'emulated devices "cpu:8".'
+    )
+
+
+def _unknown_slice(name: str, chip: Chip, shape: tuple[int, ...]) -> str:
+    sizes = _PLANE if chip.torus == 2 else _spaces(_MOST_CHIPS[chip.name])
+    asked = math.prod(shape)
+    # Of as many chips, those that are closest to a cube come first.
+    distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
+    near = sorted(sorted(sizes, key=distance)[:5], key=math.prod)
+    names = [_written(chip, size) for size in near]
+    return (
+        f"{chip.name} has no slice {'x'.join(map(str, shape)) or 'of unknown size'}, which "
+        f"{name!r} asks for. The nearest that exist are {', '.join(names)}; {_rule(chip)}."
+    )
+
+
+def _spaces(most: int) -> list[tuple[int, ...]]:
+    sizes = range(4, most // 16 + 1, 4)
+    cubes = [
+        (a, b, c)
+        for a in sizes
+        if a**3 <= most
+        for b in sizes
+        if a <= b and a * b * b <= most
+        for c in sizes
+        if b <= c and a * b * c <= most
+    ]
+    return [*_LESS_THAN_A_CUBE, *cubes]
+
+
+def _written(chip: Chip, shape: tuple[int, ...]) -> str:
+    return f"{chip.name}:{'x'.join(map(str, shape))}"
+
+
+def _rule(chip: Chip) -> str:
+    if chip.torus == 2:
+        return f"all are {', '.join('x'.join(map(str, size)) for size in _PLANE)}"
+    return (
+        "slices of more than 32 chips have three sizes that are multiples of 4, the smallest "
+        f"first, with up to {_MOST_CHIPS[chip.name]} chips"
+    )
+
+
+def _form(chip: Chip) -> str:
+    if chip.kind == "tpu":
+        example = _written(chip, (4, 4) if chip.torus == 2 else (2, 2, 2))
+        return f'Write the chips along each dimension of the slice, such as "{example}".'
+    if chip.kind == "cpu":
+        return f'Write a number of devices up to {chip.per_host}, such as "cpu:8".'
+    return (
+        f'Write a number of cards, such as "{chip.name}:{chip.per_host}", or hosts x cards, such '
+        f'as "{chip.name}:2x{chip.per_host}".'
+    )

@@ -1,0 +1,286 @@
+"""What a compiled program sends between devices, read out of its HLO."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ._parse import (
+    Instruction,
+    Module,
+    attributes,
+    called,
+    callee,
+    computation,
+    lookup,
+    operands,
+    parse_module,
+    size_in_bytes,
+)
+from ._replica_groups import axes_and_size, written_groups
+from ._trip_counts import Scope, entry_scope, inner_scope, loop_scope, trip_count
+
+# The bytes that each of n devices sends in a ring, from the bytes of its operands.
+_SENT: dict[str, Callable[[int, int], int]] = {
+    "all-reduce": lambda operand, n: -(-2 * operand * (n - 1) // n),
+    "all-gather": lambda operand, n: operand * (n - 1),
+    "reduce-scatter": lambda operand, n: -(-operand * (n - 1) // n),
+    "all-to-all": lambda operand, n: -(-operand * (n - 1) // n),
+    "ragged-all-to-all": lambda operand, n: -(-operand * (n - 1) // n),
+    "collective-permute": lambda operand, n: operand if n > 1 else 0,
+    "collective-broadcast": lambda operand, n: operand if n > 1 else 0,
+}
+# Kinds that may mean replicas by the numbers of their groups, and not partitions.
+_OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One instruction of a compiled program with which devices exchange data.
+
+    - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+        `"collective-permute"`, `"ragged-all-to-all"` or `"collective-broadcast"`.
+    - `axes`: the mesh axes along which devices of one group differ, in the order of the mesh.
+    - `count`: how many times a run of the program executes it.
+    - `operand_bytes`: the bytes that one device puts in, in one execution.
+    - `sent_bytes`: the bytes that one device sends in one execution, in a ring.
+    - `group_size`: how many devices exchange data with each other.
+    - `source`: the name of the operation in the traced program, if it is known.
+    - `exact`: False in a loop whose number of iterations depends on data, counted as one.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    operand_bytes: int
+    sent_bytes: int
+    group_size: int
+    source: str | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class _Program:
+    module: Module
+    axes: tuple[tuple[str, int], ...]
+    carries: Callable[[str], bool]
+
+
+def collectives(
+    hlo_text: str | None, mesh: Mesh | AbstractMesh | Mapping[str, int]
+) -> list[Collective]:
+    """The collectives that one run of a compiled program executes, in the order of their start.
+
+    An asynchronous collective counts where it starts. In a loop each counts as often as the loop
+    runs, and of a conditional's branches the one counts that sends most. What goes between a device
+    and its host is not counted.
+
+    **Arguments:**
+
+    - `hlo_text`: what `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU or TPU.
+    - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
+
+    **Returns:**
+
+    A list of `Collective`, one for each instruction. Those with no device to exchange data with
+    (a group of one) are there too, and send nothing.
+
+    **Raises:**
+
+    `ValueError` if the text is no compiled HLO, is cut off, or is for another number of devices,
+    and if there is none because the compiler gives none.
+
+    !!! Example
+
+        ```python
+        compiled = jax.jit(step).lower(state, batch).compile()
+        sent = sent_bytes(collectives(compiled.as_text(), mesh))
+        ```
+    """
+    axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    if hlo_text is None:
+        raise ValueError(
+            "There is no HLO text to read: `compiled.as_text()` returned None, since this compiler "
+            "does not show its programs. Compile for CPU, GPU or TPU."
+        )
+    module = parse_module(hlo_text)
+    if module.replicas * module.partitions == 1:
+        return []  # For one device: nothing is sent, whatever the mesh.
+    _check_devices(module, axes)
+    program = _Program(module, tuple(axes.items()), _carriers(module))
+    try:
+        return _executed(program, entry_scope(module))
+    except (IndexError, RecursionError) as error:
+        raise ValueError(
+            "The HLO text contradicts itself: an operand that an instruction refers to is not "
+            "there, or a computation calls itself. Pass the whole text of one compiled program."
+        ) from error
+
+
+def sent_bytes(found: Sequence[Collective]) -> int:
+    """The bytes that one device sends in one run of a program with these collectives."""
+    return sum(each.count * each.sent_bytes for each in found)
+
+
+def by_kind_and_axes(found: Sequence[Collective]) -> list[dict[str, Any]]:
+    """The collectives of a program in one row for each kind and axes, the greatest sender first.
+
+    **Returns:**
+
+    Dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per device, all
+    executions together), and `exact` (False if a loop of unknown length is among them).
+    """
+    rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+    for each in found:
+        blank = {"count": 0, "operand_bytes": 0, "sent_bytes": 0, "exact": True}
+        start = {"kind": each.kind, "axes": list(each.axes)} | blank
+        row = rows.setdefault((each.kind, each.axes), start)
+        row["count"] += each.count
+        row["operand_bytes"] += each.count * each.operand_bytes
+        row["sent_bytes"] += each.count * each.sent_bytes
+        row["exact"] &= each.exact
+    return sorted(rows.values(), key=lambda row: -row["sent_bytes"])
+
+
+def _check_devices(module: Module, axes: dict[str, int]) -> None:
+    if module.replicas > 1 and module.partitions > 1:
+        raise ValueError(
+            f"The program is for {module.replicas} replicas of {module.partitions} partitions "
+            "each, and only programs for one or the other can be read, as `jax.jit` makes them."
+        )
+    devices = module.replicas * module.partitions
+    if devices != prod(axes.values()):
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise ValueError(
+            f"The program was compiled for {devices} devices, and a mesh of {sizes} has "
+            f"{prod(axes.values())}. Pass the mesh that it was compiled for."
+        )
+
+
+def _carriers(module: Module) -> Callable[[str], bool]:
+    """Whether a computation holds collectives, or calls computations that do."""
+
+    @cache
+    def carries(name: str) -> bool:
+        inside = computation(module, name).instructions.values()
+        return any(_kind(each) or any(map(carries, _callees(each))) for each in inside)
+
+    return carries
+
+
+def _kind(instruction: Instruction) -> str | None:
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in _SENT else None
+
+
+def _callees(instruction: Instruction) -> list[str]:
+    """The computations that an instruction runs, but for those that reduce or compare."""
+    match instruction.opcode.removesuffix("-start"):
+        case "while":
+            return called(instruction, "condition", "body")
+        case "conditional":
+            return called(
+                instruction, "branch_computations", "true_computation", "false_computation"
+            )
+        # The later half of an asynchronous pair may name the computation again.
+        case "fusion" | "call" | "async" | "custom-call":
+            return called(instruction, "calls", "to_apply", "called_computations")
+    return []
+
+
+def _executed(
+    program: _Program, scope: Scope, caller: Instruction | None = None
+) -> list[Collective]:
+    """The collectives of one execution of a computation."""
+    found = []
+    for instruction in scope.computation.instructions.values():
+        if _kind(instruction):
+            found += _collective(program, scope, instruction, caller)
+            continue
+        callees = _callees(instruction)
+        if not any(map(program.carries, callees)):
+            continue
+        if instruction.opcode == "while":
+            found += _looped(program, scope, instruction)
+        elif instruction.opcode == "conditional":
+            branches = enumerate(callees, start=1)
+            scopes = [inner_scope(scope, instruction, name, skip) for skip, name in branches]
+            found += max((_executed(program, branch) for branch in scopes), key=sent_bytes)
+        else:
+            for name in callees:
+                found += _executed(program, inner_scope(scope, instruction, name), instruction)
+    return found
+
+
+def _looped(program: _Program, scope: Scope, loop: Instruction) -> list[Collective]:
+    trips = trip_count(scope, loop)
+    runs = {"condition": 2, "body": 1} if trips is None else {"condition": trips + 1, "body": trips}
+    return [
+        replace(each, count=times * each.count, exact=each.exact and trips is not None)
+        for role, times in runs.items()
+        for each in _executed(program, loop_scope(scope, loop, callee(loop, role)))
+    ]
+
+
+def _collective(
+    program: _Program, scope: Scope, instruction: Instruction, caller: Instruction | None
+) -> list[Collective]:
+    if _is_later_part(scope, instruction):
+        return []
+    kind = str(_kind(instruction))
+    arrays = operands(instruction)
+    if kind == "ragged-all-to-all":
+        arrays = arrays[:1]  # Behind it stand where to write to, and what goes where.
+    operand = sum(size_in_bytes(lookup(scope.computation, name).shape) for name in arrays)
+    axes, size = _partners(program, instruction, kind)
+    # TPUs scatter a sum by a fusion of an all-reduce and a slice, run as one.
+    if kind == "all-reduce" and caller and caller.opcode == "fusion" and size > 1:
+        scattered = size_in_bytes(caller.shape) * size == operand
+        kind = "reduce-scatter" if scattered else kind
+    source = _OP_NAME.search(instruction.rest) or _OP_NAME.search(caller.rest if caller else "")
+    return [
+        Collective(
+            kind=kind,
+            axes=axes,
+            count=1,
+            operand_bytes=operand,
+            sent_bytes=_SENT[kind](operand, size),
+            group_size=size,
+            source=source[1] if source else None,
+        )
+    ]
+
+
+def _is_later_part(scope: Scope, instruction: Instruction) -> bool:
+    """Whether a collective stands for the rest of one that has been started before.
+
+    TPUs run a collective beside several fusions, and write it into each of them.
+    """
+    if "chain_id=" not in attributes(instruction):
+        return False
+    return not any(
+        each.opcode == "custom-call"
+        and 'custom_call_target="AsyncCollectiveStart"' in each.rest
+        and instruction.name in operands(each)
+        for each in scope.computation.instructions.values()
+    )
+
+
+def _partners(
+    program: _Program, instruction: Instruction, kind: str
+) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that a collective goes over, and how many devices are in a group."""
+    text = attributes(instruction)
+    groups = written_groups(text)
+    if program.module.replicas == 1:
+        # Numbers mean replicas, of which there is one, unless a channel or this flag is there.
+        if "channel_id=" not in text:
+            return (), 1
+        if kind in _OVER_REPLICAS and "use_global_device_ids=true" not in text:
+            groups = ""
+    return axes_and_size(groups, program.axes)

@@ -1,0 +1,179 @@
+"""How often a loop of compiled HLO runs.
+
+The compilers for CPU and GPU write it down. That for TPU does not, so it is worked out from the
+loop's counter: where it starts, by how much the body moves it, and with what it is compared.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ._parse import (
+    Computation,
+    Instruction,
+    Module,
+    arguments,
+    attributes,
+    callee,
+    computation,
+    lookup,
+    operands,
+)
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What hands its first operand on as it is.
+_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a loop carries at a place of its tuple (None if it carries one array), and more."""
+
+    place: int | None
+    more: int
+
+
+Value = int | Carried | None
+# The value of a computation's parameter, by its number and the place in it if it is a tuple.
+Parameters = Callable[[int, int | None], Value]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A computation in one place where it is called."""
+
+    module: Module
+    name: str
+    parameters: Parameters
+
+    @property
+    def computation(self) -> Computation:
+        return computation(self.module, self.name)
+
+
+def entry_scope(module: Module) -> Scope:
+    return Scope(module, module.entry, lambda number, place: None)
+
+
+def inner_scope(scope: Scope, caller: Instruction, name: str, skip: int = 0) -> Scope:
+    """The scope of a computation that an instruction calls with its operands from `skip` on."""
+    inputs = operands(caller)[skip:]
+    return Scope(scope.module, name, lambda number, place: _value(scope, inputs[number], place))
+
+
+def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
+    """The scope of a loop's body or condition: it knows what stays the same in every iteration."""
+    return Scope(scope.module, name, lambda number, place: _unchanged(scope, loop, place))
+
+
+def trip_count(scope: Scope, loop: Instruction) -> int | None:
+    """How often a loop's body runs; None if that depends on data."""
+    known = _KNOWN.search(loop.rest)
+    if known is not None:
+        return int(known[1])
+    compared = _comparison(_symbolic(scope, callee(loop, "condition")))
+    if compared is None:
+        return None
+    left, direction, right = compared
+    if not isinstance(left, Carried) or _steady(scope, loop, left) is not None:
+        left, direction, right = right, MIRRORED.get(direction, direction), left
+    if not isinstance(left, Carried):
+        return None
+    start = _value(scope, operands(loop)[0], left.place)
+    moved = _root(_symbolic(scope, callee(loop, "body")), left.place)
+    bound = _steady(scope, loop, right)
+    if not isinstance(start, int) or bound is None:
+        return None
+    if not isinstance(moved, Carried) or moved.place != left.place:
+        return None
+    return iterations(start + left.more, moved.more, direction, bound)
+
+
+MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+
+
+def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
+    """How many of start, start + step, ... there are before one fails the comparison."""
+    if direction == "NE" and step and (bound - start) % step == 0 and (bound - start) // step >= 0:
+        return (bound - start) // step
+    bound += {"LE": 1, "GE": -1}.get(direction, 0)
+    if (direction in ("LT", "LE") and step > 0) or (direction in ("GT", "GE") and step < 0):
+        return len(range(start, bound, step))
+    return None
+
+
+def _symbolic(scope: Scope, name: str) -> Scope:
+    return Scope(scope.module, name, lambda number, place: Carried(place, 0))
+
+
+def _steady(scope: Scope, loop: Instruction, value: Value) -> int | None:
+    """A number that is the same in every iteration: a constant, or carried unchanged."""
+    if isinstance(value, Carried):
+        start = _unchanged(scope, loop, value.place)
+        return start + value.more if isinstance(start, int) else None
+    return value
+
+
+def _unchanged(scope: Scope, loop: Instruction, place: int | None) -> Value:
+    """What a loop carries at a place, if its body hands that on as it was."""
+    if _root(_symbolic(scope, callee(loop, "body")), place) != Carried(place, 0):
+        return None
+    return _value(scope, operands(loop)[0], place)
+
+
+def _root(scope: Scope, place: int | None) -> Value:
+    return _value(scope, scope.computation.root, place)
+
+
+def _comparison(scope: Scope) -> tuple[Value, str, Value] | None:
+    """The comparison that a loop's condition consists of."""
+    instruction = lookup(scope.computation, scope.computation.root)
+    if instruction.opcode in ("fusion", "call"):
+        inner = callee(instruction, "calls", "to_apply")
+        return _comparison(inner_scope(scope, instruction, inner))
+    direction = re.search(r"\bdirection=(\w+)", attributes(instruction))
+    if instruction.opcode != "compare" or direction is None:
+        return None
+    compared = operands(instruction)
+    left, right = _value(scope, compared[0], None), _value(scope, compared[1], None)
+    return left, direction[1], right
+
+
+def _value(scope: Scope, name: str, place: int | None) -> Value:
+    """An instruction's value, or that of its result's element at `place`, as far as it is known."""
+    instruction = lookup(scope.computation, name)
+    match instruction.opcode:
+        case "constant":
+            literal = arguments(instruction)[0]
+            return int(literal) if re.fullmatch(r"-?\d+", literal) else None
+        case "parameter":
+            return scope.parameters(int(arguments(instruction)[0]), place)
+        case "get-tuple-element":
+            index = re.search(r"\bindex=(\d+)", attributes(instruction))
+            if index is None or place is not None:
+                return None
+            return _value(scope, operands(instruction)[0], int(index[1]))
+        case "tuple":
+            return None if place is None else _value(scope, operands(instruction)[place], None)
+        case "add" | "subtract":
+            terms = operands(instruction)
+            left, right = _value(scope, terms[0], None), _value(scope, terms[1], None)
+            return added(left, right, 1 if instruction.opcode == "add" else -1)
+        case "fusion" | "call":
+            inner = callee(instruction, "calls", "to_apply")
+            return _root(inner_scope(scope, instruction, inner), place)
+        case "while":
+            return _unchanged(scope, instruction, place)
+        case opcode if opcode in _SAME:
+            return _value(scope, operands(instruction)[0], place)
+    return None
+
+
+def added(left: Value, right: Value, sign: int) -> Value:
+    if isinstance(left, int) and isinstance(right, Carried) and sign == 1:
+        left, right = right, left
+    if not isinstance(right, int):
+        return None
+    if isinstance(left, Carried):
+        return Carried(left.place, left.more + sign * right)
+    return None if left is None else left + sign * right

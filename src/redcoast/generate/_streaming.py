@@ -1,0 +1,88 @@
+"""Decoding step by step, with each step's tokens handed out as they come."""
+
+import functools as ft
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int
+
+from ..core._pytree import Static, join, split
+from ..distributed._arrays import whole
+from ._checks import check_stream
+from ._compiled import prepare_prompt, refuse_invalid
+from ._request import Request
+from ._sampling import Last, advance, begin
+
+Stream = Callable[[Int[np.ndarray, " batch"]], Any]
+
+
+def decode_streaming(
+    model: Any, tokens: Any, mask: Any, request: Request, stream: Stream
+) -> Int[Array, "batch new"]:
+    """The new tokens, each step's given to `stream` while the next is under way."""
+    count = int(request.limit)
+    columns = []
+    for last in _ahead(_steps(model, tokens, mask, request, count)):
+        tokens_of_step, ended = whole(last.tokens), whole(last.ended)
+        columns.append(tokens_of_step)
+        refuse_invalid(tokens_of_step[:, None])
+        stream(tokens_of_step)
+        if ended.all():
+            break
+    new = np.full((tokens.shape[0], count), request.pad, np.int32)
+    new[:, : len(columns)] = np.stack(columns, axis=1)
+    return jax.device_put(new)
+
+
+def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> Iterator[Last]:
+    arrays, static = split(model)
+    prompt = prepare_prompt(model, arrays, tokens, mask)
+    cache, last = _begin(arrays, static, *prompt, request)
+    # A program may be traced around this, although nothing that was passed is.
+    check_stream(1, traced=isinstance(last.tokens, Tracer))
+    places = _places((cache, last))
+    yield last
+    for _ in range(count - 1):
+        cache, last = _advance(cache, arrays, static, last, request, places)
+        yield last
+
+
+def _ahead(steps: Iterator[Last]) -> Iterator[Last]:
+    """The same, each when the one after it has been started."""
+    before = next(steps)
+    for last in steps:
+        yield before
+        before = last
+    yield before
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _begin(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request) -> Any:
+    return begin(join(arrays, static), tokens, mask, request)
+
+
+@ft.partial(jax.jit, static_argnums=(2, 5), donate_argnums=0)
+def _advance(
+    cache: Any,
+    arrays: list[Any],
+    static: Static,
+    last: Last,
+    request: Request,
+    places: tuple[NamedSharding | None, ...],
+) -> Any:
+    leaves, structure = jax.tree.flatten(advance(join(arrays, static), cache, last, request))
+    # Where it was: otherwise it could move at each step, and each would be compiled anew.
+    return structure.unflatten(map(_stay, leaves, places))
+
+
+def _places(tree: Any) -> tuple[NamedSharding | None, ...]:
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
+    return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
+
+
+def _stay(x: Array, place: NamedSharding | None) -> Array:
+    return x if place is None else jax.lax.with_sharding_constraint(x, place)

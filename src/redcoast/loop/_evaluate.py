@@ -1,0 +1,395 @@
+"""Evaluation and prediction over raw examples: each of them once."""
+
+import contextlib
+import functools as ft
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._donation import refuse_deleted
+from ..core._errors import check_functions, noting
+from ..data._batches import Batch, CollateFn, count_examples, ordered_batches
+from ..distributed._arrays import own_rows, put
+from ..distributed._kv_store import agree, is_main
+from ..distributed._mesh import ambient_or_default, batch_sharding
+from ..sharding import Plan, plan_shardings
+from ..train._compile import compile_call
+from ..train._coupled import find_coupled, warn_of_batches
+from ..train._loss import LossFn, evaluate_loss
+from ..train._precision import check_compute_dtype
+from ..train._predict import PredictFn, predict
+
+OutputFn = Callable[[PyTree], list[Any]]
+Gather = Literal["all", "first", "none"]
+
+
+def evaluate(
+    model: PyTree,
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    loss_fn: LossFn,
+    batch_size: int,
+    mesh: Mesh | None = None,
+    key: PRNGKeyArray | None = None,
+    compute_dtype: Any = None,
+) -> dict[str, float]:
+    """The mean loss and metrics over examples, with the model in inference mode.
+
+    Every example counts exactly once, whatever the batch size. If the examples of a batch depend on
+    each other in the loss, as in a contrastive one, the result is the mean over batches of this
+    size, and a warning says so.
+
+    **Arguments:**
+
+    - `model`: any PyTree, on one device or already split.
+    - `examples`: anything with a length and an index.
+    - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
+        parameter `rngs`, it is given `rngs=None` here: nothing is augmented.
+    - `loss_fn`: as for [`redcoast.train_step`][].
+    - `batch_size`: how many examples a batch has, over all devices.
+    - `mesh`: the devices to use; by default the ambient mesh, or else all devices as `data`.
+    - `key`: a JAX key for losses that draw random numbers; `jax.random.key(0)` by default.
+    - `compute_dtype`: as for [`redcoast.train_step`][].
+
+    **Returns:**
+
+    A dict of `loss` and all of `aux`: means weighted by `aux["weight"]`, or else by the number of
+    examples. `weight` itself, if the loss returns it, is the sum.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
+    it must not.
+
+    !!! Example
+
+        ```python
+        metrics = rc.evaluate(
+            model, test_examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=64
+        )
+        ```
+    """
+    check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    check_batch_size(batch_size)
+    mesh = ambient_or_default(mesh)
+    _check_same(examples, batch_size, mesh)
+    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
+    plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
+    if (count_examples(examples) or 0) > batch_size:
+        batches = _check_coupling(plan, model, batches, batch_size, loss_fn, mesh, compute_dtype)
+    evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
+    return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
+
+
+def predict_examples(
+    model: PyTree,
+    examples: Any,
+    *,
+    collate_fn: CollateFn,
+    predict_fn: PredictFn,
+    batch_size: int,
+    output_fn: OutputFn | None = None,
+    mesh: Mesh | None = None,
+    key: PRNGKeyArray | None = None,
+    compute_dtype: Any = None,
+    gather: Gather = "all",
+) -> list[Any]:
+    """Predicts examples, in order, with the model in inference mode.
+
+    **Arguments:**
+
+    - `model`, `examples`, `collate_fn`, `batch_size`, `mesh`, `key`, `compute_dtype`: as for
+        [`redcoast.evaluate`][].
+    - `predict_fn`: `predict_fn(model, batch, key)`, as for [`redcoast.predict`][].
+    - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
+        (NumPy arrays) into a list with one entry for each example, such as decoded text. By
+        default, the entries are the rows.
+    - `gather`: which of several processes get the predictions: `"all"` of them; `"first"`,
+        process 0 alone, the others an empty list; or `"none"`, so that each keeps those of the
+        examples that its devices hold, as pairs of index and entry.
+
+    **Returns:**
+
+    A list with one entry for each example, in order.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
+    it must not.
+
+    !!! Example
+
+        ```python
+        labels = rc.predict_examples(
+            model, images, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=64
+        )
+        ```
+    """
+    check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
+    check_batch_size(batch_size)
+    mesh = ambient_or_default(mesh)
+    _check_same(examples, batch_size, mesh)
+    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
+    key = _on_mesh(key, mesh)
+    plan, batches = _plan(model, predicted, batches, mesh, key)
+    prediction = compile_prediction(
+        plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype, gather=gather
+    )
+    placed = place_tree(model, plan.shardings)
+    found = run_prediction(prediction, placed, batches, output_fn, mesh, key, gather=gather)
+    return list(found) if gather == "none" else [entry for _, entry in found]
+
+
+def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
+    """Has processes that would wait for each other in vain say so."""
+    if jax.process_count() > 1:
+        count = count_examples(examples)
+        same = {"`batch_size`": batch_size, "the number of `examples`": count}
+        agree({**same, "`mesh`": dict(mesh.shape)})
+
+
+def _check_coupling(
+    plan: Plan,
+    model: PyTree,
+    batches: Iterator[Batch],
+    batch_size: int,
+    loss_fn: LossFn,
+    mesh: Mesh,
+    compute_dtype: Any,
+) -> Iterator[Batch]:
+    """All batches; a warning if the mean over them is not that over their examples."""
+    if (coupled := plan.report.get("coupled")) is None:  # nothing was planned for one device
+        first = next(batches)
+        coupled = find_coupled(loss_fn, model, first.arrays, mesh, compute_dtype, training=False)
+        batches = itertools.chain([first], batches)
+    warn_of_batches(coupled, batch_size)
+    return batches
+
+
+def _on_mesh(key: PRNGKeyArray | None, mesh: Mesh) -> PRNGKeyArray:
+    # That of a state is on the devices of its run, which may be others.
+    return put(_default(key), NamedSharding(mesh, P()))
+
+
+def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
+    return jax.random.key(0) if key is None else key
+
+
+def _plan(
+    model: PyTree,
+    program: Callable[..., Any],
+    batches: Iterator[Batch],
+    mesh: Mesh,
+    key: PRNGKeyArray | None,
+) -> tuple[Plan, Iterator[Batch]]:
+    """The plan by what is computed with the first batch, and all batches."""
+    if mesh.size == 1:
+        return plan_shardings(model, mesh), batches
+    first = next(batches)
+    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
+    return plan, itertools.chain([first], batches)
+
+
+def compile_evaluation(
+    loss_fn: LossFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
+) -> Callable[..., Any]:
+    """A compiled `(model, batch, key) -> (means, weight)`."""
+    check_compute_dtype(compute_dtype, training=False)
+    return compile_call(_evaluation, shardings, mesh, loss_fn=loss_fn, compute_dtype=compute_dtype)
+
+
+def compile_prediction(
+    predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any, *, gather: Gather
+) -> Callable[..., Any]:
+    """A compiled `(model, batch, key) -> predictions`."""
+    check_compute_dtype(compute_dtype, training=False)
+    options = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
+    if jax.process_count() == 1:
+        return compile_call(predict, shardings, mesh, **options)
+    return compile_call(_split_prediction, shardings, mesh, over=mesh, gather=gather, **options)
+
+
+def _split_prediction(
+    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, over: Mesh, gather: Gather, **options: Any
+) -> PyTree:
+    """Predictions where processes can read them: all of them each, or each its own."""
+    whole = NamedSharding(over, P())
+    where = lambda x: batch_sharding(over, x.shape[0]) if gather == "none" else whole
+    predictions = predict(model, batch, key, **options)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where(x)), predictions)
+
+
+def _evaluation(
+    model: PyTree, batch: PyTree, key: PRNGKeyArray, *, loss_fn: LossFn, compute_dtype: Any
+) -> tuple[dict[str, Any], Any]:
+    model = eqx.nn.inference_mode(model)
+    loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+    return {**aux, "loss": loss}, weight
+
+
+def run_evaluation(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, float]:
+    """Weighted means over batches, summed up on the host in double precision. Without any weight
+    there are none: that is an error, or, if not `strict`, NaN."""
+    sums, total = _sum_up(evaluation, model, batches, key)
+    if total == 0 and strict:
+        raise ValueError(
+            "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
+        )
+    return _means(sums, total)
+
+
+def try_evaluation(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None = None,
+) -> dict[str, float]:
+    """The means over the first of the batches that has any weight.
+
+    **Raises:**
+
+    `ValueError` if none has.
+    """
+    rows = 0
+    for batch in batches:
+        sums, total = _sum_up(evaluation, model, [batch], key)
+        if total:
+            return _means(sums, total)
+        rows += batch.rows
+    raise ValueError(
+        f"The {rows} `eval_examples` have a total `weight` of 0, so that there is nothing to take "
+        "a mean of. Pass examples that count, or a `loss_fn` that gives them a weight."
+    )
+
+
+def _means(sums: dict[str, float], total: float) -> dict[str, float]:
+    mean = lambda x: x / total if total else math.nan
+    return {name: x if name == "weight" else mean(x) for name, x in sums.items()}
+
+
+def _sum_up(
+    evaluation: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    key: PRNGKeyArray | None,
+) -> tuple[dict[str, float], float]:
+    """Sums of all metrics, weighted, and of the weights."""
+    sums: dict[str, float] = {}
+    total = 0.0
+    for _, result in _one_behind(evaluation, model, batches, key):
+        means, weight = jax.device_get(result)
+        weight = float(weight)
+        total += weight
+        for name, mean in means.items():
+            share = weight if name == "weight" else weight * float(mean) if weight else 0.0
+            sums[name] = sums.get(name, 0.0) + share
+    return sums, total
+
+
+def run_prediction(
+    prediction: Callable[..., Any],
+    model: PyTree,
+    batches: Iterable[Batch],
+    output_fn: OutputFn | None,
+    mesh: Mesh,
+    key: PRNGKeyArray | None = None,
+    *,
+    gather: Gather,
+) -> Iterator[tuple[int, Any]]:
+    """The outputs that this process gets, one for each example, with their indices."""
+    begin = 0
+    reads = gather != "first" or is_main()
+    read = _own_part if gather == "none" else jax.device_get
+    with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
+        for rows, predictions in results:
+            own = own_rows(mesh, rows) if gather == "none" else list(range(rows))
+            with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
+                outputs = _outputs(read(predictions), output_fn, len(own)) if reads else []
+            yield from ((begin + i, output) for i, output in zip(own, outputs, strict=reads))
+            begin += rows
+
+
+def _own_part(predictions: PyTree) -> PyTree:
+    """The rows that the devices of this process hold."""
+
+    def part(x: jax.Array) -> np.ndarray:
+        found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+        return np.concatenate([np.asarray(found[start]) for start in sorted(found)])
+
+    return jax.tree.map(part, predictions)
+
+
+def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
+    if output_fn is None:
+        return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
+    with noting("Raised by `output_fn`, or in what it calls."):
+        outputs = output_fn(predictions)
+    if not hasattr(outputs, "__len__") or len(outputs) != rows:
+        found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
+        raise ValueError(
+            f"`output_fn` was given the predictions of {rows} examples and returned {found}. It "
+            "must return a list with one entry for each example."
+        )
+    return list(outputs)
+
+
+def _one_behind(
+    call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
+) -> Generator[tuple[int, Any], None, None]:
+    """Rows and results, each when the next is under way."""
+    key = _default(key)
+    under_way = None
+    with contextlib.ExitStack() as stack:
+        if isinstance(batches, Generator):  # its threads end with it, though an error refers to it
+            stack.callback(batches.close)
+        for i, batch in enumerate(batches):
+            result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))
+            if under_way is not None:
+                yield under_way
+            under_way = result
+        if under_way is not None:
+            yield under_way
+
+
+def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
+    """Puts the arrays of a tree where the shardings say; what is no array stays."""
+    refuse_deleted(
+        tree,
+        "The model, or the state that it is a part of,",
+        "Pass that of the state that the last step returned, or a copy made before the step.",
+    )
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(shardings)
+    alias = False if copy else None
+    return structure.unflatten(
+        [
+            leaf if place is None else put(leaf, place, may_alias=alias)
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+    )
+
+
+def check_batch_size(batch_size: int) -> None:
+    if not isinstance(batch_size, (int, np.integer)):
+        raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")

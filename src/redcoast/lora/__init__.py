@@ -1,0 +1,10 @@
+"""Low-rank adapters (LoRA): all that is trained is a small product beside each frozen matrix."""
+
+from ..models._einsum import LowRank as LowRank
+from ._adapters import adapters as adapters
+from ._adapters import add_adapters as add_adapters
+from ._adapters import merge as merge
+from ._adapters import trainable as trainable
+from ._adapters import with_adapters as with_adapters
+from ._peft_load import load_adapters as load_adapters
+from ._peft_save import save_adapters as save_adapters

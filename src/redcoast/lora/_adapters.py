@@ -1,0 +1,224 @@
+"""Adapters as transformations of a model."""
+
+import re
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._errors import check_kind
+from ..models._attention import wide
+from ..models._basic import normal
+from ..models._einsum import LowRank
+from ._targets import Matrix, find_adapted, find_matrices, is_adapted, show_path
+
+
+def add_adapters(
+    model: PyTree,
+    rank: int,
+    *,
+    targets: str | Sequence[str],
+    alpha: int | float | None = None,
+    key: PRNGKeyArray,
+) -> PyTree:
+    """Puts low-rank adapters beside matrices of a model
+    (LoRA, Hu et al., 2021, <https://arxiv.org/abs/2106.09685>).
+
+    A weight W becomes W + alpha / rank * A B (section 4.1). A is random and B zero, so that nothing
+    changes at first. Layers and experts that are stacked get adapters of their own.
+
+    **Arguments:**
+
+    - `model`: a model of `redcoast.models`, or any tree with such models or `eqx.nn.Linear` in it;
+        concrete, or abstract in `eqx.filter_eval_shape`.
+    - `rank`: of A B; usually 4 to 64.
+    - `targets`: regular expressions, searched in the paths of the matrices: `"layers/w[qkvo]"`,
+        say, or `"."` for all.
+    - `alpha`: by default the rank, so that A B is not scaled.
+    - `key`: of A: normal, with variance 1 / inputs.
+
+    **Returns:**
+
+    The model with a [`redcoast.lora.LowRank`][] in the place of each matched weight; `a` and `b`
+    are of float32, or as wide as the weight.
+
+    **Raises:**
+
+    `ValueError` if a pattern matches no matrix, if one is adapted already, or if the rank is less
+    than 1.
+
+    !!! Example
+
+        ```python
+        model = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(0))
+        state = rc.fit(model, optimizer, examples, trainable=lora.trainable(model), **functions)
+        lora.save_adapters(state.model, "adapters")
+        ```
+    """
+    check_kind("rank", rank, int, "an integer")
+    if rank < 1:
+        raise ValueError(f"`rank` must be at least 1, but is {rank}.")
+    matrices = find_matrices(model)
+    chosen = sorted(_match([targets] if isinstance(targets, str) else targets, matrices))
+    if adapted := [path for path in chosen if path in find_adapted(model)]:
+        raise ValueError(
+            f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before adding "
+            "another, or match other weights."
+        )
+    keys = dict(zip(chosen, jax.random.split(key, len(chosen)), strict=True))
+    scale = 1.0 if alpha is None else float(alpha / rank)
+
+    def adapt(path: Any, leaf: Any) -> Any:
+        name = show_path(path)
+        if name not in keys:
+            return leaf
+        return _new(leaf, matrices[name], rank, scale, keys[name])
+
+    return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=is_adapted)
+
+
+def _match(targets: Sequence[str], matrices: Iterable[str]) -> set[str]:
+    chosen = set()
+    for pattern in targets:
+        try:
+            matched = {path for path in matrices if re.search(pattern, path)}
+        except re.error as error:
+            raise ValueError(
+                f"The pattern {pattern!r} is not a regular expression: {error}."
+            ) from error
+        if not matched:
+            raise ValueError(
+                f"The pattern {pattern!r} matches none of the model's matrices, which are "
+                f"{', '.join(matrices) or 'none at all'}."
+            )
+        chosen |= matched
+    return chosen
+
+
+def _new(weight: Any, matrix: Matrix, rank: int, scale: float, key: PRNGKeyArray) -> LowRank:
+    stack, inputs, outputs = matrix.sides(weight.shape)
+    dtype = wide(weight.dtype)
+    a = normal(key, (*stack, *inputs, rank), fan_in=prod(inputs)).astype(dtype)
+    b = jnp.zeros((*stack, rank, *outputs), dtype)
+    return LowRank(weight, a, b, scale, matrix.outputs_first)
+
+
+def trainable(model: PyTree) -> PyTree:
+    """What of an adapted model is trained: the adapters alone.
+
+    **Arguments:**
+
+    - `model`: a model with adapters.
+
+    **Returns:**
+
+    A tree of booleans like the model, to pass as `trainable` to [`redcoast.fit`][],
+    [`redcoast.init_state`][] and [`redcoast.train_step`][]: nothing else gets a gradient or
+    optimizer state.
+
+    **Raises:**
+
+    `ValueError` if there are no adapters.
+    """
+    if not find_adapted(model):
+        raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
+    nothing = jax.tree.map(lambda _: False, model)
+    pairs = lambda tree: [x for node in find_adapted(tree).values() for x in (node.a, node.b)]
+    return eqx.tree_at(pairs, nothing, replace_fn=lambda _: True)
+
+
+def adapters(model: PyTree) -> PyTree:
+    """The adapters of a model, with None in the place of all other arrays: what is worth saving.
+
+    **Arguments:**
+
+    - `model`: a model with adapters.
+
+    **Returns:**
+
+    The tree of the adapters, for [`redcoast.save_checkpoint`][], as the `like` of
+    [`redcoast.load_checkpoint`][], and for [`redcoast.lora.with_adapters`][].
+
+    **Raises:**
+
+    `ValueError` if there are no adapters.
+    """
+    return eqx.filter(model, trainable(model))
+
+
+def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
+    """A model with these adapters in the place of its own.
+
+    **Arguments:**
+
+    - `model`: a model, adapted or not.
+    - `adapters`: what [`redcoast.lora.adapters`][] gave for a model of the same sizes.
+
+    **Returns:**
+
+    The model with these adapters and no others.
+
+    **Raises:**
+
+    `ValueError` if there is no such weight, or if it is of another shape.
+
+    !!! Example
+
+        ```python
+        rc.save_checkpoint("runs/adapters", lora.adapters(state.model))
+        fresh = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(0))
+        loaded = rc.load_checkpoint("runs/adapters", lora.adapters(fresh))
+        model = lora.with_adapters(model, loaded)
+        ```
+    """
+    new = find_adapted(adapters)
+    weights = {
+        show_path(path): leaf.weight if is_adapted(leaf) else leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted)
+    }
+    shapes = {path: getattr(weights.get(path), "shape", None) for path in new}
+    odd = {
+        path: "there is no such weight" if shape is None else f"it is {shape}"
+        for path, shape in shapes.items()
+        if shape is None or _weight_shape(new[path], len(shape)) != shape
+    }
+    if odd or not new:
+        listed = "; ".join(f"{path} ({why})" for path, why in odd.items())
+        raise ValueError(f"The model does not fit these adapters: {listed or 'there are none'}.")
+
+    def put(path: Any, leaf: Any) -> Any:
+        node, weight = new.get(show_path(path)), leaf.weight if is_adapted(leaf) else leaf
+        if node is None:
+            return weight
+        return LowRank(weight, node.a, node.b, node.scale, node.outputs_first)
+
+    return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_adapted)
+
+
+def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
+    """The shape of the weight, of so many dimensions, that an adapter is of."""
+    stacked = node.a.ndim + node.b.ndim - ndim - 2
+    if stacked < 0:
+        return ()
+    inputs, outputs = node.a.shape[stacked:-1], node.b.shape[stacked + 1 :]
+    sides = (*outputs, *inputs) if node.outputs_first else (*inputs, *outputs)
+    return (*node.a.shape[:stacked], *sides)
+
+
+def merge(model: PyTree) -> PyTree:
+    """Adds the adapters into the weights.
+
+    **Arguments:**
+
+    - `model`: a model, adapted or not.
+
+    **Returns:**
+
+    The model with plain arrays of the same shapes and dtypes as before it was adapted, which
+    computes the same to rounding.
+    """
+    return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, model, is_leaf=is_adapted)

@@ -1,0 +1,111 @@
+"""The settings of an adapter that PEFT has saved."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core._json import read_json
+from ..pretrained._files import file_inside
+from ._peft_names import CONFIG
+
+# What changes nothing once the factors are read: where they came from, how they were initialised
+# and trained, and which weights they are beside, which their names say.
+_HARMLESS = frozenset(
+    """
+    auto_mapping base_model_name_or_path revision task_type inference_mode peft_version
+    target_modules exclude_modules layers_pattern fan_in_fan_out lora_dropout megatron_core
+    loftq_config eva_config qalora_group_size ensure_weight_tying runtime_config
+    """.split()  # noqa: SIM905
+)
+_READ = frozenset(
+    """
+    peft_type r lora_alpha use_rslora rank_pattern alpha_pattern layers_to_transform
+    init_lora_weights bias
+    """.split()  # noqa: SIM905
+)
+MOST_REPEATED = 3
+# All other ways to begin change the weights that the adapters are beside.
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What the settings say about the scale of each adapter.
+
+    - `some_layers`: whether not all layers have adapters.
+    """
+
+    alpha: int | float
+    alphas: dict[str, int | float]
+    by_root: bool
+    some_layers: bool
+
+    def scale(self, module: str, rank: int) -> float:
+        """The scale of a module's adapter."""
+        matching = (p for p in self.alphas if re.match(rf"(.*\.)?({p})$", module))
+        alpha = self.alphas.get(next(matching, ""), self.alpha)
+        return float(alpha / (math.sqrt(rank) if self.by_root else rank))
+
+
+def read_config(path: Path) -> PeftConfig:
+    """Reads the settings in a directory.
+
+    **Raises:**
+
+    `ValueError` that names every setting that is not implemented.
+    """
+    if not (path / CONFIG).is_file():
+        raise ValueError(
+            f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that PEFT, or "
+            "`lora.save_adapters`, has written."
+        )
+    settings = read_json(file_inside(path, CONFIG))
+    odd = {
+        name: value
+        for name, value in settings.items()
+        # Whatever else there will be is off where it is null, false or empty.
+        if name not in _READ | _HARMLESS and value
+    }
+    odd |= _other(settings, "peft_type", ("LORA",))
+    odd |= _other(settings, "bias", ("none",))
+    odd |= _other(settings, "init_lora_weights", _INITIAL)
+    if odd:
+        listed = ", ".join(f"`{name}` is {value!r}" for name, value in odd.items())
+        raise ValueError(
+            f"The adapters in {path} have settings that are not implemented: {listed}. Merge them "
+            "with PEFT (`merge_and_unload`), and load the merged model."
+        )
+    alphas = settings.get("alpha_pattern") or {}
+    _check_alphas(path, settings.get("lora_alpha", 8), alphas)
+    return PeftConfig(
+        settings.get("lora_alpha", 8),
+        alphas,
+        settings.get("use_rslora", False),
+        settings.get("layers_to_transform") is not None,
+    )
+
+
+def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:
+    numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        raise ValueError(f"{path / CONFIG} has a `lora_alpha` or `alpha_pattern` without numbers.")
+    for pattern in alphas:
+        # With a repeated group, or many repetitions, a search may take as good as forever.
+        if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+?{]", pattern)) > MOST_REPEATED:
+            raise ValueError(
+                f"{path / CONFIG} has in its `alpha_pattern` a regular expression that is not "
+                f"simple enough to be searched safely: {pattern!r}."
+            )
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"{path / CONFIG} has in its `alpha_pattern` no regular expression: {pattern!r}."
+            ) from error
+
+
+def _other(settings: dict[str, Any], name: str, known: tuple[Any, ...]) -> dict[str, Any]:
+    value = settings.get(name, known[0])
+    return {} if value in known else {name: value}

@@ -1,0 +1,37 @@
+"""How PEFT names and shapes the two factors of an adapter: as the published matrix it is beside."""
+
+from collections.abc import Sequence
+
+from ..pretrained._tensors import Tensor
+from ._targets import inputs_of, matrix_of
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_WEIGHT = ".weight"
+
+
+def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The tensors that the two factors of an adapter are made of, `lora_A` (rank by inputs) and
+    `lora_B` (outputs by rank), for an array that is made of `tensor`, if it is a matrix."""
+    matrix = matrix_of(tensor)
+    if matrix is None or not tensor.name.endswith(_WEIGHT):
+        return None
+    inputs = inputs_of(tensor)
+    outputs = next(group for group in tensor.left if group != inputs)
+    into, out = tensor.right[: matrix.inputs], tensor.right[matrix.inputs :]
+    fixed = dict(tensor.fixed)
+    of = lambda group: {f: size for f, size in fixed.items() if f in group}
+    a, b = (PREFIX + module_of(tensor.name) + f".lora_{letter}{_WEIGHT}" for letter in "AB")
+    return (
+        Tensor(a, f"rank {_text([inputs])} -> {_text(into)} rank", **of(inputs)),
+        Tensor(b, f"{_text([outputs])} rank -> rank {_text(out)}", **of(outputs)),
+    )
+
+
+def module_of(name: str) -> str:
+    """The module that a weight belongs to."""
+    return name.removesuffix(_WEIGHT)
+
+
+def _text(groups: Sequence[tuple[str, ...]]) -> str:
+    return " ".join(f"({' '.join(group)})" for group in groups)

@@ -1,0 +1,192 @@
+"""Adapters as PEFT's files."""
+
+import functools as ft
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..distributed._kv_store import decide
+from ..models._einsum import LowRank
+from ..pretrained._safetensors import write_safetensors
+from ..pretrained._slices import insert
+from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
+from ._peft_names import CONFIG, TENSORS, factors_of, module_of
+from ._targets import find_adapted, inputs_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """The adapter of one array, and the tensors that its factors are."""
+
+    published: Tensor
+    tensors: tuple[Tensor, Tensor]
+    a: np.ndarray
+    b: np.ndarray
+    scale: float
+
+
+@dataclass(frozen=True)
+class Module:
+    """The adapters of one published matrix (of each layer): several where that is fused."""
+
+    parts: tuple[Part, ...]
+
+    @ft.cached_property
+    def same_inputs(self) -> bool:
+        """Whether all parts have the same A, as PEFT has of a fused matrix."""
+        first, *others = self.parts
+        return all(np.array_equal(part.a, first.a) for part in others)
+
+    @property
+    def rank(self) -> int:
+        ranks = [part.a.shape[-1] for part in self.parts]
+        return ranks[0] if self.same_inputs else sum(ranks)
+
+    @property
+    def scale(self) -> float:
+        """The scale of all parts; if they have several, these go into B."""
+        scales = {part.scale for part in self.parts}
+        return scales.pop() if len(scales) == 1 else 1.0
+
+    @property
+    def alpha(self) -> int | float:
+        alpha = self.scale * self.rank
+        return int(alpha) if float(alpha).is_integer() else alpha
+
+    @property
+    def names(self) -> list[str]:
+        first = self.parts[0]
+        return [module_of(name) for name in tensor_names(first.published, first.a.shape).values()]
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression of these names."""
+        published = self.parts[0].published
+        text = module_of(published.name).replace(".", r"\.")
+        return text.format(**dict.fromkeys(published.fields, r"\d+"))
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        a_tensor, b_tensor = self.parts[0].tensors
+        b_names = tensor_names(b_tensor, self.parts[0].b.shape)
+        for index, a_name in tensor_names(a_tensor, self.parts[0].a.shape).items():
+            a = [_published(part.tensors[0], part.a[index]) for part in self.parts]
+            b = [
+                self._scaled(part, _published(part.tensors[1], part.b[index]))
+                for part in self.parts
+            ]
+            # The parts' outputs are apart: without an A of all, B is block-diagonal.
+            yield a_name, a[0] if self.same_inputs else np.concatenate(a)
+            yield (
+                b_names[index],
+                sum(b[1:], b[0]) if self.same_inputs else np.concatenate(b, axis=1),
+            )
+
+    def _scaled(self, part: Part, b: np.ndarray) -> np.ndarray:
+        return b if part.scale == self.scale else b * np.asarray(part.scale, b.dtype)
+
+
+def save_adapters(model: Any, path: str | Path) -> None:
+    """Saves the adapters of a model as the package `peft` loads them.
+
+    Writes `adapter_config.json` and `adapter_model.safetensors`, for the model of `transformers`
+    that [`redcoast.save_pretrained`][] would write. A matrix which has Q, K and V in one there gets
+    one adapter that is exactly these, of the sum of their ranks.
+
+    **Arguments:**
+
+    - `model`: an adapted model of `redcoast.models`. Of several processes all have to call this.
+    - `path`: a directory, in which no such files are yet.
+
+    **Raises:**
+
+    `ValueError` if the model is none of `redcoast.models`, has no adapters, or one that PEFT has no
+    place for; or if the files exist.
+
+    !!! Example
+
+        ```py
+        lora.save_adapters(state.model, "adapters")
+        # In torch: peft.PeftModel.from_pretrained(model, "adapters")
+        ```
+    """
+    path = Path(path).expanduser().absolute()
+    # Process 0 writes, and would have done so before others look.
+    existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
+    if existing := decide("the files of adapters", existing):
+        raise ValueError(
+            f"{path} has {' and '.join(existing)} already, and nothing is overwritten. Choose "
+            "another directory."
+        )
+    modules = _modules(model)
+    if jax.process_index() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        arrays = {name: x for module in modules.values() for name, x in module.arrays()}
+        shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
+        write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
+        text = json.dumps(_settings(modules), indent=2, sort_keys=True)
+        (path / CONFIG).write_text(text + "\n")
+    multihost_utils.sync_global_devices("redcoast.save_adapters")
+
+
+def _modules(model: Any) -> dict[str, Module]:
+    if not hasattr(type(model), "tensors") or not hasattr(model, "config"):
+        raise ValueError(
+            "`save_adapters` saves adapters of models of `redcoast.models`, and not of a "
+            f"{type(model).__name__}. `rc.save_checkpoint(path, lora.adapters(model))` saves any."
+        )
+    adapted = find_adapted(model)
+    if not adapted:
+        raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
+    table = type(model).tensors(model.config)
+    parts: dict[str, tuple[Part, ...]] = {}
+    for path, node in adapted.items():
+        name = table[path].name
+        parts[name] = (*parts.get(name, ()), _part(path, node, table[path]))
+    return {name: Module(found) for name, found in parts.items()}
+
+
+def _part(path: str, node: LowRank, published: Tensor) -> Part:
+    if (tensors := factors_of(published)) is None:
+        raise ValueError(
+            f"{path} is published as {published.name}, which PEFT has no adapters for. Merge it, "
+            "or adapt other weights."
+        )
+    return Part(published, tensors, _on_host(node.a), _on_host(node.b), node.scale)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
+    """What an array has at one index of its stack as the tensor that it is published as."""
+    out = np.zeros(tensor_shape(tensor, (1,) * len(tensor.fields) + part.shape), part.dtype)
+    insert(tensor, part, out)
+    return out
+
+
+def _settings(modules: Mapping[str, Module]) -> dict[str, Any]:
+    first = next(iter(modules.values()))
+    published = [part.published for module in modules.values() for part in module.parts]
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": any(inputs_of(tensor) == tensor.left[0] for tensor in published),
+        "target_modules": [name for module in modules.values() for name in module.names],
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "rank_pattern": {m.pattern: m.rank for m in modules.values() if m.rank != first.rank},
+        "alpha_pattern": {m.pattern: m.alpha for m in modules.values() if m.alpha != first.alpha},
+    }

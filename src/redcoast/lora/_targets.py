@@ -1,0 +1,94 @@
+"""Which of a model's arrays are matrices, and which of their dimensions are inputs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ..models._einsum import LowRank
+from ..pretrained._tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How the dimensions of an array are those of a matrix, or of several that are stacked.
+
+    - `stacked`: how many dimensions come first, of layers or experts.
+    - `inputs`: how many dimensions are the inputs. All others are the outputs.
+    - `outputs_first`: whether the outputs come before the inputs.
+    """
+
+    stacked: int
+    inputs: int
+    outputs_first: bool = False
+
+    def sides(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shape of the stack, of the inputs and of the outputs."""
+        stack, rest = shape[: self.stacked], shape[self.stacked :]
+        if self.outputs_first:
+            split = len(rest) - self.inputs
+            return stack, rest[split:], rest[:split]
+        return stack, rest[: self.inputs], rest[self.inputs :]
+
+
+def find_matrices(model: PyTree) -> dict[str, Matrix]:
+    """The matrices of a tree by their paths: those of models of `redcoast.models`, and the weights
+    of `eqx.nn.Linear`, wherever they stand."""
+    found = {}
+    for path, node in _with_paths(model, _is_known):
+        if isinstance(node, eqx.nn.Linear):
+            found[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
+        elif _is_known(node):
+            for leaf, tensor in type(node).tensors(node.config).items():
+                if matrix := matrix_of(tensor):
+                    found[_join(path, leaf)] = matrix
+    return found
+
+
+def matrix_of(tensor: Tensor) -> Matrix | None:
+    """The matrix that an array made of these tensors is, if it is one."""
+    # Tables whose rows are looked up stand alone, as they are published.
+    if len(tensor.left) != 2 or (not tensor.fields and tensor.left == tensor.right):
+        return None
+    inputs = inputs_of(tensor)
+    count = sum(set(group) <= set(inputs) for group in tensor.right)
+    # A vector may be published as a matrix with one row.
+    return Matrix(len(tensor.fields), count) if count < len(tensor.right) else None
+
+
+def inputs_of(tensor: Tensor) -> tuple[str, ...]:
+    """The factors of that dimension of the published matrix which is its inputs."""
+    # Published matrices have their outputs first, or (GPT-2's) their inputs; the arrays here
+    # always have their inputs first.
+    first = tensor.right[0][0]
+    return next(group for group in tensor.left if first in group)
+
+
+def find_adapted(model: PyTree) -> dict[str, LowRank]:
+    """The adapted weights of a tree, by their paths."""
+    return {path: node for path, node in _with_paths(model, is_adapted) if is_adapted(node)}
+
+
+def is_adapted(node: Any) -> bool:
+    return isinstance(node, LowRank)
+
+
+def show_path(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _with_paths(tree: PyTree, is_leaf: Any) -> Iterator[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return ((show_path(path), leaf) for path, leaf in leaves)
+
+
+def _is_known(node: Any) -> bool:
+    family = hasattr(type(node), "tensors") and hasattr(node, "config")
+    return family or isinstance(node, eqx.nn.Linear)
+
+
+def _join(path: str, leaf: str) -> str:
+    return f"{path}/{leaf}" if path else leaf

@@ -1,0 +1,73 @@
+"""Initial parameters."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._attention import wide
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"], scale: Float[Array, " width"], eps: float
+) -> Float[Array, "*rows width"]:
+    """Divides by the root of the mean square (Zhang and Sennrich, 2019), and scales."""
+    y = x.astype(wide(x.dtype))
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * _along(scale, x)
+
+
+def layer_norm(
+    x: Float[Array, "*rows width"],
+    scale: Float[Array, " width"],
+    shift: Float[Array, " width"],
+    eps: float,
+) -> Float[Array, "*rows width"]:
+    """Subtracts the mean, divides by the deviation (Ba et al., 2016), scales and shifts."""
+    y = x.astype(wide(x.dtype))
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * _along(scale, x) + _along(shift, x)
+
+
+def _along(vector: Array, x: Array) -> Array:
+    # Said in full, since ranks are not promoted silently.
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
+_gelu = partial(jax.nn.gelu, approximate=False)
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+
+# Several names of one function differ in how PyTorch computes it.
+ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
+    "gelu": _gelu,
+    "gelu_python": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_python_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+
+
+def check_activation(name: str) -> None:
+    """Refuses names of functions that are not known."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"The activation function {name!r} is not known; known are {known}.")
+
+
+def normal(
+    key: PRNGKeyArray, shape: tuple[int, ...], *, fan_in: int, scale: float = 1.0
+) -> Float[Array, "..."]:
+    """Normal with variance `scale**2 / fan_in`, truncated at three standard deviations."""
+    return jax.random.truncated_normal(key, -3, 3, shape) * (scale / math.sqrt(fan_in))

@@ -1,1 +1,0 @@
-"""What the models are made by: a family a file."""

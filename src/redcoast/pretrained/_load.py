@@ -1,0 +1,97 @@
+"""From published weights to a model."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..core._pytree import join, leaf_paths, split
+from ..core._tracing import abstract_key
+from ._lazy_tensor import Stored
+from ._match import Layout, layout_of, match, needed_shapes
+from ._placement import choose_shardings
+from ._read_plan import Target
+from ._read_to_device import fill_device
+from ._read_to_host import fill_host
+from ._registry import find_family
+from ._source import check_elements, check_layers, open_source
+
+
+def load(
+    path: Path,
+    mesh: Mesh | None,
+    shardings: PyTree | None,
+    dtype: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """The model at a path, with its arrays where they are to be."""
+    source = open_source(path)
+    check_layers(source.settings, len(source.stored), path)
+    model_class, config = find_family(source.settings, path)
+    if settle := getattr(model_class, "settle", None):
+        config = settle(config, source.stored.keys())
+    config = _with_options(config, options)
+    abstract = _abstract(model_class, config, path)
+    arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
+    check_elements(arrays.values(), source.stored, path)
+    layout = layout_of(model_class, config) if source.table is None else Layout(source.table)
+    stored = match(layout, needed_shapes(layout, arrays), source.stored, path)
+    dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
+    leaves, static = split(abstract)
+    abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
+    places = choose_shardings(abstract, model_class, config, mesh, shardings)
+    targets = {p: Target(x.shape, dtype, layout.table[p], places[p]) for p, x in arrays.items()}
+    on_host = {d.platform for place in places.values() for d in place.device_set} == {"cpu"}
+    fill, piece = (fill_host, 2**22) if on_host else (fill_device, 2**24)
+    made = fill(targets, stored, most=_piece_elements(stored, dtype, piece))
+    return join([made[p] for p in arrays], static)
+
+
+def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
+    fields = [field.name for field in dataclasses.fields(config)]
+    if unknown := sorted(options.keys() - set(fields)):
+        raise TypeError(
+            f"{type(config).__name__} has no field {', '.join(unknown)}. It has: "
+            f"{', '.join(fields)}."
+        )
+    return dataclasses.replace(config, **options)
+
+
+def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
+    try:
+        return eqx.filter_eval_shape(model_class, config, key=abstract_key())
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path} cannot be loaded: there is no model with its settings ({error})."
+        ) from error
+
+
+def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
+    # One for all, since models do not multiply numbers of different dtypes.
+    sizes = Counter()
+    for x in stored.values():
+        sizes[x.dtype] += x.nbytes
+    return jax.dtypes.canonicalize_dtype(sizes.most_common(1)[0][0])
+
+
+def _floating(dtype: Any) -> np.dtype:
+    found = jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(found, np.floating):
+        raise ValueError(f"`dtype` must be a floating type such as 'bfloat16', but is {found}.")
+    return found
+
+
+def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) -> int:
+    """How many elements to read at once: `most` bytes, or less where the tensors are small, so
+    that all that is under way is less than the largest of them."""
+    largest = max(x.nbytes for x in stored.values())
+    size = max(dtype.itemsize, *(x.dtype.itemsize for x in stored.values()))
+    return min(max(largest // 16, 2**18), most) // size

@@ -1,0 +1,138 @@
+"""Whether files hold the tensors that a model needs."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._lazy_tensor import Box, Stored, split_box
+from ._tensors import Tensor, tensor_names, tensor_shape
+
+COMPARED_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How files name the tensors of a model.
+
+    - `table`: what each array of the model is made of.
+    - `base_prefix`: what all names begin with that belong to the base of a model with a head, and
+      which a file of the base alone leaves out.
+    - `buffers`: regular expressions, searched in names, of tensors that nothing is computed from.
+    - `duplicates`: names under which a file may hold a tensor once more, or instead, and that
+      tensor's own.
+    - `zeros`: tensors that are zero where a file lacks them.
+    """
+
+    table: Mapping[str, Tensor]
+    base_prefix: str = ""
+    buffers: tuple[str, ...] = ()
+    duplicates: Mapping[str, str] = field(default_factory=dict)
+    zeros: tuple[str, ...] = ()
+
+
+def layout_of(model_class: Any, config: Any) -> Layout:
+    """The layout of a model of `redcoast.models`."""
+    duplicates = getattr(model_class, "duplicates", None)
+    return Layout(
+        model_class.tensors(config),
+        getattr(model_class, "base_prefix", ""),
+        tuple(getattr(model_class, "buffers", ())),
+        duplicates(config) if duplicates else {},
+        tuple(getattr(model_class, "zeros", ())),
+    )
+
+
+def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors that make up the arrays of a model."""
+    if odd := layout.table.keys() ^ leaves.keys():
+        raise ValueError(
+            "The arrays of the model are not those that its tensors are known for: "
+            f"{', '.join(sorted(odd))} is in one of the two only."
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, tensor in layout.table.items():
+        shape = tensor_shape(tensor, leaves[path].shape)
+        for name in tensor_names(tensor, leaves[path].shape).values():
+            if shapes.setdefault(name, shape) != shape:
+                raise ValueError(f"{name} is {shapes[name]} for one array and {shape} for {path}.")
+    return shapes
+
+
+def match(
+    layout: Layout, needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], where: Any
+) -> dict[str, Stored]:
+    """The stored tensor for each that is needed.
+
+    **Raises:**
+
+    One `ValueError` that lists all tensors that are missing, unexpected or misshapen, or that
+    differ from what they should be a duplicate of.
+    """
+    known = {*needed, *layout.duplicates}
+    stored = _with_prefix(dict(stored), layout.base_prefix, known)
+    found = {name: stored[name] for name in needed if name in stored}
+    for copy, name in layout.duplicates.items():
+        if copy in stored and name in needed:
+            found.setdefault(name, stored[copy])
+    if found:
+        lacking = [name for name in layout.zeros if name in needed and name not in found]
+        dtype = next(iter(found.values())).dtype
+        found |= {name: Stored(needed[name], dtype, _read_zeros) for name in lacking}
+    problems = {
+        "missing": [name for name in needed if name not in found],
+        "unexpected": [
+            name for name in stored if name not in known and not _is_buffer(name, layout)
+        ],
+        "misshapen": [
+            f"{name} ({_kind(x)}, and not {needed[name]})"
+            for name, x in found.items()
+            if x.shape != needed[name] or not _is_float(x.dtype)
+        ],
+        "different from what they should duplicate": [
+            f"{copy} (of {name})"
+            for copy, name in layout.duplicates.items()
+            if copy in stored and name in found and not _equal(stored[copy], found[name])
+        ],
+    }
+    if any(problems.values()):
+        listed = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
+        raise ValueError(
+            f"{where} does not hold the tensors of the model that its settings describe. "
+            + ". ".join(s[0].upper() + s[1:] for s in listed)
+            + "."
+        )
+    return found
+
+
+def _is_buffer(name: str, layout: Layout) -> bool:
+    return any(re.search(pattern, name) for pattern in layout.buffers)
+
+
+def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:
+    """Puts the prefix of the base back that a file of the base alone leaves out."""
+    if not prefix or any(name.startswith(prefix) for name in stored):
+        return stored
+    return {n if n in known or prefix + n not in known else prefix + n: stored[n] for n in stored}
+
+
+def _read_zeros(box: Box, out: np.ndarray) -> None:
+    out[...] = 0
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, np.floating)
+
+
+def _kind(x: Stored) -> str:
+    return f"{x.shape} of {x.dtype}"
+
+
+def _equal(a: Stored, b: Stored) -> bool:
+    if a.shape != b.shape or a is b:
+        return a is b
+    boxes = split_box(a.shape, range(len(a.shape)), COMPARED_BYTES // a.dtype.itemsize)
+    return all(np.array_equal(a.take(box), b.take(box)) for box in boxes)

@@ -1,0 +1,61 @@
+"""Where the arrays of a model that is being loaded go."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ..core._pytree import leaf_paths
+from ..sharding import infer_shardings
+
+PLANNED_TOKENS = 128
+
+
+def choose_shardings(
+    abstract: PyTree, model_class: Any, config: Any, mesh: Mesh | None, shardings: PyTree | None
+) -> dict[str, Sharding]:
+    """Where each array of a model goes, by path: as is said, as is planned, or all on the device
+    that JAX takes by default."""
+    arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
+    if shardings is not None:
+        return _check(leaf_paths(shardings, Sharding), arrays, mesh)
+    if mesh is None:
+        device = next(iter(jnp.zeros(()).devices()))
+        return dict.fromkeys(arrays, SingleDeviceSharding(device))
+    if mesh.size == 1:
+        return dict.fromkeys(arrays, NamedSharding(mesh, P()))
+    inputs = example_inputs(model_class, config, mesh)
+    planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
+    return leaf_paths(planned, Sharding)
+
+
+def example_inputs(model_class: Any, config: Any, mesh: Mesh) -> tuple[Any, ...]:
+    """Abstract inputs on which a model is planned: those that its class gives, or else tokens, no
+    more in a row than the model has positions; of an encoder-decoder, for both."""
+    if own := getattr(model_class, "example_inputs", None):
+        return own(config, mesh.size)
+    # Learned positions are as many as there are; others are not in the configuration.
+    length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
+    tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
+    return (tokens, tokens) if hasattr(model_class, "encode") else (tokens,)
+
+
+def _check(
+    shardings: dict[str, Sharding], arrays: Mapping[str, Any], mesh: Mesh | None
+) -> dict[str, Sharding]:
+    if odd := shardings.keys() ^ arrays.keys():
+        raise ValueError(
+            "`shardings` must have one sharding for each array of the model, as "
+            "`rc.infer_shardings` gives them; only in one of the two is "
+            f"{', '.join(sorted(odd))}."
+        )
+    meshes = {s.mesh for s in shardings.values() if isinstance(s, NamedSharding)}
+    if len({frozenset(s.device_set) for s in shardings.values()}) > 1:
+        raise ValueError("`shardings` are over several sets of devices; all arrays need the same.")
+    if mesh is not None and meshes != {mesh}:
+        raise ValueError("`shardings` are over another mesh than `mesh`. Pass one of the two.")
+    return shardings

@@ -1,0 +1,81 @@
+"""Arrays that are to be made from files, and the steps that it takes."""
+
+import functools as ft
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from ._lazy_tensor import Stored, aligned_empty, split_box
+from ._slices import Box, Window, locate, reading_order
+from ._tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """An array to be made: what of, and where. Each device of this process holds a box of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    tensor: Tensor
+    sharding: Sharding
+
+    @ft.cached_property
+    def starts(self) -> dict[Any, tuple[int, ...]]:
+        """Where the box of each device starts."""
+        boxes = self.sharding.addressable_devices_indices_map(self.shape)
+        return {d: tuple(part.start or 0 for part in box or ()) for d, box in boxes.items()}
+
+    @ft.cached_property
+    def distinct_starts(self) -> list[tuple[int, ...]]:
+        """The same without those of devices that hold what another one does."""
+        return list(dict.fromkeys(self.starts.values()))
+
+    @ft.cached_property
+    def box_shape(self) -> tuple[int, ...]:
+        return self.sharding.shard_shape(self.shape)
+
+    def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
+        """The array, of the box on each device."""
+        shards = [boxes[device] for device in self.starts]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The same part of every box, and what to read for it in each of the distinct ones."""
+
+    path: str
+    part: Box
+    windows: tuple[Window, ...]
+    last: bool  # of its array
+
+
+def steps_of(path: str, target: Target, most: int) -> Iterator[Step]:
+    """The steps of an array, in the order in which files store it; in each, `most` elements of a
+    box are read."""
+    parts = split_box(target.box_shape, reading_order(target.tensor), most)
+    for i, part in enumerate(parts, 1):
+        boxes = [
+            tuple(slice(a + p.start, a + p.stop) for a, p in zip(start, part, strict=True))
+            for start in target.distinct_starts
+        ]
+        windows = tuple(locate(target.tensor, target.shape, box) for box in boxes)
+        yield Step(path, part, windows, i == len(parts))
+
+
+def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -> np.ndarray:
+    """The same slices of several tensors, stacked; of `dtype` if those of the tensors differ."""
+    dtypes = {stored[name].dtype for name in window.names}
+    shape = [part.stop - part.start for part in window.slices]
+    dtype = dtypes.pop() if len(dtypes) == 1 else dtype
+    out = aligned_empty([len(window.names), *shape], dtype)
+    for row, name in zip(out, window.names, strict=True):
+        if stored[name].dtype == dtype:
+            stored[name].read(window.slices, row)
+        else:
+            row[...] = stored[name].take(window.slices)
+    return out

@@ -1,0 +1,109 @@
+"""Arrays on accelerators, filled piece by piece: no box is ever whole on the host."""
+
+import functools as ft
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._lazy_tensor import Stored, ahead
+from ._read_plan import Step, Target, read_window, steps_of
+from ._slices import Place
+
+WORKERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a step has read for each distinct box, and how a device brings it into place."""
+
+    pieces: list[np.ndarray]
+    place: Place | None
+
+
+def fill_device(
+    targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
+) -> dict[str, jax.Array]:
+    """Makes arrays, all over the same devices, reading `most` elements at once for all boxes."""
+    devices = tuple(next(iter(targets.values())).starts)
+    mesh = Mesh(np.array(devices), ("device",))
+    small = {path for path, target in targets.items() if prod(target.box_shape) <= most}
+    buffers = _zeros({p: t for p, t in targets.items() if p not in small}, mesh)
+    made: dict[str, jax.Array] = {}
+
+    def read(step: Step) -> Read:
+        return _read(step, targets[step.path], stored, whole=step.path in small)
+
+    def steps():
+        for path, target in targets.items():
+            each = most if path in small else max(1, most // len(devices))
+            yield from steps_of(path, target, each)
+
+    for step, found in ahead(read, steps(), workers=WORKERS):
+        target = targets[step.path]
+        which = [target.distinct_starts.index(target.starts[device]) for device in devices]
+        pieces = jax.device_put([found.pieces[i] for i in which], list(devices))
+        if step.path in small:
+            made[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
+            continue
+        start = np.array([part.start for part in step.part], np.int32)
+        buffer = _write(
+            buffers[step.path], _join(pieces, mesh), start, place=found.place, mesh=mesh
+        )
+        # Waiting for it keeps pieces from piling up on their way to the devices.
+        buffers[step.path] = buffer.block_until_ready()
+        if step.last:
+            boxes = buffers.pop(step.path).addressable_shards
+            made[step.path] = target.assemble({box.device: box.data for box in boxes})
+    return {path: made[path] for path in targets}
+
+
+def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, whole: bool) -> Read:
+    pieces = [read_window(window, target.dtype, stored) for window in step.windows]
+    places = [window.place for window in step.windows]
+    # Devices bring into place what all of them can by one program, and faster than the host.
+    if len({*places}) == 1 and not whole:
+        return Read(pieces, places[0])
+    placed = (place(piece) for place, piece in zip(places, pieces, strict=True))
+    return Read([np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None)
+
+
+def _zeros(targets: Mapping[str, Target], mesh: Mesh) -> dict[str, jax.Array]:
+    """Room for the boxes of all devices, one behind the other."""
+
+    def shape(target: Target) -> tuple[int, ...]:
+        rows, *rest = target.box_shape
+        return (mesh.size * rows, *rest)
+
+    # By one program: each that is compiled takes as long as reading a hundred megabytes.
+    make = lambda: {path: jnp.zeros(shape(t), t.dtype) for path, t in targets.items()}
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P("device")))()
+
+
+def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The pieces of all devices as one array, one behind the other."""
+    rows, *rest = pieces[0].shape
+    sharding = NamedSharding(mesh, P("device"))
+    return jax.make_array_from_single_device_arrays((mesh.size * rows, *rest), sharding, pieces)
+
+
+@ft.partial(jax.jit, static_argnames=("place", "mesh"), donate_argnums=0)
+def _write(
+    buffer: jax.Array, pieces: jax.Array, start: jax.Array, *, place: Place | None, mesh: Mesh
+) -> jax.Array:
+    """Writes one piece into the box of each device, at the same place in each."""
+
+    def write(box, piece, start):
+        piece = piece if place is None else place(piece)
+        return jax.lax.dynamic_update_slice(box, piece.astype(box.dtype), list(start))
+
+    # One program for all devices: each of its own would have to be compiled for each.
+    along = P("device")
+    each = jax.shard_map(write, mesh=mesh, in_specs=(along, along, P()), out_specs=along)
+    return each(buffer, pieces, start)

@@ -1,0 +1,53 @@
+"""Arrays on CPU devices, whose memory is the host's: files are read right into it."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from ._lazy_tensor import Stored, ahead, aligned_empty, split_box
+from ._read_plan import Step, Target, read_window, steps_of
+
+WORKERS = min(4, os.cpu_count() or 1)
+CACHED = 2**15  # numbers that a processor's cache holds
+
+
+def fill_host(
+    targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
+) -> dict[str, jax.Array]:
+    """Makes arrays, reading `most` elements at once in each thread."""
+    boxes: dict[str, list[np.ndarray]] = {}
+    made: dict[str, jax.Array] = {}
+
+    def write(step: Step) -> None:
+        target = targets[step.path]
+        for box, window in zip(boxes[step.path], step.windows, strict=True):
+            read = read_window(window, target.dtype, stored).astype(target.dtype, copy=False)
+            copy_across(window.place(read), box[step.part])
+
+    def steps():
+        for path, target in targets.items():
+            boxes[path] = [
+                aligned_empty(target.box_shape, target.dtype) for _ in target.distinct_starts
+            ]
+            yield from steps_of(path, target, most)
+
+    for step, _ in ahead(write, steps(), workers=WORKERS):
+        if step.last:
+            target = targets[step.path]
+            of_start = dict(zip(target.distinct_starts, boxes.pop(step.path), strict=True))
+            # Aligned as they are, JAX takes them without a copy.
+            on_devices = {d: jax.device_put(of_start[a], d) for d, a in target.starts.items()}
+            made[step.path] = target.assemble(on_devices)
+    return {path: made[path] for path in targets}
+
+
+def copy_across(source: np.ndarray, target: np.ndarray) -> None:
+    """Copies an array into one whose dimensions may be stored in another order."""
+    # Of types that are not its own, such as bfloat16, NumPy copies one number after the other.
+    source, target = (x.view(f"u{x.dtype.itemsize}") for x in (source, target))
+    # A few rows of the source at a time, so that what is touched of the target stays in the cache.
+    slowest = sorted(range(source.ndim), key=lambda d: -source.strides[d])
+    for box in split_box(source.shape, slowest, CACHED):
+        target[box] = source[box]

@@ -1,0 +1,140 @@
+"""From a model to published weights."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..core._pytree import leaf_paths
+from ..core._tracing import abstract_key
+from ..models._einsum import LowRank
+from ._gather import parts_of, put_together, take
+from ._match import layout_of, needed_shapes
+from ._safetensors import write_safetensors
+from ._source import INDEX, SETTINGS, SINGLE
+
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
+    """Writes a model; see `save_pretrained`."""
+    leaves = _check_model(model)
+    _check_free(path)
+    layout = layout_of(type(model), model.config)
+    parts = parts_of(layout.table, leaves)
+    needed = needed_shapes(layout, leaves)
+    shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
+    files = _files(shapes, max_file_bytes)
+    work = path.with_name(f".{path.name}.unfinished")
+    _on_first(lambda: _start_afresh(work), "begun")
+    tensor = lambda name: put_together(
+        parts[name], take(parts[name], leaves), layout.table, needed[name]
+    )
+    for i, (file, names) in enumerate(files.items()):
+        if i % jax.process_count() == jax.process_index():
+            write_safetensors(work / file, {n: shapes[n] for n in names}, map(tensor, names))
+        else:
+            for name in names:  # the process that writes them needs this one's parts
+                jax.block_until_ready(take(parts[name], leaves))
+    _barrier("written")
+    _on_first(lambda: _finish(model.config, shapes, files, work, path), "finished")
+
+
+def _check_model(model: Any) -> dict[str, Any]:
+    """The arrays of a model, which are as its configuration says."""
+    if not hasattr(type(model), "tensors") or not hasattr(model, "config"):
+        raise ValueError(
+            f"`save_pretrained` saves models of `redcoast.models`, and no {type(model).__name__}. "
+            "`rc.save_checkpoint` saves any tree."
+        )
+    if adapted := leaf_paths(model, LowRank):
+        raise ValueError(
+            f"The weights {', '.join(adapted)} are adapted (LoRA): what would be saved are not the "
+            "weights that the model computes with. Merge the adapters into them first."
+        )
+    leaves = leaf_paths(model, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+    wanted = leaf_paths(
+        eqx.filter_eval_shape(type(model), model.config, key=abstract_key()), jax.ShapeDtypeStruct
+    )
+    shape = lambda found, path: found[path].shape if path in found else "missing"
+    odd = [
+        f"{path} is {shape(leaves, path)}, and should be {shape(wanted, path)}"
+        for path in {**wanted, **leaves}
+        if shape(leaves, path) != shape(wanted, path)
+    ]
+    if odd or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves.values()):
+        raise ValueError(
+            f"The arrays of this {type(model).__name__} are not those that its `config` says: "
+            f"{'; '.join(odd) or 'they are abstract, without values'}."
+        )
+    return leaves
+
+
+def _check_free(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"{path} exists already, and nothing is overwritten. Choose another path; what belongs "
+            "beside the model, such as a tokenizer, can be put there once the model is saved."
+        )
+
+
+def _files(shapes: Shapes, most: int | float) -> dict[str, list[str]]:
+    """Which tensors each file holds: one file, or as many as are needed."""
+    groups: list[list[str]] = []
+    size = most
+    for name in shapes:
+        size += _nbytes(shapes, name)
+        if size > most:
+            groups.append([])
+            size = _nbytes(shapes, name)
+        groups[-1].append(name)
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    n = len(groups)
+    return {f"model-{i:05}-of-{n:05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _nbytes(shapes: Shapes, name: str) -> int:
+    shape, dtype = shapes[name]
+    return prod(shape) * dtype.itemsize
+
+
+def _start_afresh(work: Path) -> None:
+    # What a process that died left behind.
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+
+
+def _finish(
+    config: Any, shapes: Shapes, files: Mapping[str, list[str]], work: Path, path: Path
+) -> None:
+    sizes = Counter()
+    for name, (_, dtype) in shapes.items():
+        sizes[dtype.name] += _nbytes(shapes, name)
+    settings = {**config.to_hugging_face(), "torch_dtype": sizes.most_common(1)[0][0]}
+    (work / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    if list(files) != [SINGLE]:
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
+        (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    os.rename(work, path)  # takes the place of an empty directory
+
+
+def _on_first(action: Callable[[], None], name: str) -> None:
+    """Runs something on the first process, while the others wait for it."""
+    if jax.process_index() == 0:
+        action()
+    _barrier(name)
+
+
+def _barrier(name: str) -> None:
+    multihost_utils.sync_global_devices(f"redcoast.save_pretrained {name}")

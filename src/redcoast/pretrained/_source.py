@@ -1,0 +1,134 @@
+"""What stands at a path: settings, and tensors in files."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..core._json import read_json
+from ._files import file_inside
+from ._lazy_tensor import Stored
+from ._safetensors import read_safetensors
+from ._tensors import Tensor
+
+COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
+COUNTS += ("decoder_layers", "vision_layers")
+# A tensor may be used more than once, and be left out where it is zero.
+MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
+
+
+def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
+    """Each layer has tensors, so that there are no more layers than these."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            check_layers(value, tensors, path)
+        elif name in COUNTS and isinstance(value, int) and value > tensors:
+            raise ValueError(
+                f"{path} has settings and tensors of different models: `{name}` is {value}, and "
+                f"there are {tensors} tensors."
+            )
+
+
+def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
+    """The arrays of a model are what the files hold, in about the same number."""
+    sizes = [prod(x.shape) for x in arrays]
+    held = sum(prod(x.shape) for x in stored.values())
+    if 0 in sizes or sum(sizes) > MOST_TIMES * held + SPARE_ELEMENTS:
+        raise ValueError(
+            f"{path} has settings and tensors of different models: that of the settings has "
+            f"{sum(sizes)} parameters{', and arrays without any' * (0 in sizes)}; the files hold "
+            f"{held}."
+        )
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SETTINGS = "config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published model.
+
+    - `settings`: of a `config.json`, or what corresponds to it.
+    - `stored`: the tensors, by name.
+    - `table`: what the arrays of the model are made of, if not what the model itself says.
+    """
+
+    settings: dict[str, Any]
+    stored: dict[str, Stored]
+    table: dict[str, Tensor] | None = None
+
+
+def open_source(path: Path) -> Source:
+    """Reads settings and the headers of files, and no tensor."""
+    if not path.exists():
+        raise ValueError(
+            f"There is nothing at {path}. `load_pretrained` reads a directory of this machine, "
+            "such as `huggingface-cli download` makes with `--local-dir`, or a `.gguf` file."
+        )
+    if path.is_dir():
+        return _open_directory(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix in PICKLES:
+        raise ValueError(_pickled([path]))
+    raise ValueError(f"{path} is neither a directory with a {SETTINGS} nor a `.gguf` file.")
+
+
+def _open_directory(path: Path) -> Source:
+    files = tensor_files(path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if not files and len(ggufs) == 1:
+        return _open_gguf(file_inside(path, ggufs[0].name))
+    if not files:
+        pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
+        several = ", but several `.gguf` files, of which one has to be named" if ggufs else ""
+        raise ValueError(
+            _pickled(pickles)
+            if pickles and not ggufs
+            else f"{path} holds neither {SINGLE} nor {INDEX}{several}."
+        )
+    if not (path / SETTINGS).is_file():
+        raise ValueError(f"{path} holds tensors, but no {SETTINGS} that says of which model.")
+    stored: dict[str, Stored] = {}
+    for file in files:
+        found = read_safetensors(file)
+        if twice := stored.keys() & found.keys():
+            raise ValueError(f"{file} holds {min(twice)}, which another file of {path} holds too.")
+        stored |= found
+    return Source(read_json(file_inside(path, SETTINGS)), stored)
+
+
+def tensor_files(path: Path) -> list[Path]:
+    """The files of a directory that hold the tensors of its model."""
+    if (path / SINGLE).is_file():
+        return [file_inside(path, SINGLE)]
+    if not (path / INDEX).is_file():
+        return []
+    index = file_inside(path, INDEX)
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index} has no `weight_map` from tensors to files.")
+    files = [file_inside(path, name) for name in sorted({*named.values()})]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"{path} lacks files that its {INDEX} names: {', '.join(missing)}.")
+    if pickles := [file for file in files if file.suffix in PICKLES]:
+        raise ValueError(_pickled(pickles))
+    return files
+
+
+def _open_gguf(path: Path) -> Source:
+    from .gguf._llama import open_gguf
+
+    return open_gguf(path)
+
+
+def _pickled(files: list[Path]) -> str:
+    return (
+        f"{', '.join(map(str, files))}: the weights are pickled, and opening a pickle runs "
+        "whatever code it holds. If you trust it, load it once with `transformers` and write it "
+        "with `model.save_pretrained(directory)`, which makes files of safetensors."
+    )

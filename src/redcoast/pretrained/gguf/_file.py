@@ -1,0 +1,162 @@
+"""Files of GGUF: metadata, and tensors, mostly quantised
+(<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>)."""
+
+import functools as ft
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .._lazy_tensor import Box, Stored
+
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
+MOST_NESTED = 4  # arrays of arrays; models have none
+MOST_DIMENSIONS = 8
+
+
+def check_header(path: Path) -> None:
+    """Walks through the metadata and the descriptions of the tensors, without keeping them.
+
+    **Raises:**
+
+    `ValueError` that says what does not fit into the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError("it does not begin as GGUF files do")
+        (version,) = struct.unpack("<I", _take(file, 4))
+        if version not in (2, 3):
+            raise ValueError(f"it is of version {version}, and 2 and 3 can be read")
+        tensors, pairs = struct.unpack("<QQ", _take(file, 16))
+        for _ in range(pairs):
+            _skip(file, _long(file), size)
+            _value(file, _int(file), size, 0)
+        for _ in range(tensors):
+            _skip(file, _long(file), size)
+            if (dimensions := _int(file)) > MOST_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions")
+            _take(file, 8 * dimensions + 4 + 8)
+
+
+def check_extents(extents: list[tuple[str, int, int]], size: int) -> None:
+    """Refuses tensors that share bytes, or reach beyond the end of the file."""
+    end, before = 0, ""
+    for name, start, count in sorted(extents, key=lambda x: (x[1], x[2])):
+        if count and start < end:
+            raise ValueError(f"the tensors {before} and {name} overlap")
+        if start + count > size:
+            raise ValueError(f"the tensor {name} reaches beyond the end of the file")
+        end, before = max(end, start + count), name
+
+
+def _value(file: BinaryIO, kind: int, size: int, depth: int) -> None:
+    if kind == _STRING:
+        _skip(file, _long(file), size)
+    elif kind == _ARRAY:
+        _elements(file, size, depth)
+    elif kind in _SIZES:
+        _skip(file, _SIZES[kind], size)
+    else:
+        raise ValueError(f"it has metadata of an unknown kind, {kind}")
+
+
+def _elements(file: BinaryIO, size: int, depth: int) -> None:
+    if depth == MOST_NESTED:
+        raise ValueError("its metadata are nested too deeply")
+    kind, count = _int(file), _long(file)
+    if kind in _SIZES:
+        _skip(file, _SIZES[kind] * count, size)
+        return
+    for _ in range(count):  # ends at the end of the file, as each takes some bytes
+        _value(file, kind, size, depth + 1)
+
+
+def _skip(file: BinaryIO, count: int, size: int) -> None:
+    if file.tell() + count > size:
+        raise ValueError(f"its header claims {count} bytes where the file has ended")
+    file.seek(count, 1)
+
+
+def _take(file: BinaryIO, count: int) -> bytes:
+    found = file.read(count)
+    if len(found) < count:
+        raise ValueError("it ends in the middle of its header")
+    return found
+
+
+def _int(file: BinaryIO) -> int:
+    return struct.unpack("<I", _take(file, 4))[0]
+
+
+def _long(file: BinaryIO) -> int:
+    return struct.unpack("<Q", _take(file, 8))[0]
+
+
+# Words of the vocabulary and the like: nothing that a model computes with.
+_LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """What a file says of its model, and its tensors."""
+
+    metadata: dict[str, Any]
+    stored: dict[str, Stored]
+
+
+def read_gguf(path: Path) -> GGUF:
+    """Reads the metadata of a file, and of its tensors where they are.
+
+    **Raises:**
+
+    `ValueError` if the file is damaged, or holds tensors quantised in a way that is not known.
+    """
+    gguf = _import_gguf(path)
+    try:
+        check_header(path)
+        reader = gguf.GGUFReader(path)
+        fields = {name: field for name, field in reader.fields.items() if name not in _LONG}
+        metadata = {name: field.contents() for name, field in fields.items()}
+        check_extents(
+            [(x.name, x.data_offset, x.data.nbytes) for x in reader.tensors], path.stat().st_size
+        )
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path} is damaged, or no GGUF file: {error}.") from error
+    return GGUF(metadata, {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors})
+
+
+def _stored(gguf: Any, tensor: Any) -> Stored:
+    # The fastest dimension comes first in the file.
+    shape = tuple(int(size) for size in tensor.shape[::-1])
+    if tensor.data.dtype.kind == "f":
+        return Stored(shape, tensor.data.dtype, ft.partial(_read_plain, tensor.data))
+    return Stored(shape, np.dtype(np.float32), ft.partial(_read_blocks, gguf, tensor))
+
+
+def _read_plain(data: np.ndarray, box: Box, out: np.ndarray) -> None:
+    out[...] = data[box]
+
+
+def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:
+    """Reads a part of a tensor that is quantised in blocks along its last dimension."""
+    block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    *rows, columns = box
+    low, high = columns.start // block, -(-columns.stop // block)
+    raw = np.ascontiguousarray(tensor.data[*rows, low * size : high * size])
+    values = gguf.dequantize(raw, tensor.tensor_type)
+    out[...] = values[..., columns.start - low * block : columns.stop - low * block]
+
+
+def _import_gguf(path: Path) -> Any:
+    """The package, or an error that says how to get it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(
+            f"{path} can be read with the package `gguf`: pip install 'redcoast[gguf]'."
+        ) from error
+    return gguf

@@ -1,0 +1,108 @@
+"""LLaMA in GGUF files, where settings and tensors have other names than in Hugging Face's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._source import Source
+from .._tensors import Tensor
+from ._file import GGUF, read_gguf
+
+_SETTINGS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+
+def open_gguf(path: Path) -> Source:
+    """The model of a file.
+
+    **Raises:**
+
+    `ValueError` if it is not of the LLaMA architecture, or has settings that are not implemented.
+    """
+    file = read_gguf(path)
+    if (kind := file.metadata.get("general.architecture")) != "llama":
+        raise ValueError(
+            f"{path} is of the architecture {kind!r}; of GGUF files only 'llama' is implemented. "
+            "Load the model from a directory in Hugging Face's layout."
+        )
+    settings = _settings(path, file)
+    return Source(settings, file.stored, _table(settings))
+
+
+def _settings(path: Path, file: GGUF) -> dict[str, Any]:
+    """The metadata as a `config.json` has them."""
+    given = {
+        name.removeprefix("llama."): value
+        for name, value in file.metadata.items()
+        if name.startswith("llama.")
+    }
+    settings = {new: _shortest(given[old]) for old, new in _SETTINGS.items() if old in given}
+    settings |= {
+        new: file.metadata[f"tokenizer.ggml.{old}_token_id"]
+        for old, new in _TOKENS.items()
+        if f"tokenizer.ggml.{old}_token_id" in file.metadata
+    }
+    head_dim = given.get("attention.key_length") or (
+        given.get("embedding_length", 0) // given.get("attention.head_count", 1)
+    )
+    only = {
+        "rope.dimension_count": head_dim,
+        "attention.value_length": head_dim,
+        "rope.scaling.type": "none",
+        "expert_count": 0,
+    }
+    odd = [
+        f"`llama.{name}` is {value!r}"
+        for name, value in given.items()
+        if (name not in _SETTINGS and only.get(name) != value) or isinstance(value, list)
+    ]
+    if (parts := file.metadata.get("split.count", 1)) > 1:
+        odd.append(f"`split.count` is {parts}")
+    if odd:
+        raise ValueError(f"{path} has settings that are not implemented: {', '.join(odd)}.")
+    vocab = file.stored.get("token_embd.weight")
+    settings.setdefault("vocab_size", vocab.shape[0] if vocab else 0)
+    tied = "output.weight" not in file.stored
+    return settings | {"model_type": "llama", "tie_word_embeddings": tied}
+
+
+def _shortest(value: Any) -> Any:
+    # 1e-5 was stored with 32 bits, which in 64 reads as 9.999999747378752e-06.
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _table(settings: dict[str, Any]) -> dict[str, Tensor]:
+    block, turned = "blk.{layer}.", "outputs inputs -> inputs outputs"
+    into = "(heads head_dim) width -> width heads head_dim"
+    out = "width (heads head_dim) -> heads head_dim width"
+    # Features that rotary embeddings turn together are neighbours here, and half a head apart in
+    # the model.
+    pairs = "(heads half 2) width -> width heads (2 half)"
+    table = {
+        "embed": Tensor("token_embd.weight", "vocab width -> vocab width"),
+        "layers/attention_norm": Tensor(block + "attn_norm.weight", "width -> width"),
+        "layers/wq": Tensor(block + "attn_q.weight", pairs),
+        "layers/wk": Tensor(block + "attn_k.weight", pairs),
+        "layers/wv": Tensor(block + "attn_v.weight", into),
+        "layers/wo": Tensor(block + "attn_output.weight", out),
+        "layers/mlp_norm": Tensor(block + "ffn_norm.weight", "width -> width"),
+        "layers/gate": Tensor(block + "ffn_gate.weight", turned),
+        "layers/up": Tensor(block + "ffn_up.weight", turned),
+        "layers/down": Tensor(block + "ffn_down.weight", turned),
+        "norm": Tensor("output_norm.weight", "width -> width"),
+    }
+    if not settings["tie_word_embeddings"]:
+        table["head"] = Tensor("output.weight", turned)
+    return table

@@ -1,0 +1,172 @@
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._tensors import Tensor, tensor_names
+from ._labels import linear, read_architecture, read_labels, write_labels
+
+if TYPE_CHECKING:
+    from ...models.bert import BertConfig
+
+BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+    "types": "type_vocab_size",
+    "activation": "hidden_act",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "head_dropout": "classifier_dropout",
+    "pad": "pad_token_id",
+    "bos": "bos_token_id",
+}
+_HEADS = {
+    None: "Model",
+    "masked": "ForMaskedLM",
+    "pretraining": "ForPreTraining",
+    "classification": "ForSequenceClassification",
+}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    kind = settings.get("model_type", "bert")
+    roberta = kind == "roberta"
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "type_vocab_size": 2,
+        "max_position_embeddings": 512,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "classifier_dropout": None,
+        "pad_token_id": 1 if roberta else 0,
+        "bos_token_id": 0 if roberta else None,
+        "eos_token_id": 2 if roberta else None,
+    }
+    only = {
+        "model_type": ("bert", "roberta"),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "is_encoder_decoder": (False,),
+        "position_embedding_type": ("absolute",),
+        "tie_word_embeddings": (True,),
+    }
+    # Of poolers that were never built, and of versions long gone.
+    ignored = """
+        directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+        pooler_size_per_head pooler_type output_past _num_labels
+    """
+    c = read_settings(settings, defaults, only, tuple(ignored.split()))
+    head = read_architecture(settings, _architectures(kind), _name(kind, None))
+    fields = {field: c[name] for field, name in _NAMES.items()}
+    fields |= read_labels(settings) if head == "classification" else {}
+    positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
+    fields |= {"positions": positions, "eos": token_ids(c["eos_token_id"])}
+    return fields | {"kind": kind, "head": head, "pooler": head is None}
+
+
+def _name(kind: str, head: str | None) -> str:
+    return kind.capitalize() + _HEADS[head]
+
+
+def _architectures(kind: str) -> dict[str, str | None]:
+    known = [head for head in _HEADS if (kind, head) != ("roberta", "pretraining")]
+    return {_name(kind, head): head for head in known}
+
+
+def write(config: "BertConfig") -> dict[str, Any]:
+    c = config
+    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
+    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad) | write_labels(c)
+    settings["max_position_embeddings"] = c.first_position + c.positions
+    return settings | {"architectures": [_name(c.kind, c.head)], "model_type": c.kind}
+
+
+def settle(config: "BertConfig", names: Collection[str]) -> "BertConfig":
+    """The configuration of files with tensors of these names: settings do not say whether there
+    is a pooler, and call files with BERT's second head those of a masked model."""
+    pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
+    second = config.head == "masked" and "cls.seq_relationship.weight" in names
+    head = "pretraining" if second else config.head
+    return dataclasses.replace(config, head=head, pooler=pooler and head in (None, "masked"))
+
+
+def tensors(config: "BertConfig") -> dict[str, Tensor]:
+    """The published tensors that each array is made of."""
+    base = f"{config.kind}." if config.head else ""
+    layer = base + "encoder.layer.{layer}."
+    into = "(heads head_dim) width -> width heads head_dim"
+    out = "width (heads head_dim) -> heads head_dim width"
+    kept, turned = "rows width -> rows width", "outputs inputs -> inputs outputs"
+    fixed = {"heads": config.heads}
+    found = {
+        "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
+        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
+        "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", kept),
+        **_norm("norm", base + "embeddings.LayerNorm"),
+        "layers/wo": Tensor(layer + "attention.output.dense.weight", out, **fixed),
+        "layers/bo": Tensor(layer + "attention.output.dense.bias", "width -> width"),
+        **_norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
+        "layers/up": Tensor(layer + "intermediate.dense.weight", turned),
+        "layers/up_bias": Tensor(layer + "intermediate.dense.bias", "hidden -> hidden"),
+        "layers/down": Tensor(layer + "output.dense.weight", turned),
+        "layers/down_bias": Tensor(layer + "output.dense.bias", "width -> width"),
+        **_norm("layers/mlp_norm", layer + "output.LayerNorm"),
+    }
+    for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
+        name, bias = f"{layer}attention.self.{name}", "(heads head_dim) -> heads head_dim"
+        found[f"layers/w{letter}"] = Tensor(name + ".weight", into, **fixed)
+        found[f"layers/b{letter}"] = Tensor(name + ".bias", bias, **fixed)
+    return found | _heads(config, base)
+
+
+def _heads(config: "BertConfig", base: str) -> dict[str, Tensor]:
+    roberta, head = config.kind == "roberta", config.head
+    found = {}
+    if head == "classification":
+        # RoBERTa's classifier has the pooler in it.
+        pooler = "classifier.dense" if roberta else base + "pooler.dense"
+        found |= linear("pooler", pooler)
+        found |= linear("head", "classifier.out_proj" if roberta else "classifier")
+    elif config.pools:
+        found |= linear("pooler", base + "pooler.dense")
+    if head in ("masked", "pretraining"):
+        prefix = "lm_head." if roberta else "cls.predictions."
+        middle = prefix if roberta else prefix + "transform."
+        found |= linear("head", middle + "dense")
+        found |= _norm("head/norm", middle + ("layer_norm" if roberta else "LayerNorm"))
+        found["head/vocab_bias"] = Tensor(prefix + "bias", "vocab -> vocab")
+    if head == "pretraining":
+        found |= linear("head/follows", "cls.seq_relationship")
+    return found
+
+
+def _norm(leaf: str, name: str) -> dict[str, Tensor]:
+    shift = Tensor(name + ".bias", "width -> width")
+    return {leaf: Tensor(name + ".weight", "width -> width"), leaf + "_shift": shift}
+
+
+def duplicates(config: "BertConfig") -> dict[str, str]:
+    """Other names under which a file may hold a tensor, once more or instead."""
+    found, base = {}, f"{config.kind}."
+    for tensor in tensors(config).values():
+        for name in tensor_names(tensor, (config.layers,)).values():
+            others = [name, name if config.head else base + name]
+            # Google's names, which the oldest files still have.
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+            others += [old, old if config.head else base + old]
+            found |= {other: name for other in others if other != name}
+    if config.head in ("masked", "pretraining"):
+        prefix = "lm_head." if config.kind == "roberta" else "cls.predictions."
+        found[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"
+        found[prefix + "decoder.bias"] = prefix + "bias"
+    return found

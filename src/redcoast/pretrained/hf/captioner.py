@@ -1,0 +1,88 @@
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ...models.gpt2 import GPT2Config
+from ...models.vit import ViTConfig
+from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._tensors import Tensor
+from . import gpt2, vit
+from ._labels import linear, read_architecture
+
+if TYPE_CHECKING:
+    from ...models.captioner import CaptionerConfig
+
+BUFFERS = tuple(pattern.replace("^", r"^decoder\.", 1) for pattern in gpt2.BUFFERS)
+
+_IDS = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"encoder": REQUIRED, "decoder": REQUIRED, **dict.fromkeys(_IDS)}
+    only = {"model_type": ("vision-encoder-decoder",), "is_encoder_decoder": (True,)}
+    # The embeddings of the two parts are never tied; the decoder's settings have its own.
+    ignored = ("tie_word_embeddings", "vocab_size", "is_decoder", "add_cross_attention")
+    c = read_settings(settings, defaults, only, ignored)
+    model = "VisionEncoderDecoderModel"
+    read_architecture(settings, {model: None}, model)
+    decoder = dict(c["decoder"])
+    # What the whole does not say its decoder does; a caption begins as a text does, otherwise.
+    start, bos, eos, pad = (decoder.get(n) if c[n] is None else c[n] for n in _IDS)
+    return {
+        # What the encoder was before is no matter: it is a model without a head here.
+        "encoder": ViTConfig.from_hugging_face({**c["encoder"], "architectures": None}),
+        "decoder": GPT2Config.from_hugging_face(decoder),
+        "decoder_start": bos if start is None else start,
+        "eos": token_ids(eos),
+        "bos": bos,
+        "pad": pad,
+    }
+
+
+def write(config: "CaptionerConfig") -> dict[str, Any]:
+    c = config
+    start = {"decoder_start_token_id": c.decoder_start, "is_encoder_decoder": True}
+    return {
+        **published_ids(eos=c.eos, bos=c.bos, pad=c.pad),
+        **start,
+        "encoder": vit.write(c.encoder),
+        "decoder": gpt2.write(c.decoder) | {"is_decoder": True},
+        "tie_word_embeddings": False,
+        "architectures": ["VisionEncoderDecoderModel"],
+        "model_type": "vision-encoder-decoder",
+    }
+
+
+def settle(config: "CaptionerConfig", names: Collection[str]) -> "CaptionerConfig":
+    """The configuration of files with tensors of these names: settings do not say whether the
+    encoder has a pooler, which nothing reads."""
+    encoder = vit.settle(config.encoder, [n for n in names if n.startswith("encoder.")])
+    return dataclasses.replace(config, encoder=encoder)
+
+
+def tensors(config: "CaptionerConfig") -> dict[str, Tensor]:
+    """The published tensors that each array is made of."""
+    parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
+    found = {
+        f"{part}/{leaf}": Tensor(f"{part}.{t.name}", t.pattern, **dict(t.fixed))
+        for part, table in parts.items()
+        for leaf, t in table.items()
+    }
+    if config.encoder.width != config.decoder.width:
+        found |= linear("bridge", "enc_to_dec_proj")
+    return found
+
+
+def duplicates(config: "CaptionerConfig") -> dict[str, str]:
+    """Names under which a file may hold a tensor once more."""
+    found = gpt2.duplicates(config.decoder)
+    return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
+
+
+def example_inputs(config: "CaptionerConfig", rows: int) -> tuple[Any, ...]:
+    """Abstract arguments of a call, from which it can be planned."""
+    tokens = jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)
+    return (*vit.example_inputs(config.encoder, rows), tokens)

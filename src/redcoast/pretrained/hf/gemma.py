@@ -1,0 +1,186 @@
+from typing import TYPE_CHECKING, Any
+
+from ...models._rotary import RopeScaling
+from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._tensors import Tensor
+
+if TYPE_CHECKING:
+    from ...models.gemma import GemmaConfig
+
+BASE_PREFIX = "model."
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout",
+    "context": "max_position_embeddings",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+# Of the second generation on.
+_LATER = {
+    "score_scale": "query_pre_attn_scalar",
+    "score_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "window": "sliding_window",
+}
+_GELU = "gelu_pytorch_tanh"
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    kind = settings.get("model_type", "gemma")
+    second, third = kind == "gemma2", kind == "gemma3_text"
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 131072 if third else 8192,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "rope_theta": 1e6 if third else 1e4,
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+    }
+    only: dict[str, tuple[Any, ...]] = {
+        "model_type": ("gemma", "gemma2", "gemma3_text"),
+        # The first files say "gelu", and their models were trained with the approximation.
+        "hidden_act": ("gelu", _GELU),
+        "hidden_activation": (_GELU, None),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (False, None),
+    }
+    if second or third:
+        defaults |= dict.fromkeys(_LATER.values())
+        defaults |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None}
+        defaults |= {"sliding_window_pattern": 6 if third else 2}
+        settings = rename(settings, {"_sliding_window_pattern": "sliding_window_pattern"})
+    if second:
+        defaults |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    if third:
+        defaults |= {"rope_local_base_freq": 1e4}
+        only["attn_logit_softcapping"] = (None,)
+    c = read_settings(settings, defaults, only)
+    fields = {field: c[name] for field, name in (_NAMES | _LATER).items() if name in c}
+    fields |= {"post_norms": second or third, "qk_norm": third, "eos": token_ids(c["eos_token_id"])}
+    return fields | _local(c) | _rope(c)
+
+
+def _local(c: dict[str, Any]) -> dict[str, Any]:
+    """Which layers have a window."""
+    if "layer_types" not in c or not c["sliding_window"]:
+        return {"window": None}
+    each = c["sliding_window_pattern"]
+    kinds = c["layer_types"] or [
+        _LOCAL if (i + 1) % each else _GLOBAL for i in range(c["num_hidden_layers"])
+    ]
+    if odd := {*kinds} - {_LOCAL, _GLOBAL}:
+        raise ValueError(f"`layer_types` has {sorted(odd)}; known are {[_LOCAL, _GLOBAL]}.")
+    return {"local": tuple(kind == _LOCAL for kind in kinds)}
+
+
+def _rope(c: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embeddings; those of layers with a window may have a base of their own."""
+    rope = c["rope_parameters"] or {}
+    by_kind = {_LOCAL, _GLOBAL} & rope.keys()
+    everywhere = (rope.get(_GLOBAL) or {}) if by_kind else rope
+    everywhere = everywhere | (c["rope_scaling"] or {})
+    found = {
+        "rope_base": everywhere.get("rope_theta", c["rope_theta"]),
+        "rope_scaling": RopeScaling.from_hugging_face(everywhere),
+    }
+    if "rope_local_base_freq" not in c:
+        if by_kind:
+            raise ValueError("`rope_parameters` is by kind of layer, which only Gemma 3's is.")
+        return found
+    near = (rope.get(_LOCAL) or {}) if by_kind else {}
+    if RopeScaling.from_hugging_face(near):
+        raise ValueError(f"`rope_parameters` scales those of {_LOCAL!r}, which is not implemented.")
+    return found | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
+
+
+def write(config: "GemmaConfig") -> dict[str, Any]:
+    c = config
+    kind = _kind(c)
+    name = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}[kind]
+    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
+    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
+    settings |= {"rope_theta": c.rope_base}
+    settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
+    if c.rope_scaling:
+        settings["rope_scaling"] = c.rope_scaling.to_hugging_face()
+    if kind == "gemma":
+        return settings
+    settings |= {name: getattr(c, field) for field, name in _LATER.items()}
+    local = c.local or (False,) * c.layers
+    settings["layer_types"] = [_LOCAL if near else _GLOBAL for near in local]
+    settings["query_pre_attn_scalar"] = c.score_scale or c.head_dim
+    if kind == "gemma3_text":
+        settings["rope_local_base_freq"] = c.local_rope_base or c.rope_base
+    return settings
+
+
+def _kind(c: "GemmaConfig") -> str:
+    """The generation that has what a configuration has."""
+    if not c.post_norms and not c.qk_norm:
+        odd = [c.score_scale not in (None, c.head_dim), c.score_cap, c.logit_cap, any(c.local)]
+        kind = "gemma"
+    elif c.post_norms and not c.qk_norm:
+        odd, kind = [c.local_rope_base not in (None, c.rope_base)], "gemma2"
+    else:
+        odd, kind = [not c.post_norms, c.score_cap], "gemma3_text"
+    if any(odd):
+        raise ValueError(
+            "No generation of Gemma is published with this mixture of settings: the first has "
+            "neither `post_norms` nor `qk_norm`, nor windows, caps or a scale of its own; the "
+            "second has `post_norms`, and one base of rotary embeddings; the third has both, and "
+            "no `score_cap`."
+        )
+    return kind
+
+
+def tensors(config: "GemmaConfig") -> dict[str, Tensor]:
+    """The published tensors that each array is made of."""
+    layer = "model.layers.{layer}."
+    attention = layer + "self_attn."
+    into = "(heads head_dim) width -> width heads head_dim"
+    out = "width (heads head_dim) -> heads head_dim width"
+    turned = "outputs inputs -> inputs outputs"
+    norm = lambda name: Tensor(name + ".weight", "width -> width")
+    found = {
+        "embed": Tensor("model.embed_tokens.weight", "vocab width -> vocab width"),
+        "layers/attention_norm": norm(layer + "input_layernorm"),
+        "layers/wq": Tensor(attention + "q_proj.weight", into),
+        "layers/wk": Tensor(attention + "k_proj.weight", into),
+        "layers/wv": Tensor(attention + "v_proj.weight", into),
+        "layers/wo": Tensor(attention + "o_proj.weight", out),
+        "layers/mlp_norm": norm(layer + "post_attention_layernorm"),
+        "layers/gate": Tensor(layer + "mlp.gate_proj.weight", turned),
+        "layers/up": Tensor(layer + "mlp.up_proj.weight", turned),
+        "layers/down": Tensor(layer + "mlp.down_proj.weight", turned),
+        "norm": norm("model.norm"),
+    }
+    if config.post_norms:
+        found["layers/mlp_norm"] = norm(layer + "pre_feedforward_layernorm")
+        found["layers/attention_post_norm"] = norm(layer + "post_attention_layernorm")
+        found["layers/mlp_post_norm"] = norm(layer + "post_feedforward_layernorm")
+    if config.qk_norm:
+        found |= {f"layers/{letter}_norm": norm(f"{attention}{letter}_norm") for letter in "qk"}
+    if not config.tied:
+        found["head"] = Tensor("lm_head.weight", turned)
+    return found
+
+
+def duplicates(config: "GemmaConfig") -> dict[str, str]:
+    """Names under which a file may hold a tensor once more."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}

@@ -1,0 +1,122 @@
+from typing import TYPE_CHECKING, Any
+
+from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._tensors import Tensor
+
+if TYPE_CHECKING:
+    from ...models.gpt2 import GPT2Config
+
+BASE_PREFIX = "transformer."
+# What is seen by whom, and the number in the place of what is not.
+BUFFERS = (r"^(transformer\.)?h\.\d+\.(attn|crossattention)\.(masked_)?bias$",)
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "hidden": "n_inner",
+    "positions": "n_positions",
+    "activation": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
+    "tied": "tie_word_embeddings",
+    "scale_scores": "scale_attn_weights",
+    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
+    "cross_attention": "add_cross_attention",
+    "embed_dropout": "embd_pdrop",
+    "residual_dropout": "resid_pdrop",
+    "attention_dropout": "attn_pdrop",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+# Of heads that are not here, of how scores are computed, and of versions long gone.
+_IGNORED = """
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    reorder_and_upcast_attn n_ctx n_special predict_special_tokens output_past _num_labels
+    is_decoder decoder_start_token_id
+"""
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "n_inner": None,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.1),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 50256),
+        "pad_token_id": None,
+    }
+    only = {"model_type": ("gpt2",), "is_encoder_decoder": (False,)}
+    settings = rename(settings, OTHER_NAMES)
+    c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
+    fields = {field: c[name] for field, name in _NAMES.items()}
+    hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
+    return fields | {"hidden": hidden, "eos": token_ids(c["eos_token_id"])}
+
+
+def write(config: "GPT2Config") -> dict[str, Any]:
+    c = config
+    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
+    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    return settings | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+
+
+def tensors(config: "GPT2Config") -> dict[str, Tensor]:
+    """The published tensors that each array is made of."""
+    layer = "transformer.h.{layer}."
+    found = {
+        "embed": Tensor("transformer.wte.weight", "vocab width -> vocab width"),
+        "position_embed": Tensor("transformer.wpe.weight", "positions width -> positions width"),
+        **_attention(layer + "attn.", layer + "ln_1.", "layers/attention/"),
+        "layers/mlp_norm": Tensor(layer + "ln_2.weight", "width -> width"),
+        "layers/mlp_norm_shift": Tensor(layer + "ln_2.bias", "width -> width"),
+        "layers/up": Tensor(layer + "mlp.c_fc.weight", "width hidden -> width hidden"),
+        "layers/up_bias": Tensor(layer + "mlp.c_fc.bias", "hidden -> hidden"),
+        "layers/down": Tensor(layer + "mlp.c_proj.weight", "hidden width -> hidden width"),
+        "layers/down_bias": Tensor(layer + "mlp.c_proj.bias", "width -> width"),
+        "norm": Tensor("transformer.ln_f.weight", "width -> width"),
+        "norm_shift": Tensor("transformer.ln_f.bias", "width -> width"),
+    }
+    if config.cross_attention:
+        names = (layer + "crossattention.", layer + "ln_cross_attn.")
+        found |= _attention(*names, "layers/cross/", cross=True)
+    if not config.tied:
+        found["head"] = Tensor("lm_head.weight", "vocab width -> width vocab")
+    return found
+
+
+def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dict[str, Tensor]:
+    # The fused parts are Q, K and V; or K and V, with Q apart.
+    weight = "width (part heads head_dim) -> width heads head_dim"
+    bias = "(part heads head_dim) -> heads head_dim"
+    found = {
+        "norm": Tensor(norm + "weight", "width -> width"),
+        "norm_shift": Tensor(norm + "bias", "width -> width"),
+        "wo": Tensor(prefix + "c_proj.weight", "(heads head_dim) width -> heads head_dim width"),
+        "bo": Tensor(prefix + "c_proj.bias", "width -> width"),
+    }
+    places = {"k": (0, 2), "v": (1, 2)} if cross else {"q": (0, 3), "k": (1, 3), "v": (2, 3)}
+    places = {letter: ("c_attn", part) for letter, part in places.items()}
+    if cross:
+        places["q"] = ("q_attn", (0, 1))
+    for letter, (name, part) in places.items():
+        found[f"w{letter}"] = Tensor(f"{prefix}{name}.weight", weight, part=part)
+        found[f"b{letter}"] = Tensor(f"{prefix}{name}.bias", bias, part=part)
+    return {leaf + name: tensor for name, tensor in found.items()}
+
+
+def duplicates(config: "GPT2Config") -> dict[str, str]:
+    """Names under which a file may hold a tensor once more."""
+    return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}

@@ -1,0 +1,164 @@
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._tensors import Tensor
+
+if TYPE_CHECKING:
+    from ...models.t5 import T5Config
+
+# A table that the first files have, and that nothing reads.
+BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+
+_HEAD = "lm_head.weight"
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "d_model",
+    "layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "heads": "num_heads",
+    "hidden": "d_ff",
+    "head_size": "d_kv",
+    "buckets": "relative_attention_num_buckets",
+    "distance": "relative_attention_max_distance",
+    "activation": "dense_act_fn",
+    "gated": "is_gated_act",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "dropout_rate",
+    "kind": "model_type",
+    "decoder_start": "decoder_start_token_id",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+_OTHER_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
+# Of heads that are not here, and of versions long gone.
+_IGNORED = ("classifier_dropout", "n_positions", "output_past")
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    settings = rename(settings, _OTHER_NAMES)
+    mt5 = settings.get("model_type") == "mt5"
+    proj = settings.get("feed_forward_proj", "gated-gelu" if mt5 else "relu")
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "num_decoder_layers": None,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        # By this one name, the approximation by a hyperbolic tangent is meant.
+        "dense_act_fn": "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-"),
+        "is_gated_act": proj.startswith("gated-"),
+        "layer_norm_epsilon": 1e-6,
+        "dropout_rate": 0.1,
+        "model_type": "t5",
+        **dict.fromkeys(("decoder_start_token_id", "bos_token_id")),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": None,
+        "scale_decoder_outputs": None,
+    }
+    only = {
+        "model_type": ("t5", "mt5"),
+        "is_encoder_decoder": (True,),
+        "is_decoder": (False,),
+    }
+    c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
+    fields = {field: c[name] for field, name in _NAMES.items()}
+    start, decoder_layers = c["decoder_start_token_id"], c["num_decoder_layers"]
+    return fields | {
+        "decoder_layers": c["num_layers"] if decoder_layers is None else decoder_layers,
+        "tied": not mt5 and _is_scaled(c),
+        "decoder_start": (c["pad_token_id"] or 0) if start is None else start,
+        "eos": token_ids(c["eos_token_id"]),
+    }
+
+
+def _is_scaled(c: dict[str, Any]) -> bool:
+    # Version 4 of `transformers` scales a head that is tied. Version 5 writes that every head is
+    # tied, and in a setting of its own which is scaled; of mT5, none is.
+    if c["scale_decoder_outputs"] is None:
+        return c["tie_word_embeddings"] is not False
+    return c["scale_decoder_outputs"]
+
+
+def settle(config: "T5Config", names: Collection[str]) -> "T5Config":
+    """The configuration for a file that holds tensors of these names.
+
+    Whether a head that is not scaled is tied, only the lack of one may say: see `_is_scaled`.
+    """
+    if config.tied or _HEAD in names:
+        return config
+    return dataclasses.replace(config, tied=True, scale_head=False)
+
+
+def write(config: "T5Config") -> dict[str, Any]:
+    c = config
+    name = {"t5": "T5", "mt5": "MT5"}[c.kind]
+    if c.scaled and c.kind == "mt5":
+        raise ValueError(
+            "A tied head is scaled, and that of an mT5 never is. Set `scale_head=False`, or "
+            "`tied=False`, or the `kind` to 't5'."
+        )
+    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
+    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    proj = "gelu" if c.gated and c.activation == "gelu_new" else c.activation
+    return settings | {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "is_encoder_decoder": True,
+        "d_kv": c.head_dim,
+        "feed_forward_proj": f"gated-{proj}" if c.gated else proj,
+        "tie_word_embeddings": c.tied,
+        "scale_decoder_outputs": c.scaled,
+    }
+
+
+def tensors(config: "T5Config") -> dict[str, Tensor]:
+    """The published tensors that each array is made of."""
+    found = {"embed": Tensor("shared.weight", "vocab width -> vocab width")}
+    found |= _stack(config, "encoder")
+    found |= _stack(config, "decoder")
+    if not config.tied:
+        found["head"] = Tensor(_HEAD, "vocab width -> width vocab")
+    return found
+
+
+def _stack(config: "T5Config", stack: str) -> dict[str, Tensor]:
+    block, leaf = stack + ".block.{layer}.layer.", stack + "/layers/"
+    decoder = stack == "decoder"
+    mlp = f"{block}{2 if decoder else 1}."
+    dense = mlp + "DenseReluDense."
+    into, out = "hidden width -> width hidden", "width hidden -> hidden width"
+    table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    found = {
+        f"{stack}/relative_bias": Tensor(table, "buckets heads -> buckets heads"),
+        **_attention(block + "0.", "SelfAttention.", leaf + "attention/"),
+        leaf + "mlp_norm": Tensor(mlp + "layer_norm.weight", "width -> width"),
+        leaf + "up": Tensor(f"{dense}{'wi_1' if config.gated else 'wi'}.weight", into),
+        leaf + "down": Tensor(dense + "wo.weight", out),
+        f"{stack}/norm": Tensor(f"{stack}.final_layer_norm.weight", "width -> width"),
+    }
+    if config.gated:
+        found[leaf + "gate"] = Tensor(dense + "wi_0.weight", into)
+    if decoder:
+        found |= _attention(block + "1.", "EncDecAttention.", leaf + "cross/")
+    return found
+
+
+def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
+    into = "(heads head_dim) width -> width heads head_dim"
+    out = "width (heads head_dim) -> heads head_dim width"
+    found = {f"{leaf}w{part}": Tensor(f"{layer}{name}{part}.weight", into) for part in "qkv"}
+    found[leaf + "wo"] = Tensor(f"{layer}{name}o.weight", out)
+    found[leaf + "norm"] = Tensor(layer + "layer_norm.weight", "width -> width")
+    return found
+
+
+def duplicates(config: "T5Config") -> dict[str, str]:
+    """Names under which a file may hold a tensor once more."""
+    names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    return dict.fromkeys(names + [_HEAD] * config.tied, "shared.weight")

@@ -1,0 +1,345 @@
+"""From a tree and a mesh to shardings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._errors import check_functions
+from ..core._errors import check_mesh as check_mesh_kind
+from .constrain._compute import Compute
+from .report._figures import make_report
+from .solver._hardware import Hardware, hardware_of
+from .tree._leaves import flat_leaves
+from .tree._overrides import Override, spec_axes
+from .tree._rows import Row, model_of, plan_rows
+
+_AXES = ("data", "fsdp", "model")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a tree of arrays is laid out over a mesh, and why.
+
+    `str(plan)` is a table of it.
+
+    **Attributes:**
+
+    - `shardings`: A tree like the one planned, with a `NamedSharding` for each array and `None` for
+        each leaf that is no array.
+    - `mesh`: The mesh.
+    - `report`: The table's figures as plain data that `json.dumps` takes. `rows` has, for each
+        array, its `path`, `shape`, `dtype`, `spec`, `reason`, `role` ("parameter", "optimizer
+        state" or "other"), `parts` (how many devices share it), `bytes` and `bytes_per_device`.
+        `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole on
+        every device, with their reasons; `mesh` the size of each axis. A plan that was read off a
+        function has `batch_axes`, which the batch is split over, and `batch`, which says why;
+        `not_rows`, arrays that came with the batch and are not split as its rows are, with the size
+        of their first dimension; `model_axes`, which arrays are computed split over; `hindrances`,
+        arrays that could not be split along another dimension, for its size; `traffic`, the bytes
+        that each device sends in a step, by `axis` and `cause`, as they were priced; `coupled`,
+        the first operation by which the examples of a batch depend on each other, if there is one;
+        `unknown`, how often each primitive occurs that is not understood; `arithmetic`, the
+        floating point operations of contractions in a step of the function and its gradient:
+        "flops" of them all, and those "per_device"; `repeated`, those of them that every device
+        computes, if they are many: so many `flops` with these `arrays`, and `why`; and `memory`, an
+        estimate of the bytes of "arrays", "gradients", "optimizer_state", "activations" and what is
+        "closed_over" on each device, and their "total", to be compared with `device_memory`;
+        `closed_over` lists arrays of a megabyte and more that the function closes over, which are
+        in no state.
+    - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
+        is computed split over `model`, or `None`; and `batch_axes`. `constants` has the same of
+        large arrays that the function closes over.
+    """
+
+    shardings: PyTree[Any] = field(repr=False)
+    mesh: Mesh | AbstractMesh
+    report: dict[str, Any] = field(repr=False)
+    compute: Compute = field(repr=False)
+
+    def __str__(self) -> str:
+        from .report._table import draw_table
+
+        return draw_table(self.report)
+
+    def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its activations split as the plan splits the model.
+
+        The results of contractions, convolutions and lookups, and what loops carry, are pinned with
+        `jax.lax.with_sharding_constraint`, so that the compiler does not guess. Constraints of the
+        function itself are kept. No value changes. The function is traced at the shapes it is
+        called with; it can be a loss, a prediction or decoding, under `jax.jit`, `jax.grad`,
+        `jax.vmap` and `jax.lax.scan`.
+
+        **Arguments:**
+
+        - `fn`: A function `fn(model, *args)` of a model like the one planned, whose first argument
+            behind the model is the batch, batch dimension first.
+
+        **Returns:**
+
+        A function of the same arguments with the same results. A function that cannot be traced
+        or rebuilt runs as it is, with a warning.
+
+        !!! example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import redcoast as rc
+
+            loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
+            model, batch = {"w": jnp.ones((8, 16))}, jnp.ones((32, 8))
+            plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+            gradient = jax.jit(jax.grad(plan.constrain(loss_fn)))(model, batch, None)
+            ```
+        """
+        if self.mesh.size == 1:
+            return fn
+        # Imported where a function is traced, so that importing redcoast stays cheap.
+        from .constrain._function import Constrained
+
+        return Constrained(fn, self.mesh, self.compute)
+
+    def verify(
+        self,
+        loss_fn: Callable[..., Any],
+        model: PyTree,
+        batch: PyTree,
+        key: PRNGKeyArray | None = None,
+        *,
+        tolerance: float = 1e-3,
+    ) -> dict[str, float]:
+        """Compares loss and gradients of the planned program with those of one device.
+
+        **Arguments:**
+
+        - `loss_fn`: `loss_fn(model, batch, key)` as for [`redcoast.train_step`][].
+        - `model`: The model, with arrays; it has to fit on one device.
+        - `batch`: A batch, which may be small.
+        - `key`: A JAX key. Model, batch and key may be on any devices.
+        - `tolerance`: The largest difference that passes for rounding, relative to the largest
+            element of each array.
+
+        **Returns:**
+
+        The relative difference for the loss, as `"loss"`, and for the gradient of each array.
+
+        **Raises:**
+
+        `ValueError` with the names of the arrays whose gradients differ by more.
+        """
+        from .constrain._verify import verify
+
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                "`verify` runs the program, and the plan is for an abstract mesh. Plan over a mesh "
+                "of devices, such as `rc.make_mesh()`."
+            )
+        planned, shardings = self.constrain(loss_fn), model_of(self.shardings)
+        return verify(planned, loss_fn, shardings, self.mesh, model, batch, key, tolerance)
+
+
+def infer_shardings(
+    tree: PyTree[Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    overrides: Sequence[Override] = (),
+) -> PyTree[Any]:
+    """Finds how to split the arrays of a tree over a mesh.
+
+    With a function, the splits are read off what it computes; without one, off the structure of
+    the tree, by the rules of RedCoast (arXiv:2310.16355, section 3.1): consecutive matrices are
+    split on alternate sides, and attention on the output of its query, key and value and on the
+    input of its output matrix. [`redcoast.plan_shardings`][] gives the reason for each array.
+
+    **Arguments:**
+
+    - `tree`: Any PyTree: an Equinox module, nested dicts and lists, a [`redcoast.TrainState`][].
+        Arrays may be abstract (`jax.ShapeDtypeStruct`).
+    - `mesh`: A mesh with the axes `"data"`, `"fsdp"` and `"model"`. By default, the ambient one
+        (`jax.set_mesh`).
+    - `fn`, `args`: A function that is traced as `fn(tree, *args)`, such as a loss with
+        `args=(batch, key)`; of a `TrainState`, `fn(state.model, *args)`. The first of `args` is the
+        batch, batch dimension first. All may be abstract.
+    - `overrides`: Ordered pairs of a pattern and a spec. The pattern is a regular expression that
+        is searched in the paths of arrays, such as `layers/0/attention/wq`; the first that matches
+        decides. The spec is a `PartitionSpec`, a tuple or `None` (whole), and is taken as it is. In
+        a `TrainState`, paths are those inside the model, and the optimizer's state follows.
+
+    **Returns:**
+
+    A tree of the same structure with a `NamedSharding` for each array and `None` for each leaf
+    that is no array.
+
+    **Raises:**
+
+    `ValueError` if there is no mesh or it lacks an axis; if there are `args` without `fn`; and if
+    an override matches nothing, is no regular expression, names an unknown axis, uses an axis
+    twice, has more entries than the array has dimensions, or does not divide.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import redcoast as rc
+
+        model = eqx.nn.MLP(32, 10, 64, depth=2, key=jax.random.key(0))
+        shardings = rc.infer_shardings(model, rc.make_mesh())
+        ```
+    """
+    return plan_shardings(tree, mesh, fn=fn, args=args, overrides=overrides).shardings
+
+
+def plan_shardings(
+    tree: PyTree[Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
+    overrides: Sequence[Override] = (),
+    budget: int | None = None,
+    trainable: PyTree = eqx.is_inexact_array,
+    hardware: Hardware | None = None,
+    sequence: bool = False,
+) -> Plan:
+    """Plans how to split the arrays of a tree over a mesh, with the reason for each.
+
+    With a function, its program is followed: every dimension through every operation. Dimensions
+    that have to be split together form a class, and each class has a price: the bytes that are
+    sent if it is split over `model`. The cheapest set of classes is computed split; other large
+    arrays are stored split and gathered where they are used, or whole where the devices are known
+    to have memory to spare; and if nothing is worth computing split, the batch goes over `model`
+    too.
+
+    Without a function, the rules on the structure of the tree hold: over `model`, attention is
+    split on heads, consecutive matrices on alternate sides, and embeddings and language-model heads
+    on the vocabulary (arXiv:2310.16355, section 3.1; arXiv:1909.08053, section 3).
+
+    Over `fsdp`, every large array is stored split along its largest remaining dimension. Nothing
+    is split along a dimension that does not divide, that counts stacked layers, or that is the
+    window of a convolution. An optimizer's state follows its parameters.
+
+    **Arguments:**
+
+    - `tree`, `mesh`, `fn`, `args`, `overrides`: As for [`redcoast.infer_shardings`][].
+    - `budget`: Bytes for each device. If given, arrays are stored split only as far as is needed to
+        stay within it, by a count of arrays, gradients, optimizer state and activations.
+    - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to be sent.
+    - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
+        communication; by default those of an A100, and for CPU devices what their compiler does.
+    - `sequence`: Whether activations between the parts that are computed split are split along the
+        sequence (arXiv:2205.05198): less memory for as much communication on GPU and TPU.
+
+    **Returns:**
+
+    A [`redcoast.Plan`][]; `print` it to see a table.
+
+    **Raises:**
+
+    `ValueError`, as [`redcoast.infer_shardings`][] does; and if nothing stays in the budget.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import redcoast as rc
+
+        model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+        print(plan)
+        ```
+    """
+    mesh = check_mesh(mesh)
+    axes = dict(mesh.shape)
+    if fn is not None:
+        check_functions(fn=fn)
+    if fn is None:
+        if args or budget is not None:
+            given = "args" if args else "budget"
+            raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
+        from .heuristic._plan import structural_rows
+
+        inside = structural_rows(model_of(tree), axes, overrides)
+        rows = plan_rows(tree, lambda model: inside)
+        return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), {})
+    from ._from_program import plan_flow
+
+    found = plan_flow(
+        model_of(tree),
+        mesh,
+        fn,
+        args,
+        overrides=overrides,
+        trainable=trainable,
+        hardware=hardware or hardware_of(mesh),
+        budget=budget,
+        state_bytes=_state_bytes(tree),
+        sequence=sequence,
+    )
+    rows = plan_rows(tree, lambda model: found.rows)
+    return make_plan(tree, mesh, rows, found.compute, found.report)
+
+
+def make_plan(
+    tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, more: dict[str, Any]
+) -> Plan:
+    leaves, treedef = jax.tree.flatten(tree)
+    shardings: list[NamedSharding | None] = [None] * len(leaves)
+    for row in rows:
+        shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
+    report = make_report(rows, dict(mesh.shape)) | more
+    return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
+
+
+def examples_coupled(
+    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> list[dict[str, str]]:
+    """The first operation by which the examples of a batch depend on each other, if any."""
+    from .program._trace import trace_over
+    from .report._coupling import find_coupling
+    from .solver._strategy import follow_program
+
+    traced, _ = trace_over(mesh, fn, model_of(tree), args)
+    return find_coupling(follow_program(traced, [False] * traced.arrays))
+
+
+def _model_dim(row: Row) -> int | None:
+    found = [d for d, entry in enumerate(row.spec) if "model" in spec_axes(entry)]
+    return found[0] if found else None
+
+
+def _state_bytes(tree: PyTree) -> int:
+    """How many bytes of optimizer state there are."""
+    if model_of(tree) is tree:
+        return 0
+    leaves = [leaf for leaf in flat_leaves(tree) if leaf is not None]
+    return sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
+
+
+def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    if mesh is not None:
+        check_mesh_kind(mesh)
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    if mesh is None or mesh.empty:
+        raise ValueError(
+            "There is no mesh: pass mesh=rc.make_mesh(), or make one the ambient mesh with "
+            "jax.set_mesh(rc.make_mesh())."
+        )
+    missing = [axis for axis in _AXES if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"The mesh has the axes {tuple(mesh.axis_names)} and lacks {', '.join(missing)}; one "
+            "from rc.make_mesh() always has 'data', 'fsdp' and 'model', of size 1 where not used."
+        )
+    return mesh

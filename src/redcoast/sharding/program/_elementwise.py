@@ -1,0 +1,79 @@
+"""Operations whose results have the dimensions of their operands."""
+
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+
+from ._graph import Graph, Value
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
+    nextafter not or polygamma population_count pow random_fold_in random_gamma
+    random_gamma_grad real reciprocal reduce_precision regularized_incomplete_beta rem round
+    rsqrt select_if_vmap select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+    """.split()  # noqa: SIM905
+)
+# Their derivatives need what they computed; the compiler computes what is between them again.
+_KEPT = frozenset(
+    """
+    cos div erf exp exp2 expm1 integer_pow log log1p logistic max pow rsqrt sin sqrt square tanh
+    """.split()  # noqa: SIM905
+)
+# Each result is the operand at its place: operands have nothing to do with each other.
+PAIRWISE = frozenset(
+    """
+    optimization_barrier device_put pvary pcast reshard layout_constraint annotate
+    nonbatchable nontraceable
+    """.split()  # noqa: SIM905
+)
+
+
+def elementwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    grad = any(value.grad for value in inputs)
+    if equation.primitive.name == "stop_gradient":
+        grad = False
+    results = [_like(graph, var.aval, inputs, grad) for var in equation.outvars]
+    if equation.primitive.name in _KEPT:
+        graph.save(results[0])
+    return results
+
+
+def pairwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    return [
+        graph.value(var.aval, value.dims, grad=value.grad)
+        for var, value in zip(equation.outvars, inputs, strict=True)
+    ]
+
+
+def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Value:
+    """A result whose dimensions are the operands'; operands of size one or none are repeated."""
+    shape = tuple(getattr(aval, "shape", ()))
+    dims: list[int | None] = [None] * len(shape)
+    for value in inputs:
+        if len(value.shape) != len(shape):
+            continue
+        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
+            if size != shape[d]:
+                continue
+            known = dims[d]
+            if known is None:
+                dims[d] = node
+            else:
+                graph.link(known, node)
+    nodes = tuple(
+        graph.node(size) if node is None else node for node, size in zip(dims, shape, strict=True)
+    )
+    for value in inputs:
+        for d, (node, size, given) in enumerate(zip(nodes, shape, value.shape, strict=False)):
+            if size != given:
+                # What is repeated forward is summed backward.
+                graph.sum(node, value, backward=True, before=nodes[:d])
+            else:
+                repeated = zip(nodes[:d], shape, value.shape, strict=False)
+                graph.meet(value, node, tuple(n for n, size, given in repeated if size != given))
+    return graph.value(aval, nodes, grad=grad)

@@ -1,0 +1,111 @@
+"""Transforms, decompositions, random bits, and what a program constrains itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from ..tree._overrides import spec_axes
+from ._contractions import cut_all
+from ._graph import Graph, Value, output
+
+DECOMPOSITIONS = frozenset(
+    """
+    cholesky cholesky_update eig eigh hessenberg householder_product lu
+    lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
+    tridiagonal_solve
+    """.split()  # noqa: SIM905
+)
+# The first operand of these is a vector for each matrix.
+_OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
+# Known to have nothing that could be split, or nothing that comes out.
+FRESH = frozenset(
+    """
+    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
+    partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
+    """.split()  # noqa: SIM905
+)
+# What comes of each key: keys in rows give results in the same rows.
+KEYED = frozenset(
+    """
+    random_bits random_clone random_seed random_split random_unwrap random_wrap
+    """.split()  # noqa: SIM905
+)
+
+
+def fresh(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    grad = any(value.grad for value in inputs)
+    return [_made(graph, var.aval, (), grad) for var in equation.outvars]
+
+
+def keyed(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    # Of old keys, which are numbers in rows, the last dimension is gone or new.
+    return [_made(graph, output(equation), inputs[0].dims, grad=False)]
+
+
+def _made(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Value:
+    shape = tuple(getattr(aval, "shape", ()))
+    kept = leading[: len(shape)]
+    new = (graph.node(size, made=True) for size in shape[len(kept) :])
+    return graph.value(aval, (*kept, *new), grad=grad)
+
+
+def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """What the program constrains is left to it, dimension by dimension."""
+    (operand,), params = inputs, equation.params
+    spec = getattr(params["sharding"], "spec", None)
+    if spec is not None:
+        entries = (*spec, *(None for _ in operand.dims[len(spec) :]))
+        for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
+            if entry is not P.UNCONSTRAINED and d not in params["unconstrained_dims"]:
+                before = graph.asked.get(node, ())
+                graph.asked[node] = (*before, *(a for a in spec_axes(entry) if a not in before))
+    return [graph.value(output(equation), operand.dims, grad=operand.grad)]
+
+
+def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """No dimension is split over `model`, and the transformed ones over no axis at all."""
+    operand, count = inputs[0], len(equation.params["fft_lengths"])
+    kept = len(operand.dims) - count
+    aval = output(equation)
+    new = tuple(graph.node(size, blocked=True) for size in aval.shape[kept:])
+    graph.blocked.update(operand.dims)
+    graph.only_rows.update(operand.dims[:kept])
+    return [graph.value(aval, (*operand.dims[:kept], *new), grad=operand.grad)]
+
+
+def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Leading dimensions count matrices; the matrices themselves are never split."""
+    first = inputs[0]
+    count = len(first.dims) - (1 if equation.primitive.name in _OF_VECTORS else 2)
+    for value in inputs:
+        graph.blocked.update(value.dims[count:])
+        for a, b in zip(first.dims[:count], value.dims[:count], strict=False):
+            graph.link(a, b)
+    grad = any(value.grad for value in inputs)
+    return [_matrices(graph, var.aval, first.dims[:count], grad) for var in equation.outvars]
+
+
+def _matrices(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Value:
+    shape = aval.shape
+    matching = len(shape) >= len(leading) and all(
+        graph.sizes[node] == size for node, size in zip(leading, shape, strict=False)
+    )
+    kept = leading if matching else ()
+    new = tuple(graph.node(size, blocked=True) for size in shape[len(kept) :])
+    return graph.value(aval, (*kept, *new), grad=grad)
+
+
+def opaque(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """An operation that is not understood: its operands must be whole, its results come whole."""
+    graph.unknown[equation.primitive.name] += 1
+    if not equation.outvars:
+        return []
+    results = [cut_all(graph, output(equation), inputs)]
+    grad = any(value.grad for value in inputs)
+    for var in equation.outvars[1:]:
+        results.append(graph.value(var.aval, grad=grad))
+        for node in results[-1].dims:
+            graph.cut(results[-1], None, results[-1], node)
+    return results

@@ -1,0 +1,89 @@
+"""Specs for an optimizer's state: each array follows the parameter that it is about."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ._leaves import Leaf
+
+SAME = "follows"  # how the reason of an array of its parameter's shape starts
+
+
+def follow(
+    states: Sequence[Leaf], parameters: Sequence[Leaf], specs: Mapping[int, P]
+) -> dict[int, tuple[P, str]]:
+    """The spec and the reason for each array of the state (by index).
+
+    An optimizer keeps its arrays in trees like the parameters', so that an array's path ends in
+    its parameter's. Of several parameters whose path it ends in, the longest is meant.
+    """
+    by_path = {leaf.path: leaf for leaf in parameters}
+    return {state.index: _follow(state, by_path, specs) for state in states}
+
+
+def _follow(
+    state: Leaf, by_path: Mapping[tuple[str, ...], Leaf], specs: Mapping[int, P]
+) -> tuple[P, str]:
+    candidates = list(_parameters(state, by_path))
+    for parameter, rest in candidates:
+        spec = _like(state, parameter, rest, specs[parameter.index])
+        if spec is not None:
+            return spec, f"{SAME} {parameter.name or 'the model'}"
+    if not candidates or not candidates[0][0].path:
+        return P(), "belongs to no parameter" if state.shape else "scalar"
+    return P(), f"shape does not tell how it follows {candidates[0][0].name}"
+
+
+def _parameters(
+    state: Leaf, by_path: Mapping[tuple[str, ...], Leaf]
+) -> Iterator[tuple[Leaf, tuple[str, ...]]]:
+    """The parameters that may be meant, the likeliest first, and what stands behind their path.
+
+    SM3 numbers its accumulators by dimension. A model that is one array has the empty path.
+    """
+    for path, rest in ((state.path, ()), (state.path[:-1], state.path[-1:])):
+        if not rest or rest[0].isdigit():
+            starts = (path[start:] for start in range(len(path)))
+            yield from ((by_path[end], rest) for end in starts if end in by_path)
+    if () in by_path:
+        yield by_path[()], ()
+
+
+def _like(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | None:
+    shape, like = state.shape, parameter.shape
+    entries = (*spec, *(None,) * (len(like) - len(spec)))
+    if rest:
+        dim = int(rest[0])
+        return trim(entries[dim : dim + 1]) if shape == like[dim : dim + 1] else None
+    if shape == like:
+        return spec
+    extra = len(shape) - len(like)
+    if extra > 0 and shape[extra:] == like:
+        return trim((None,) * extra + entries)
+    if len(shape) == len(like) and all(s in (1, size) for s, size in zip(shape, like, strict=True)):
+        return trim(tuple(e if s > 1 else None for s, e in zip(shape, entries, strict=True)))
+    if prod(shape) == 1:
+        return P()
+    return _without_one(state, like, entries) if extra == -1 else None
+
+
+def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None:
+    """A row or column mean, as Adafactor keeps: the parameter's shape without one dimension."""
+    removed = [d for d in range(len(like)) if like[:d] + like[d + 1 :] == state.shape]
+    specs = {trim(entries[:d] + entries[d + 1 :]) for d in removed}
+    if len(specs) > 1:
+        # Equal sizes leave it open which one is gone; Adafactor drops the two largest in turn.
+        order = [int(d) for d in np.argsort(like)]
+        dropped = order[-1] if "v_row" in state.path else order[-2]
+        adafactor = "v_row" in state.path or "v_col" in state.path
+        specs = {trim(entries[:dropped] + entries[dropped + 1 :])} if adafactor else set()
+    return specs.pop() if specs else None
+
+
+def trim(entries: tuple) -> P:
+    """A spec without trailing Nones, since `P("model") != P("model", None)`."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return P(*entries)

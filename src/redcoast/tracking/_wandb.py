@@ -1,0 +1,289 @@
+"""Weights & Biases as a logger that can neither stop nor delay the loop."""
+
+import atexit
+import contextlib
+import dataclasses
+import html
+import json
+import logging
+import netrc
+import os
+import secrets
+import shlex
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from urllib.parse import urlsplit
+
+from ._run import Metrics, RunInfo, code_version, join_run, say
+
+_log = logging.getLogger("redcoast")
+_END = None
+
+
+class WandbLogger:
+    """What `wandb_logger` returns: a logger with `start`, `fail` and `close`."""
+
+    def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
+        self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
+        self._thread: threading.Thread | None = None
+        self._run: RunInfo | None = None  # that W&B has been told of
+        self._queue = SimpleQueue()
+        self._dropped = 0
+        self._inert = False
+        self._sync_hint = ""
+        self._exit_code = 0
+
+    def start(self, run: RunInfo) -> None:
+        """Begins a W&B run, in a thread; the first call of the logger does so otherwise."""
+        if self._inert or self._run is run:
+            return
+        begun, self._run = self._thread is not None, run
+        if begun:
+            self._queue.put(run)  # what was logged before it is in the same W&B run
+            return
+        self._queue, self._dropped, self._sync_hint = SimpleQueue(), 0, ""
+        self._exit_code = 0
+        # A daemon: a W&B that hangs must not keep the process from exiting.
+        self._thread = threading.Thread(
+            target=self._work, args=(run, self._queue), name="redcoast-wandb", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    def __call__(self, metrics: Metrics, step: int) -> None:
+        if self._inert:
+            return
+        run = join_run(self)
+        if run is not None:
+            self.start(run)
+        elif self._thread is None:
+            self.start(RunInfo(None, False, "", {}))
+        if self._queue.qsize() < self._queue_size:
+            self._queue.put({**metrics, "step": step})
+        else:
+            self._dropped += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Marks the W&B run as failed, once it is closed."""
+        self._exit_code = 1
+
+    def close(self) -> None:
+        """Waits for W&B to have everything, `close_timeout` seconds at most."""
+        thread, self._thread, self._run = self._thread, None, None
+        if thread is None:
+            return
+        atexit.unregister(self.close)
+        self._queue.put(_END)
+        try:
+            thread.join(self._close_timeout)
+        finally:
+            if thread.is_alive():
+                self._give_up(f"W&B did not finish within {self._close_timeout:g} seconds")
+        if self._dropped:
+            _log.warning(
+                "W&B was too slow: %d of the calls to its logger were dropped.", self._dropped
+            )
+
+    def _give_up(self, reason: str) -> None:
+        self._inert = True
+        _log.warning("%s and is left alone from here on.%s", reason, self._sync_hint)
+        _skip_exit_hook()
+
+    def _work(self, run: RunInfo, queue: SimpleQueue) -> None:
+        try:
+            import wandb
+
+            settings = wandb.setup().settings
+            if self._inert:
+                return _skip_exit_hook()
+            # Exit hooks run last in, first out, and ours has to come before W&B's.
+            atexit.unregister(self.close)
+            atexit.register(self.close)
+            offline = _offline(self._options, settings)
+            session = wandb.init(**_init_arguments(self._options, run, offline))
+            self._sync_hint = self._announce(session, offline)
+            _show_plan(wandb, session, run)
+            # W&B's own step only grows, and a resumed run repeats the steps after its checkpoint.
+            session.define_metric("step")
+            session.define_metric("*", step_metric="step")
+            while (entry := queue.get()) is not _END:
+                if isinstance(entry, RunInfo):
+                    _add_run(wandb, session, entry)
+                else:
+                    session.log(entry)
+            session.finish(exit_code=self._exit_code)
+        except BaseException as error:
+            if not self._inert:
+                self._give_up(f"W&B failed ({type(error).__name__}: {error})")
+
+    def _announce(self, session: Any, offline: dict[str, str]) -> str:
+        if session.disabled:
+            return ""
+        upload = f"wandb sync {shlex.quote(str(Path(session.dir).parent))}"
+        if session.offline:
+            reason = "no account was found" if offline else "as asked"
+            say(f"W&B is offline ({reason}). To upload the run later: {upload}")
+        else:
+            say(f"W&B: {session.url}")
+        return f" What it has can be uploaded later with: {upload}"
+
+
+def wandb_logger(
+    *,
+    project: str,
+    config: Any = None,
+    name: str | None = None,
+    close_timeout: int | float = 30.0,
+    queue_size: int = 10_000,
+    **init_options: Any,
+) -> WandbLogger:
+    """A logger that sends metrics to Weights & Biases.
+
+    W&B runs in a thread of its own: a call costs microseconds, and a W&B that fails or hangs costs
+    one warning, never a step. Without an account (or with `WANDB_MODE=offline`) the run is
+    written to disk, and a line says how to upload it. A run that `fit` resumes goes on as the
+    same W&B run, whose id is kept in `wandb.json` in the run's directory. Metrics are
+    plotted over `step`; the configuration, the table of shardings and the versions of the code are
+    recorded.
+
+    !!! example
+
+        ```python
+        log = rc.wandb_logger(project="lm", config={"dim": 256}, mode="disabled")
+        log({"loss": 2.5}, 1)
+        log.close()
+        ```
+
+    **Arguments:**
+
+    - `project`: the W&B project.
+    - `config`: the experiment's settings: a mapping or a dataclass.
+    - `name`: the run's name; by default W&B makes one up.
+    - `close_timeout`: how many seconds `close()` waits for W&B at the end, at most.
+    - `queue_size`: how many calls may wait for W&B. What comes while the queue is full is not
+      sent, and `close()` says how much that was.
+    - `init_options`: more arguments for `wandb.init` (`entity`, `tags`, `mode`, ...).
+
+    **Returns:**
+
+    A callable `(metrics, step) -> None`, to pass to `fit` as `log`, alone, in a list, or called by
+    a function of one's own; with methods `start(run)` and `close()`, which `fit` calls.
+
+    **Raises:**
+
+    `TypeError` if `config` is neither a mapping nor a dataclass; `ValueError` if a number is out of
+    its range.
+    """
+    if not isinstance(project, str):
+        raise TypeError(f"project is {project!r}; it is the name of a W&B project.")
+    if not close_timeout >= 0:
+        raise ValueError(f"close_timeout is {close_timeout}; it is a number of seconds, 0 or more.")
+    if queue_size < 1:
+        raise ValueError(f"queue_size is {queue_size}; at least one call has to find room.")
+    plain = _plain({} if config is None else config)
+    if not isinstance(plain, dict):
+        raise TypeError(
+            f"config is of type {type(config).__name__}; pass a mapping or a dataclass instance."
+        )
+    options = {"project": project, "name": name, "config": plain, **init_options}
+    return WandbLogger(options, close_timeout, queue_size)
+
+
+def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
+    if run.plan:
+        session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
+
+
+def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
+    """Tells a W&B run that has begun before of the run that it is of."""
+    session.config.update({"run": _plain(run.config)}, allow_val_change=True)
+    _show_plan(wandb, session, run)
+    if run.directory is None:
+        return
+    if run.resumed:
+        _log.warning(
+            "The logger of W&B was called before the run was resumed, which goes on as a new W&B "
+            "run: %s. To go on with the old one, call the logger only in the run.",
+            session.id,
+        )
+    _keep_id(run.directory, session.id)
+
+
+def _keep_id(directory: Path, name: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "wandb.json").write_text(json.dumps({"id": name}) + "\n")
+
+
+def _init_arguments(
+    options: dict[str, Any], run: RunInfo, offline: dict[str, str]
+) -> dict[str, Any]:
+    """`wandb.init`'s arguments: the user's options, and our defaults where there are none."""
+    arguments: dict[str, Any] = {**offline, **options}
+    arguments["config"] = {**options["config"], "run": _plain(run.config or code_version())}
+    # The loop's own bar and lines are on the terminal, and capturing it would slow prints down.
+    quiet = {"silent": True, "console": "off"}
+    defaults = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
+    settings = options.get("settings", {})
+    arguments["settings"] = {**defaults, **settings} if isinstance(settings, Mapping) else settings
+    if run.directory is not None:
+        if "WANDB_DIR" not in os.environ:
+            arguments.setdefault("dir", str(run.directory))
+        arguments.setdefault("id", _run_id(run.directory / "wandb.json", run.resumed))
+        if run.resumed:
+            arguments.setdefault("resume", "allow")
+        _keep_id(run.directory, arguments["id"])
+    return arguments
+
+
+def _run_id(path: Path, resumed: bool) -> str:
+    saved = ""
+    if resumed:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            saved = str(json.loads(path.read_text())["id"])
+    return os.environ.get("WANDB_RUN_ID") or saved or secrets.token_hex(4)
+
+
+def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:
+    """Offline mode, where there is no account and nobody has asked for a mode."""
+    asked = "mode" in options or "WANDB_MODE" in os.environ or settings.mode != "online"
+    return {} if asked or _has_account(settings) else {"mode": "offline"}
+
+
+def _has_account(settings: Any) -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):
+        return True
+    host = urlsplit(settings.base_url).netloc
+    names = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for name in names:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(name)).authenticators(host):
+                return True
+    return False
+
+
+def _skip_exit_hook() -> None:
+    """Keeps W&B's exit hook from waiting for its service, which it does without limit."""
+    # There is no public way to do so. The service sees that this process has ended, and ends.
+    with contextlib.suppress(AttributeError, KeyError):
+        # Not an import statement, which would wait for an import that hangs in the thread.
+        connection = sys.modules["wandb.sdk.wandb_setup"]._singleton._connection
+        connection.teardown = lambda exit_code: None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; anything else (a dtype, a path, a function) as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, str | int | float | None):
+        return value
+    return getattr(value, "__name__", None) or str(value)

@@ -1,0 +1,438 @@
+import dataclasses
+import functools as ft
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
+from ..core._errors import check_functions, several
+from ..core._pytree import ARRAYS, NUMBERS, Static, join, split
+from ..core._tracing import traced_over
+from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
+from ..sharding import Plan
+from ..tracking._metrics_reader import VOTES
+from ._grouped_conv import refuse_wrong_gradients
+from ._step import TrainState
+
+
+def compile_step(
+    step: Callable[..., tuple[PyTree, PyTree]],
+    state_shardings: PyTree,
+    *,
+    mesh: Mesh | None = None,
+) -> "CompiledStep":
+    """Compiles a training step for loops of one's own, as `fit` does for its loop.
+
+    The compiled step returns before the device is done, so that the next batch can be
+    prepared meanwhile; reading a metric waits for it. The state that is passed in is donated:
+    its memory holds the new state, and the old one can no longer be read. State keeps the
+    given shardings from step to step, and there is one compilation for each shape.
+
+    **Arguments:**
+
+    - `step`: a pure function `step(state, *args) -> (state, aux)`, such as
+        [`redcoast.train_step`][] with its keyword arguments bound by `functools.partial`.
+    - `state_shardings`: a `NamedSharding` for each array of the state, as
+        [`redcoast.infer_shardings`][] gives them. One that stands for a part of the state is that
+        of all arrays in it. Bare `PartitionSpec`s refer to `mesh`.
+    - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too; that of
+        `state_shardings` by default.
+
+    **Returns:**
+
+    A callable `(state, *args) -> (state, aux)`. NumPy arrays among `args` are copied and placed
+    with their first dimension split over `data` and `fsdp`, where it divides; JAX arrays stay where
+    they are. Arrays of `args` that are arrays of the state too, such as a target network, can still
+    be read afterwards: the state's part is copied first. What `aux` holds besides arrays and
+    numbers is returned as the step returned it when it was traced. It has `lower(state, *args)`, as
+    jitted functions do, which takes abstract arguments too; those without a sharding are taken
+    for NumPy arrays.
+
+    **Raises:**
+
+    `TypeError` if `state_shardings` holds anything but shardings. `ValueError` if it holds none or
+    does not match the state that the step is called with; if an argument was donated to an earlier
+    step; or if the step does not return a state of the same structure, and aux.
+
+    !!! Example
+
+        ```python
+        step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
+        step = rc.compile_step(step, rc.infer_shardings(state, mesh))
+        for batch in batches:
+            state, metrics = step(state, batch)
+        ```
+    """
+    check_functions(step=step)
+    leaves = jax.tree_util.tree_leaves_with_path(state_shardings)
+    for path, x in leaves:
+        if not isinstance(x, NamedSharding | P):
+            raise TypeError(
+                f"`state_shardings` holds {x!r} at {_name(path)}. It must hold `NamedSharding`s, "
+                "as `infer_shardings(state, mesh)` returns."
+            )
+    if not leaves:
+        raise ValueError(
+            "`state_shardings` holds no sharding. Pass what `infer_shardings(state, mesh)` returns."
+        )
+    meshes = [x.mesh for _, x in leaves if isinstance(x, NamedSharding)]
+    if mesh is None and not meshes:
+        raise ValueError(
+            "`state_shardings` holds nothing but `PartitionSpec`s. Pass the `mesh` they refer to."
+        )
+    found: Any = meshes[0] if mesh is None else mesh
+    if not isinstance(found, Mesh):
+        raise TypeError(
+            f"The mesh of `state_shardings` is {found}, which has no devices. Plan with a mesh of "
+            "devices, as `redcoast.make_mesh` gives."
+        )
+    given = {path: NamedSharding(found, x) if isinstance(x, P) else x for path, x in leaves}
+    return CompiledStep(step, given, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The jitted step for states of one structure."""
+
+    jitted: Any
+    shardings: list[NamedSharding]  # of the state's arrays
+    frozen: bool  # whether such a state is a module that cannot be changed in place
+
+
+class CompiledStep:
+    """A compiled step: called like the step it was made from, or lowered to look inside."""
+
+    def __init__(self, step: Callable[..., Any], shardings: dict[Any, NamedSharding], mesh: Mesh):
+        self._step = _on_state(step, mesh)
+        self._shardings = shardings  # by path
+        self._mesh = mesh
+        self._programs: dict[Static, _Program] = {}
+        # The state that was returned last, in parts: taking a tree of many modules apart costs more
+        # than running a small step. It is known by a weak reference, and forgotten with the state.
+        # One that could be changed in place is known by its arrays, once it is taken apart.
+        self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
+        self._returned: tuple[list[weakref.ref[Any]], Static] | None = None
+        self._checked: set[tuple[Static, Static]] = set()
+
+    def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
+        given, constants = self._split_arguments(args)
+        arrays, static, own = self._split_state(state)
+        program = self._program(state, static)
+        if any(map(is_deleted, arrays)) or any(map(is_deleted, given)):
+            _refuse_donated(state, args)
+        kept = given
+        # The step may still be running when a caller writes the next batch over this one.
+        given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
+        given = place_batch(given, self._mesh)
+        if (static, constants) not in self._checked:
+            traced = program.jitted.trace(
+                list(map(abstract_array, arrays, program.shardings)), static, given, constants
+            )
+            refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
+            self._checked.add((static, constants))
+            kept = [*given, *traced.jaxpr.consts]  # what the step closes over is kept as well
+        arrays = separate(arrays, kept, distinct=own)
+        if not own:
+            arrays = list(map(_put, arrays, program.shardings))
+        arrays, aux = program.jitted(arrays, static, given, constants)
+        state = join(arrays, static)
+        self._remember(state, arrays, static)
+        return state, jax.tree.map(_value, aux, is_leaf=lambda x: isinstance(x, _Constant))
+
+    def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
+        """As `jax.jit(...).lower`."""
+        return self.trace(state, *args).lower()
+
+    def trace(self, state: PyTree, /, *args: PyTree) -> jax.stages.Traced:
+        """As `jax.jit(...).trace`."""
+        given, constants = self._split_arguments(args)
+        arrays, static, _ = self._split_state(state)
+        program = self._program(state, static)
+        traced = program.jitted.trace(
+            list(map(abstract_array, arrays, program.shardings)),
+            static,
+            abstract_batch(given, self._mesh),
+            constants,
+        )
+        refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
+        return traced
+
+    def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
+        given, constants = split(args, numbers=True)
+        _check_hash(constants, lambda: args)
+        return given, constants
+
+    def _split_state(self, state: PyTree) -> tuple[list[Any], Static, bool]:
+        """The state's arrays, all else, and whether this step returned them last."""
+        if self._last is not None and self._last[0]() is state:
+            return *self._last[1:], True
+        arrays, static = split(state)
+        _check_hash(static, lambda: (state,))
+        if self._returned is None or self._returned[1] != static:
+            return arrays, static, False
+        return arrays, static, all(r() is x for r, x in zip(self._returned[0], arrays, strict=True))
+
+    def _program(self, state: PyTree, static: Static) -> _Program:
+        if static not in self._programs:
+            shardings = _matched(self._shardings, state)
+            alike = [p for p in self._programs.values() if p.shardings == shardings]
+            jitted = alike[0].jitted if alike else _jitted_step(self._step, shardings)
+            frozen = isinstance(state, eqx.Module) and _is_frozen(static.structure)
+            self._programs[static] = _Program(jitted, shardings, frozen)
+        return self._programs[static]
+
+    def _remember(self, state: PyTree, arrays: list[Any], static: Static) -> None:
+        def forget(reference: Any) -> None:
+            if self._last is not None and self._last[0] is reference:
+                self._last = None
+
+        self._last = self._returned = None
+        if self._programs[static].frozen:
+            self._last = (weakref.ref(state, forget), arrays, static)
+        else:
+            self._returned = (list(map(weakref.ref, arrays)), static)
+
+
+def _jitted_step(step: Callable[..., Any], shardings: list[NamedSharding]) -> Any:
+    return jax.jit(
+        step,
+        static_argnums=(1, 3),
+        in_shardings=(shardings, None),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+
+
+def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`fn(tree, *args)` as a function of what `split` makes of both."""
+
+    def call(arrays: list[Any], static: Static, given: list[Any], constants: Static) -> Any:
+        with traced_over(mesh):
+            return fn(join(arrays, static), *join(given, constants))
+
+    return call
+
+
+def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    call = _on_lists(step, mesh)
+
+    def flat_step(arrays: list[Any], static: Static, *rest: Any) -> tuple[list[Any], PyTree]:
+        new_state, aux = _state_and_aux(call(arrays, static, *rest), static)
+        new_arrays, new = split(new_state)
+        if (new.structure, new.leaves) != (static.structure, static.leaves):
+            raise ValueError(
+                "The step must return a state of the structure that it was given. "
+                + _first_difference(join(arrays, static), new_state)
+            )
+        wrap = lambda x: x if isinstance(x, NUMBERS) else _Constant(x)
+        return new_arrays, jax.tree.map(wrap, aux)
+
+    return flat_step
+
+
+def _state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
+    rest = "It must return `(state, aux)`, where aux is any tree, such as `{}`."
+    if jax.tree.structure(out) == static.structure:
+        raise ValueError(f"The step returned nothing but the state. {rest}")
+    if not isinstance(out, tuple | list):
+        raise ValueError(f"The step returned {_kind(out)}. {rest}")
+    if len(out) != 2:
+        raise ValueError(f"The step returned a {type(out).__name__} of {len(out)}. {rest}")
+    return out[0], out[1]
+
+
+def _kind(x: Any) -> str:
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+@jax.tree_util.register_pytree_node_class
+class _Constant:
+    """A leaf of aux that is no array: a node without leaves, which a jitted function may return."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Constant"]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, constant: "_Constant", _: Any) -> "_Constant":
+        return constant
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, _Constant) else x
+
+
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    # Arrays that are elsewhere would be moved by the call as well, but by a program of their own.
+    if is_concrete(x) and x.committed and x.sharding == sharding:
+        return x
+    return put(x, sharding, may_alias=False if isinstance(x, np.ndarray) else None)
+
+
+def _refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
+    """Raises with the names of what was donated before."""
+    refuse_deleted(
+        state,
+        "The state that the step was called with",
+        "Call it with the state that the last step returned: `state, aux = step(state, ...)`.",
+    )
+    for i, arg in enumerate(args):
+        refuse_deleted(
+            arg,
+            f"Argument {i + 1} of the step, counted after the state,",
+            "Copy what is used later before the state is passed to a step: "
+            "`jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state.model)`.",
+        )
+
+
+def _matched(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
+    """For each array of the state the sharding at its path, or at the part that it belongs to."""
+    is_end = lambda x: x is None or not jax.tree.leaves(x)
+    found, missing, known = [], [], {()}
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
+        parts = [path[:n] for n in range(len(path), -1, -1)]
+        known.update(parts)
+        if isinstance(x, ARRAYS):
+            sharding = next((shardings[part] for part in parts if part in shardings), None)
+            missing.extend([_name(path)] if sharding is None else [])
+            found.append((path, x, sharding))
+    strange = [_name(path) for path in shardings if path not in known]
+    if missing or strange:
+        lacks = f"It has no sharding for {several(missing)}. " if missing else ""
+        other = f"It has some at {several(strange)}, where the state has nothing. "
+        raise ValueError(
+            f"`state_shardings` does not match the state. {lacks}{other if strange else ''}Pass "
+            "what `infer_shardings(state, mesh)` returns; a sharding for a part of the state is "
+            "that of all arrays in it, and `NamedSharding(mesh, PartitionSpec())` replicates them."
+        )
+    for path, x, sharding in found:
+        _check_divides(path, x, sharding)
+    return [sharding for _, _, sharding in found]
+
+
+def _check_divides(path: Any, x: Any, sharding: NamedSharding) -> None:
+    try:
+        sharding.check_compatible_aval(x.shape)
+        sharding.shard_shape(x.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"`state_shardings` splits the array at {_name(path)}, of shape {x.shape}, as "
+            f"{sharding.spec} over {dict(sharding.mesh.shape)}, which is impossible: each entry "
+            "stands for a dimension, and its axes must divide that dimension."
+        ) from error
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
+
+
+def _is_frozen(structure: Any) -> bool:
+    """Whether no node of a tree can be changed in place, as lists and dicts can."""
+    if structure.node_data() is None:
+        return True
+    kind = structure.node_data()[0]
+    frozen = issubclass(kind, tuple | eqx.Module | eqx.nn.State | type(None))
+    if dataclasses.is_dataclass(kind):
+        frozen = frozen or vars(kind)["__dataclass_params__"].frozen
+    return frozen and all(map(_is_frozen, structure.children()))
+
+
+def _check_hash(static: Static, tree: Callable[[], PyTree]) -> None:
+    """Refuses what is no array and has no hash, for the program is made for it."""
+    try:
+        hash(static)
+    except TypeError:
+        for path, x in jax.tree_util.tree_leaves_with_path(tree()):
+            try:
+                hash(None if isinstance(x, NUMBERS) else x)
+            except TypeError as error:
+                raise TypeError(
+                    f"The step was called with a {type(x).__name__} at {_name(path)}, which is no "
+                    "array and has no hash, so that no program can be compiled for it. Pass "
+                    "arrays, numbers, strings or functions, or close over it."
+                ) from error
+        raise
+
+
+def _first_difference(given: PyTree, returned: PyTree) -> str:
+    """Where two trees first differ in all but the values of their arrays."""
+    show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
+    before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
+    for (path, x), (other, y) in zip(before, after, strict=False):
+        if path != other or show(x) != show(y):
+            return (
+                f"It was given {show(x)} at {_name(path)} and returned {show(y)} at "
+                f"{_name(other)}. What changes from step to step must be a JAX array."
+            )
+    return f"It was given {len(before)} leaves and returned {len(after)}."
+
+
+def compile_call(
+    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
+) -> Callable[..., PyTree]:
+    """Compiles `fn(tree, *args, **options)` for a tree that stays as it is."""
+    wanted = (fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
+    try:
+        jitted = _jitted_call(*wanted)
+    except TypeError:  # callables that hold arrays, say, have no hash
+        jitted = _jitted_call.__wrapped__(*wanted)
+
+    def call(tree: PyTree, *args: PyTree) -> PyTree:
+        given, constants = split(args, numbers=True)
+        return jitted(*split(tree), place_batch(given, mesh), constants)
+
+    return call
+
+
+@ft.lru_cache(maxsize=16)
+def _jitted_call(
+    fn: Callable[..., Any],
+    shardings: tuple[NamedSharding, ...],
+    mesh: Mesh,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
+    # Remembered, so that a loop that evaluates the same functions again compiles them once.
+    bound = ft.partial(fn, **dict(options))
+    return jax.jit(
+        _on_lists(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
+    )
+
+
+def compiled_steps(
+    step: Callable[..., Any],
+    pack: Callable[[dict[str, Array]], Array],
+    plan: Plan,
+    split: Callable[[int], int],
+) -> Callable[[int], CompiledStep]:
+    """The compiled step for a number of examples; `pack` makes one array of its metrics."""
+
+    @ft.cache
+    def compiled(count: int) -> CompiledStep:
+        def packed(state: TrainState, batch: PyTree, votes: Any) -> tuple[TrainState, Array]:
+            state, metrics = step(state, batch, accumulate=count)
+            counted = {} if votes is None else {VOTES: jnp.sum(votes)}
+            return state, pack(metrics | counted)
+
+        return compile_step(packed, plan.shardings)
+
+    return lambda rows: compiled(split(rows))
+
+
+def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
+    """Into how many microbatches a batch is split."""
+    if rows == batch_size:
+        return accumulate
+    # A short last batch: microbatches no larger than those before, and, as all that a step
+    # draws depends on them, as many on every mesh.
+    least = -(-rows * accumulate // batch_size)
+    return next(k for k in range(least, rows + 1) if rows % k == 0)

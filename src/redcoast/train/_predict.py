@@ -1,0 +1,73 @@
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._errors import check_functions, noting
+from ._precision import cast_floating, check_compute_dtype
+
+PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
+
+
+def predict(
+    model: PyTree,
+    batch: PyTree,
+    key: PRNGKeyArray | None = None,
+    *,
+    predict_fn: PredictFn,
+    compute_dtype: Any = None,
+) -> PyTree:
+    """Predicts a batch, with the model in inference mode; pure.
+
+    **Arguments:**
+
+    - `model`: any PyTree. `eqx.nn.inference_mode` turns dropout off and makes BatchNorm use its
+        running averages.
+    - `batch`: PyTree of arrays, batch dimension first.
+    - `key`: a JAX key for predictions that sample; `jax.random.key(0)` by default.
+    - `predict_fn`: `predict_fn(model, batch, key)` returns a PyTree of arrays, batch dimension
+        first.
+    - `compute_dtype`: casts the floating arrays of model and batch first.
+
+    **Returns:**
+
+    What `predict_fn` returns.
+
+    **Raises:**
+
+    `ValueError` if a prediction's first dimension is not that of the batch.
+
+    !!! Example
+
+        ```python
+        logits = eqx.filter_jit(rc.predict)(model, batch, predict_fn=predict_fn)
+        ```
+    """
+    check_functions(predict_fn=predict_fn)
+    check_compute_dtype(compute_dtype, training=False)
+    key = jax.random.key(0) if key is None else key
+    model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
+    with noting("Raised by `predict_fn`, or in what it calls."):
+        predictions = predict_fn(model, cast_floating(batch, compute_dtype), key)
+    _check_rows(predictions, batch)
+    return predictions
+
+
+def _check_rows(predictions: PyTree, batch: PyTree) -> None:
+    rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    leaves = jax.tree_util.tree_leaves_with_path(predictions)
+    if not leaves:
+        raise ValueError("`predict_fn` returned no array. It must return one row for each example.")
+    for path, leaf in leaves:
+        shape = jnp.shape(leaf)
+        if rows and (not shape or shape[0] not in rows):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"`predict_fn` returned an array of shape {shape}"
+                + (f" at {where}" if where else "")
+                + f" for a batch of {min(rows)} examples. Its first dimension must be the batch: "
+                "one row for each example."
+            )

@@ -73,7 +73,8 @@ def find_model(model: str) -> tuple[Any, Any]:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         try:
-            return find_family(read_json(path), path)
+            family, config = find_family(read_json(path), path)
+            return family.model, config
         except ValueError as error:
             refuse(str(error))
     names = [name for name, make in vars(sizes).items() if _is_size(name, make)]

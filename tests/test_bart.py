@@ -21,7 +21,9 @@ from pair_helpers import (
 )
 
 from redcoast.models.bart import Bart, BartConfig
+from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained._tensors import tensor_names, tensor_shape
+from redcoast.pretrained.hf import bart as hf_bart
 
 CONFIG = BartConfig(
     vocab=VOCAB, width=16, layers=1, decoder_layers=2, heads=2, hidden=24, positions=9
@@ -187,7 +189,7 @@ BART_LARGE = {
 
 
 def test_reads_the_published_settings():
-    config = BartConfig.from_hugging_face(BART_LARGE)
+    config = read_config(BartConfig, BART_LARGE)
     assert config == BartConfig(
         vocab=50265,
         width=1024,
@@ -201,8 +203,8 @@ def test_reads_the_published_settings():
         bos=0,
         pad=1,
     )
-    written = config.to_hugging_face()
-    assert BartConfig.from_hugging_face(written) == config
+    written = write_config(config)
+    assert read_config(BartConfig, written) == config
     names = written.keys() & BART_LARGE.keys() - {"architectures"}
     assert {name: written[name] for name in names} == {name: BART_LARGE[name] for name in names}
 
@@ -222,7 +224,7 @@ def test_reads_the_published_settings():
 )
 def test_settings_that_are_not_implemented_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        BartConfig.from_hugging_face(BART_LARGE | change)
+        read_config(BartConfig, BART_LARGE | change)
 
 
 def test_published_tensors():
@@ -231,7 +233,7 @@ def test_published_tensors():
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
     }
-    table = Bart.tensors(CONFIG)
+    table = hf_bart.tensors(CONFIG)
     assert table.keys() == leaves.keys()
     shapes = {
         name: tensor_shape(tensor, leaves[path])
@@ -246,4 +248,4 @@ def test_published_tensors():
     assert shapes["model.decoder.layers.1.fc1.weight"] == (24, 16)
     copies = {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
     copies = dict.fromkeys((*copies, "lm_head.weight"), "model.shared.weight")
-    assert Bart.duplicates(CONFIG) == copies
+    assert hf_bart.duplicates(CONFIG) == copies

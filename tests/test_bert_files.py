@@ -11,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
 from redcoast.models.bert import Bert, BertConfig
+from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained.hf import bert as hf_bert
 
 CONFIG = BertConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11, pad=0)
 # As https://huggingface.co/google-bert/bert-base-uncased has it.
@@ -59,15 +61,13 @@ ROBERTA = {
 
 def test_published_settings_are_read():
     bert = BertConfig(30522, 768, 12, 12, 3072, head="masked", pad=0)
-    assert BertConfig.from_hugging_face(BERT) == bert
+    assert read_config(BertConfig, BERT) == bert
     roberta = {"kind": "roberta", "types": 1, "norm_eps": 1e-5, "head": "masked"}
     roberta = BertConfig(50265, 1024, 24, 16, 4096, **roberta, pad=1, bos=0, eos=(2,))
-    assert BertConfig.from_hugging_face(ROBERTA) == roberta
+    assert read_config(BertConfig, ROBERTA) == roberta
     assert roberta.positions == 512
     no_head = {name: value for name, value in BERT.items() if name != "architectures"}
-    assert BertConfig.from_hugging_face(no_head) == dataclasses.replace(
-        bert, head=None, pooler=True
-    )
+    assert read_config(BertConfig, no_head) == dataclasses.replace(bert, head=None, pooler=True)
 
 
 @pytest.mark.parametrize("head", [None, "masked", "pretraining", "classification"])
@@ -78,7 +78,7 @@ def test_settings_are_read_back(kind, head):
     changes = {"types": 3, "activation": "relu", "norm_eps": 1e-6, "pad": 4, "bos": 5, "eos": (6,)}
     changes |= {"dropout": 0.2, "attention_dropout": 0.3, "head_dropout": 0.4}
     config = dataclasses.replace(CONFIG, kind=kind, head=head, pooler=head is None, **changes)
-    assert BertConfig.from_hugging_face(config.to_hugging_face()) == config
+    assert read_config(BertConfig, write_config(config)) == config
 
 
 def test_labels_are_read_with_their_names():
@@ -88,17 +88,17 @@ def test_labels_are_read_with_their_names():
         "label2id": {"bad": 0, "good": 1, "so-so": 2},
         "problem_type": "single_label_classification",
     }
-    config = BertConfig.from_hugging_face(named)
+    config = read_config(BertConfig, named)
     assert (config.labels, config.label_names) == (3, ("bad", "good", "so-so"))
-    assert config.to_hugging_face()["id2label"] == {"0": "bad", "1": "good", "2": "so-so"}
+    assert write_config(config)["id2label"] == {"0": "bad", "1": "good", "2": "so-so"}
     numbered = named | {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    config = BertConfig.from_hugging_face(numbered)
+    config = read_config(BertConfig, numbered)
     assert (config.labels, config.label_names) == (1, None)
     plain = {name: value for name, value in named.items() if "label" not in name}
-    assert BertConfig.from_hugging_face(plain).labels == 2
-    assert BertConfig.from_hugging_face(plain | {"num_labels": 4}).labels == 4
+    assert read_config(BertConfig, plain).labels == 2
+    assert read_config(BertConfig, plain | {"num_labels": 4}).labels == 4
     with pytest.raises(ValueError, match=r"numbers its labels \[0, 2\], and not from 0 on"):
-        BertConfig.from_hugging_face(named | {"id2label": {"0": "a", "2": "b"}})
+        read_config(BertConfig, named | {"id2label": {"0": "a", "2": "b"}})
 
 
 @pytest.mark.parametrize(
@@ -120,27 +120,27 @@ def test_labels_are_read_with_their_names():
 )
 def test_settings_that_would_change_results_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        BertConfig.from_hugging_face(BERT | change)
+        read_config(BertConfig, BERT | change)
 
 
 def test_missing_sizes_are_refused():
     settings = {name: value for name, value in BERT.items() if name != "num_hidden_layers"}
     with pytest.raises(ValueError, match="`num_hidden_layers` is missing"):
-        BertConfig.from_hugging_face(settings)
+        read_config(BertConfig, settings)
 
 
 def test_names_of_tensors_settle_what_settings_leave_open():
-    masked = BertConfig.from_hugging_face(BERT)
+    masked = read_config(BertConfig, BERT)
     names = ["bert.pooler.dense.weight", "cls.predictions.bias"]
-    assert Bert.settle(masked, names) == dataclasses.replace(masked, pooler=True)
+    assert hf_bert.settle(masked, names) == dataclasses.replace(masked, pooler=True)
     second = [*names, "cls.seq_relationship.weight"]
-    assert Bert.settle(masked, second) == dataclasses.replace(masked, head="pretraining")
-    assert Bert.settle(masked, ["cls.predictions.bias"]) == masked
+    assert hf_bert.settle(masked, second) == dataclasses.replace(masked, head="pretraining")
+    assert hf_bert.settle(masked, ["cls.predictions.bias"]) == masked
     base = dataclasses.replace(masked, head=None, pooler=True)
-    assert not Bert.settle(base, ["embeddings.word_embeddings.weight"]).pooler
-    assert Bert.settle(base, ["pooler.dense.weight"]) == base
+    assert not hf_bert.settle(base, ["embeddings.word_embeddings.weight"]).pooler
+    assert hf_bert.settle(base, ["pooler.dense.weight"]) == base
     labels = dataclasses.replace(masked, head="classification")
-    assert Bert.settle(labels, ["bert.pooler.dense.weight"]) == labels
+    assert hf_bert.settle(labels, ["bert.pooler.dense.weight"]) == labels
 
 
 def assert_same(found, model):

@@ -14,6 +14,8 @@ import redcoast as rc
 from redcoast.models.captioner import Captioner, CaptionerConfig
 from redcoast.models.gpt2 import GPT2Config
 from redcoast.models.vit import ViTConfig
+from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained.hf import captioner as hf_captioner
 
 ENCODER = ViTConfig(width=12, layers=2, heads=2, hidden=24, image=(4, 4), patch=(2, 2))
 DECODER = GPT2Config(
@@ -120,19 +122,19 @@ def test_parts_that_do_not_fit_are_refused():
 
 
 def test_settings_are_read_back():
-    assert CaptionerConfig.from_hugging_face(CONFIG.to_hugging_face()) == dataclasses.replace(
+    assert read_config(CaptionerConfig, write_config(CONFIG)) == dataclasses.replace(
         CONFIG, encoder=dataclasses.replace(ENCODER, pooler=True)
     )
     assert (CONFIG.vocab, CONFIG.positions) == (VOCAB, 11)
 
 
 def test_token_ids_are_the_decoders_unless_they_are_said():
-    settings = CONFIG.to_hugging_face()
+    settings = write_config(CONFIG)
     silent = {name: value for name, value in settings.items() if not name.endswith("_token_id")}
     silent["decoder"] = settings["decoder"] | {"bos_token_id": 7, "eos_token_id": 8}
-    config = CaptionerConfig.from_hugging_face(silent)
+    config = read_config(CaptionerConfig, silent)
     assert (config.decoder_start, config.bos, config.eos) == (7, 7, (8,))
-    said = CaptionerConfig.from_hugging_face(silent | {"decoder_start_token_id": 3})
+    said = read_config(CaptionerConfig, silent | {"decoder_start_token_id": 3})
     assert (said.decoder_start, said.bos) == (3, 7)
 
 
@@ -147,12 +149,12 @@ def test_token_ids_are_the_decoders_unless_they_are_said():
     ],
 )
 def test_settings_that_would_change_results_are_refused(change, message):
-    settings = CONFIG.to_hugging_face()
+    settings = write_config(CONFIG)
     parts = {
         name: settings[name] | change[name] for name in ("encoder", "decoder") if name in change
     }
     with pytest.raises(ValueError, match=message):
-        CaptionerConfig.from_hugging_face(settings | change | parts)
+        read_config(CaptionerConfig, settings | change | parts)
 
 
 def test_is_saved_under_published_names_and_read_back(tmp_path):
@@ -170,11 +172,11 @@ def test_is_saved_under_published_names_and_read_back(tmp_path):
     assert found.config == model.config
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert not Captioner.settle(model.config, ["encoder.layernorm.bias"]).encoder.pooler
-    copies = Captioner.duplicates(model.config)
+    assert not hf_captioner.settle(model.config, ["encoder.layernorm.bias"]).encoder.pooler
+    copies = hf_captioner.duplicates(model.config)
     assert copies["decoder.lm_head.weight"] == "decoder.transformer.wte.weight"
 
 
 def test_example_inputs_are_images_and_captions():
-    pixels, tokens = Captioner.example_inputs(CONFIG, 4)
+    pixels, tokens = hf_captioner.example_inputs(CONFIG, 4)
     assert (pixels.shape, tokens.shape) == ((4, 3, 4, 4), (4, 11))

@@ -25,6 +25,7 @@ from redcoast.models import (
 )
 from redcoast.models._checks import check_fields
 from redcoast.models._rotary import RopeScaling
+from redcoast.pretrained._registry import write_config
 
 SIZES: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
 TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
@@ -53,7 +54,7 @@ def numbers_of(family):
 
 def read(family, **changes):
     config = CONFIGS[family]
-    return type(config).from_hugging_face({**config.to_hugging_face(), **changes})
+    return type(config).from_hugging_face({**write_config(config), **changes})
 
 
 @pytest.mark.parametrize("family", CONFIGS)

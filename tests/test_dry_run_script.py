@@ -24,6 +24,7 @@ from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_table import Candidate
 from redcoast.dryrun._target import parse_target
 from redcoast.models import GPT2Config, LlamaConfig, ViTConfig
+from redcoast.pretrained._registry import write_config
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 TINY = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
@@ -44,7 +45,7 @@ def script(name):
 @pytest.fixture(scope="module")
 def config_json(tmp_path_factory):
     file = tmp_path_factory.mktemp("tiny") / "config.json"
-    file.write_text(json.dumps(TINY.to_hugging_face()))
+    file.write_text(json.dumps(write_config(TINY)))
     return file
 
 
@@ -89,7 +90,7 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
 @pytest.mark.thorough
 def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_path, capsys):
     config = GPT2Config(vocab=64, width=32, layers=1, heads=2, hidden=64, positions=16)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
     said = "The published model has 16 learned positions; here 32."
     options = {"model": str(tmp_path), "target": "cpu:1", "seq": 32}
     assert dry_run(**options) == 0
@@ -286,7 +287,7 @@ def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
 
 def test_images_of_a_file_keep_their_size(tmp_path):
     config = ViTConfig(width=32, layers=1, heads=2, hidden=64, image=(32, 32), patch=(8, 8))
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
     workload = script("_workload").make_workload(str(tmp_path))
     assert workload.make_batch(2)["inputs"].shape == (2, 3, 32, 32)
     assert workload.seq is None
@@ -433,7 +434,7 @@ def test_without_the_compilers_that_of_the_cpu_stands_in(config_json, monkeypatc
 def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     # So wide that all but keys and values have the 4,096 elements that are stored split.
-    settings = dataclasses.replace(TINY, width=64, hidden=128).to_hugging_face()
+    settings = write_config(dataclasses.replace(TINY, width=64, hidden=128))
     (tmp_path / "config.json").write_text(json.dumps(settings))
     workload = script("_workload").make_workload(str(tmp_path), 16)
     plan = script("megatron_ahead").plan_by_hand(make_job(*workload.arguments(4)), mesh)

@@ -21,6 +21,8 @@ from decoder_checks import (
 
 from redcoast.models._rotary import RopeScaling
 from redcoast.models.gemma import Gemma, GemmaConfig
+from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained.hf import gemma as hf_gemma
 
 CONFIG = GemmaConfig(vocab=13, width=16, layers=3, heads=4, kv_heads=2, hidden=24, head_dim=6)
 THIRD = dataclasses.replace(
@@ -225,7 +227,7 @@ def test_norms_begin_as_one():
 
 
 def test_published_settings_of_the_first_generation():
-    config = GemmaConfig.from_hugging_face(FIRST_SETTINGS)
+    config = read_config(GemmaConfig, FIRST_SETTINGS)
     assert config == GemmaConfig(
         vocab=256000,
         width=2048,
@@ -240,7 +242,7 @@ def test_published_settings_of_the_first_generation():
 
 
 def test_published_settings_of_the_second_generation():
-    config = GemmaConfig.from_hugging_face(SECOND_SETTINGS)
+    config = read_config(GemmaConfig, SECOND_SETTINGS)
     assert config.local == (True, False) * 9
     assert (config.window, config.score_scale, config.score_cap) == (4096, 224, 50.0)
     assert (config.logit_cap, config.post_norms, config.qk_norm) == (30.0, True, False)
@@ -248,7 +250,7 @@ def test_published_settings_of_the_second_generation():
 
 
 def test_published_settings_of_the_third_generation():
-    config = GemmaConfig.from_hugging_face(THIRD_SETTINGS)
+    config = read_config(GemmaConfig, THIRD_SETTINGS)
     assert config.local == ((True,) * 5 + (False,)) * 3
     assert (config.rope_base, config.local_rope_base, config.window) == (1e6, 1e4, 512)
     assert (config.post_norms, config.qk_norm, config.eos) == (True, True, (1, 106))
@@ -259,15 +261,15 @@ def test_published_settings_of_the_third_generation():
     new["rope_parameters"] = {"sliding_attention": near, "full_attention": far}
     new["layer_types"] = (["sliding_attention"] * 5 + ["full_attention"]) * 3
     stretched = dataclasses.replace(config, rope_scaling=RopeScaling("linear", 8.0))
-    assert GemmaConfig.from_hugging_face(new) == stretched
+    assert read_config(GemmaConfig, new) == stretched
 
 
 @pytest.mark.parametrize("settings", [FIRST_SETTINGS, SECOND_SETTINGS, THIRD_SETTINGS])
 def test_settings_that_are_written_are_read(settings):
-    config = GemmaConfig.from_hugging_face(settings)
-    written = config.to_hugging_face()
+    config = read_config(GemmaConfig, settings)
+    written = write_config(config)
     assert written["model_type"] == settings["model_type"]
-    assert GemmaConfig.from_hugging_face(written) == config
+    assert read_config(GemmaConfig, written) == config
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def test_settings_that_are_written_are_read(settings):
 )
 def test_settings_that_are_not_implemented_are_refused(settings, change):
     with pytest.raises(ValueError, match=f"`{next(iter(change))}`"):
-        GemmaConfig.from_hugging_face(settings | change)
+        read_config(GemmaConfig, settings | change)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_settings_that_are_not_implemented_are_refused(settings, change):
 )
 def test_a_mixture_of_generations_is_not_written(change):
     with pytest.raises(ValueError, match="No generation of Gemma"):
-        dataclasses.replace(CONFIG, **change).to_hugging_face()
+        write_config(dataclasses.replace(CONFIG, **change))
 
 
 @pytest.mark.parametrize("config", [CONFIG, THIRD, dataclasses.replace(THIRD, tied=False)])
@@ -305,7 +307,7 @@ def test_tables_name_every_array(config):
     model = eqx.filter_eval_shape(Gemma, config, key=jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     paths = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
-    assert paths == Gemma.tensors(config).keys()
+    assert paths == hf_gemma.tensors(config).keys()
 
 
 @pytest.mark.parametrize(

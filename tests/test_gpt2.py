@@ -11,6 +11,7 @@ import pytest
 from decoder_helpers import TOKENS, VOCAB, decode, logits_of, make, slow_attention, slow_norm
 
 from redcoast.models.gpt2 import GPT2, GPT2Config
+from redcoast.pretrained._registry import read_config, write_config
 
 CONFIG = GPT2Config(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11)
 MODEL = make(GPT2, CONFIG)
@@ -217,11 +218,11 @@ PUBLISHED = {
 
 
 def test_published_settings_are_read():
-    config = GPT2Config.from_hugging_face(PUBLISHED)
+    config = read_config(GPT2Config, PUBLISHED)
     assert config == GPT2Config(50257, 1024, 24, 16, 4096, eos=(50256,), bos=50256)
     renamed = {n: v for n, v in PUBLISHED.items() if n not in ("n_embd", "n_positions")}
     renamed |= {"hidden_size": 1024, "max_position_embeddings": 1024}
-    assert GPT2Config.from_hugging_face(renamed) == config
+    assert read_config(GPT2Config, renamed) == config
 
 
 def test_settings_are_read_back():
@@ -240,10 +241,10 @@ def test_settings_are_read_back():
         bos=5,
         pad=6,
     )
-    settings = config.to_hugging_face()
+    settings = write_config(config)
     assert settings["n_inner"] == 24
     assert settings["eos_token_id"] == [3, 4]
-    assert GPT2Config.from_hugging_face(settings) == config
+    assert read_config(GPT2Config, settings) == config
 
 
 @pytest.mark.parametrize(
@@ -258,9 +259,9 @@ def test_settings_are_read_back():
 )
 def test_settings_that_would_change_results_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        GPT2Config.from_hugging_face(PUBLISHED | change)
+        read_config(GPT2Config, PUBLISHED | change)
 
 
 def test_missing_sizes_are_refused():
     with pytest.raises(ValueError, match="`n_layer` is missing"):
-        GPT2Config.from_hugging_face({n: v for n, v in PUBLISHED.items() if n != "n_layer"})
+        read_config(GPT2Config, {n: v for n, v in PUBLISHED.items() if n != "n_layer"})

@@ -10,6 +10,7 @@ from decoder_helpers import TOKENS, VOCAB, logits_of, make, slow_attention, slow
 
 from redcoast.models._rotary import rotary_angles, rotary_frequencies, rotate_pairs
 from redcoast.models.gptj import GPTJ, GPTJConfig
+from redcoast.pretrained._registry import read_config, write_config
 
 CONFIG = GPTJConfig(vocab=VOCAB, width=24, layers=2, heads=4, hidden=20, rotary_dim=4)
 MODEL = make(GPTJ, CONFIG)
@@ -147,14 +148,14 @@ PUBLISHED = {
 
 def test_published_settings_are_read():
     config = GPTJConfig(50400, 4096, 28, 16, 16384, eos=(50256,), bos=50256)
-    assert GPTJConfig.from_hugging_face(PUBLISHED) == config
+    assert read_config(GPTJConfig, PUBLISHED) == config
 
 
 def test_settings_are_read_back():
     changes = {"activation": "relu", "norm_eps": 1e-6, "tied": True, "context": 64, "pad": 6}
     rates = {"embed_dropout": 0.2, "residual_dropout": 0.3, "attention_dropout": 0.4}
     config = dataclasses.replace(CONFIG, **changes, **rates, eos=(3, 4), bos=5)
-    assert GPTJConfig.from_hugging_face(config.to_hugging_face()) == config
+    assert read_config(GPTJConfig, write_config(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -169,4 +170,4 @@ def test_settings_are_read_back():
 )
 def test_settings_that_would_change_results_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        GPTJConfig.from_hugging_face(PUBLISHED | change)
+        read_config(GPTJConfig, PUBLISHED | change)

@@ -16,6 +16,7 @@ from redcoast.models._einsum import LowRank
 from redcoast.models.bert import Bert, BertConfig
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.vit import ViT, ViTConfig
+from redcoast.pretrained._registry import write_config
 
 BERT = BertConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11, pad=1)
 VIT = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 4), patch=(2, 2))
@@ -50,13 +51,13 @@ def test_a_pooler_is_kept(head, pooler):
 def test_one_label_is_regression():
     found = with_head(make(Bert, BERT, head="masked"), labels=1, key=KEY)
     assert logits_of(found, TOKENS).shape == (2, 1)
-    assert found.config.to_hugging_face()["id2label"] == {"0": "LABEL_0"}
+    assert write_config(found.config)["id2label"] == {"0": "LABEL_0"}
 
 
 def test_labels_may_have_names():
     found = with_head(make(Bert, BERT), labels=["bad", "good"], key=KEY)
     assert logits_of(found, TOKENS).shape == (2, 2)
-    assert found.config.to_hugging_face()["id2label"] == {"0": "bad", "1": "good"}
+    assert write_config(found.config)["id2label"] == {"0": "bad", "1": "good"}
 
 
 def test_only_the_head_of_a_vit_is_fresh():

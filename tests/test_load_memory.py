@@ -23,6 +23,8 @@ from pathlib import Path
 import jax, numpy as np
 import redcoast as rc
 from redcoast.pretrained import fill_device, load
+from redcoast.pretrained._registry import family_of
+from redcoast.pretrained._registry import write_config
 
 # What goes to an accelerator in pieces stays in the host's memory here, too.
 if sys.argv[3] == "as accelerators":
@@ -57,11 +59,13 @@ def gigabyte(tmp_path_factory):
         vocab=10_000, width=2048, layers=5, heads=16, kv_heads=16, hidden=5504, tied=True
     )
     abstract = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    shapes = needed_shapes(layout_of(Llama, config), leaf_paths(abstract, jax.ShapeDtypeStruct))
+    shapes = needed_shapes(
+        layout_of(family_of(config), config), leaf_paths(abstract, jax.ShapeDtypeStruct)
+    )
     kinds = {name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()}
     arrays = (ramp(name, shape) for name, shape in shapes.items())
     write_safetensors(path / "model.safetensors", kinds, arrays)
-    (path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    (path / "config.json").write_text(json.dumps(write_config(config)))
     yield path
     shutil.rmtree(path)
 

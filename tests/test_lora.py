@@ -91,7 +91,8 @@ def test_each_expert_has_an_adapter_of_its_own():
 def test_all_matrices_of_every_family_are_multiplied_by(name):
     # Whatever else a model did with an adapted weight would raise.
     case = FIXTURES[name]
-    model_class, config = find_family(case["settings"], name)
+    family, config = find_family(case["settings"], name)
+    model_class = family.model
     model = eqx.filter_eval_shape(model_class, config, key=KEY)
     model = eqx.filter_eval_shape(lora.add_adapters, model, 2, targets=".", key=KEY)
     batch = make_batch(case["settings"], pixels=case["pixels"], text=case["text"])

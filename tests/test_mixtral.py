@@ -22,6 +22,8 @@ from decoder_checks import (
 
 from redcoast.models._moe import mix_experts, router_loss
 from redcoast.models.mixtral import Mixtral, MixtralConfig
+from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained.hf import mixtral as hf_mixtral
 
 CONFIG = MixtralConfig(
     vocab=16, width=16, layers=2, heads=4, kv_heads=4, hidden=24, experts=4, chosen=1
@@ -202,7 +204,7 @@ def test_initial_parameters_have_the_variance_of_their_fan_in():
 
 
 def test_settings_are_read_and_written():
-    config = MixtralConfig.from_hugging_face(SETTINGS)
+    config = read_config(MixtralConfig, SETTINGS)
     assert config == MixtralConfig(
         vocab=32000,
         width=4096,
@@ -214,7 +216,7 @@ def test_settings_are_read_and_written():
         eos=(2,),
         bos=1,
     )
-    assert MixtralConfig.from_hugging_face(config.to_hugging_face()) == dataclasses.replace(
+    assert read_config(MixtralConfig, write_config(config)) == dataclasses.replace(
         config, head_size=128
     )
 
@@ -224,7 +226,7 @@ def test_settings_are_read_and_written():
 )
 def test_settings_that_are_not_implemented_are_refused(change):
     with pytest.raises(ValueError, match=f"`{next(iter(change))}`"):
-        MixtralConfig.from_hugging_face(SETTINGS | change)
+        read_config(MixtralConfig, SETTINGS | change)
 
 
 def test_tables_name_every_array():
@@ -233,7 +235,7 @@ def test_tables_name_every_array():
         model = eqx.filter_eval_shape(Mixtral, config, key=jax.random.key(0))
         leaves = jax.tree_util.tree_leaves_with_path(model)
         paths = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
-        assert paths == Mixtral.tensors(config).keys()
+        assert paths == hf_mixtral.tensors(config).keys()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from decoder_helpers import TOKENS, VOCAB, logits_of, make, slow_attention, slow_norm
 
 from redcoast.models.opt import OPT, OPTConfig
+from redcoast.pretrained._registry import read_config, write_config
 
 CONFIG = OPTConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11)
 SMALLEST = {"post_norm": True, "final_norm": False, "embed_width": 12}  # as 350m is, next to 125m
@@ -161,14 +162,14 @@ PUBLISHED = {
 def test_published_settings_are_read():
     config = OPTConfig(50272, 1024, 24, 16, 4096, embed_width=512, eos=(2,), bos=2, pad=1)
     config = dataclasses.replace(config, post_norm=True, final_norm=False)
-    assert OPTConfig.from_hugging_face(PUBLISHED) == config
+    assert read_config(OPTConfig, PUBLISHED) == config
 
 
 @pytest.mark.parametrize("changes", [{}, SMALLEST, BARE, {"final_norm": False}])
 def test_settings_are_read_back(changes):
     others = {"activation": "gelu", "dropout": 0.2, "attention_dropout": 0.3, "pad": 6}
     config = dataclasses.replace(CONFIG, **changes, **others, eos=(3, 4), bos=5)
-    assert OPTConfig.from_hugging_face(config.to_hugging_face()) == config
+    assert read_config(OPTConfig, write_config(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -182,4 +183,4 @@ def test_settings_are_read_back(changes):
 )
 def test_settings_that_would_change_results_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        OPTConfig.from_hugging_face(PUBLISHED | change)
+        read_config(OPTConfig, PUBLISHED | change)

@@ -22,7 +22,9 @@ from pair_helpers import (
 )
 
 from redcoast.models.t5 import T5, T5Config
+from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained._tensors import tensor_names, tensor_shape
+from redcoast.pretrained.hf import t5 as hf_t5
 
 CONFIG = T5Config(
     vocab=VOCAB,
@@ -209,7 +211,7 @@ IDS: dict[str, Any] = {"eos": (1,), "pad": 0, "decoder_start": 0}
 
 
 def test_reads_the_first_version():
-    assert T5Config.from_hugging_face(T5_SMALL) == T5Config(
+    assert read_config(T5Config, T5_SMALL) == T5Config(
         vocab=32128,
         width=512,
         layers=6,
@@ -246,33 +248,33 @@ def test_reads_the_later_versions(settings, kind, vocab):
         kind=kind,
         **IDS,
     )
-    assert T5Config.from_hugging_face(settings) == config
+    assert read_config(T5Config, settings) == config
     assert not config.scaled
 
 
 @pytest.mark.parametrize("settings", [T5_SMALL, FLAN_T5_SMALL, MT5_SMALL])
 def test_written_settings_are_read_again(settings):
-    config = T5Config.from_hugging_face(settings)
-    written = config.to_hugging_face()
-    assert T5Config.from_hugging_face(written) == config
+    config = read_config(T5Config, settings)
+    written = write_config(config)
+    assert read_config(T5Config, written) == config
     known = {k: v for k, v in settings.items() if k in written}
     assert {k: written[k] for k in known} == known
 
 
 def test_a_file_without_a_head_has_a_tied_one():
-    config = T5Config.from_hugging_face(FLAN_T5_IN_5)
-    assert T5.settle(config, {"shared.weight", "lm_head.weight"}) == config
-    tied = T5.settle(config, {"shared.weight"})
+    config = read_config(T5Config, FLAN_T5_IN_5)
+    assert hf_t5.settle(config, {"shared.weight", "lm_head.weight"}) == config
+    tied = hf_t5.settle(config, {"shared.weight"})
     assert tied.tied
     assert not tied.scaled
-    written = tied.to_hugging_face()
+    written = write_config(tied)
     assert (written["tie_word_embeddings"], written["scale_decoder_outputs"]) == (True, False)
-    first = T5Config.from_hugging_face(T5_SMALL)
-    assert T5.settle(first, {"shared.weight"}) == first
+    first = read_config(T5Config, T5_SMALL)
+    assert hf_t5.settle(first, {"shared.weight"}) == first
 
 
 def test_names_of_activations():
-    read = lambda **changes: T5Config.from_hugging_face(T5_SMALL | changes)
+    read = lambda **changes: read_config(T5Config, T5_SMALL | changes)
     for proj, gated, activation in (
         ("gated-silu", True, "silu"),
         ("gelu", False, "gelu"),
@@ -280,10 +282,10 @@ def test_names_of_activations():
     ):
         config = read(feed_forward_proj=proj)
         assert (config.gated, config.activation) == (gated, activation)
-        assert config.to_hugging_face()["feed_forward_proj"] == proj
+        assert write_config(config)["feed_forward_proj"] == proj
     exact = read(feed_forward_proj="gated-gelu", dense_act_fn="gelu")
     assert exact.activation == "gelu"
-    assert T5Config.from_hugging_face(exact.to_hugging_face()) == exact
+    assert read_config(T5Config, write_config(exact)) == exact
 
 
 @pytest.mark.parametrize(
@@ -298,21 +300,21 @@ def test_names_of_activations():
 )
 def test_settings_that_are_not_implemented_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        T5Config.from_hugging_face(T5_SMALL | change)
+        read_config(T5Config, T5_SMALL | change)
 
 
 def test_a_scaled_mt5_is_refused():
     config = dataclasses.replace(CONFIG, kind="mt5")
     with pytest.raises(ValueError, match="that of an mT5 never is"):
-        config.to_hugging_face()
+        write_config(config)
     with pytest.raises(ValueError, match="`d_ff` is missing"):
-        T5Config.from_hugging_face({k: v for k, v in T5_SMALL.items() if k != "d_ff"})
+        read_config(T5Config, {k: v for k, v in T5_SMALL.items() if k != "d_ff"})
 
 
 def test_published_tensors():
     config = dataclasses.replace(CONFIG, **GATED)
     model = eqx.filter_eval_shape(T5, config, key=jax.random.key(0))
-    table = T5.tensors(config)
+    table = hf_t5.tensors(config)
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
@@ -337,6 +339,6 @@ def test_published_tensors():
 
 def test_published_duplicates():
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
-    assert T5.duplicates(make(tied=False).config) == dict.fromkeys(copies, "shared.weight")
+    assert hf_t5.duplicates(make(tied=False).config) == dict.fromkeys(copies, "shared.weight")
     copies.append("lm_head.weight")
-    assert T5.duplicates(CONFIG) == dict.fromkeys(copies, "shared.weight")
+    assert hf_t5.duplicates(CONFIG) == dict.fromkeys(copies, "shared.weight")

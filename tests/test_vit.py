@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import redcoast as rc
 from redcoast.models.vit import ViT, ViTConfig
+from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained.hf import vit as hf_vit
 
 CONFIG = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 6), patch=(2, 3))
 PIXELS = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 3, 4, 6)), jnp.float32)
@@ -173,7 +175,7 @@ PUBLISHED = {
 
 def test_published_settings_are_read():
     config = ViTConfig(1024, 24, 16, 4096, pooler=True)
-    assert ViTConfig.from_hugging_face(PUBLISHED) == config
+    assert read_config(ViTConfig, PUBLISHED) == config
     labels = PUBLISHED | {
         "architectures": ["ViTForImageClassification"],
         "id2label": {"0": "tench", "1": "goldfish", "2": "shark"},
@@ -183,7 +185,7 @@ def test_published_settings_are_read():
     changes = {"head": "classification", "labels": 3, "qkv_bias": False, "pooler": False}
     names = ("tench", "goldfish", "shark")
     expected = dataclasses.replace(config, **changes, label_names=names)
-    assert ViTConfig.from_hugging_face(labels) == expected
+    assert read_config(ViTConfig, labels) == expected
 
 
 @pytest.mark.parametrize("head", [None, "classification"])
@@ -192,8 +194,8 @@ def test_settings_are_read_back(head):
     changes |= {"pooler_size": 5, "qkv_bias": False, "channels": 1, "image": (6, 6), "labels": 3}
     changes = changes if head else {k: v for k, v in changes.items() if k != "labels"}
     config = dataclasses.replace(CONFIG, head=head, pooler=head is None, **changes)
-    assert config.to_hugging_face()["image_size"] == 6
-    assert ViTConfig.from_hugging_face(config.to_hugging_face()) == config
+    assert write_config(config)["image_size"] == 6
+    assert read_config(ViTConfig, write_config(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -208,13 +210,13 @@ def test_settings_are_read_back(head):
 )
 def test_settings_that_would_change_results_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        ViTConfig.from_hugging_face(PUBLISHED | change)
+        read_config(ViTConfig, PUBLISHED | change)
 
 
 def test_names_of_tensors_settle_whether_there_is_a_pooler():
     config = dataclasses.replace(CONFIG, pooler=True)
-    assert ViT.settle(config, ["pooler.dense.weight"]) == config
-    assert ViT.settle(config, ["vit.layernorm.weight"]) == CONFIG
+    assert hf_vit.settle(config, ["pooler.dense.weight"]) == config
+    assert hf_vit.settle(config, ["vit.layernorm.weight"]) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -245,5 +247,5 @@ def test_is_saved_under_published_names_and_read_back(changes, some, tmp_path):
 
 
 def test_example_inputs_are_images():
-    (pixels,) = ViT.example_inputs(CONFIG, 4)
+    (pixels,) = hf_vit.example_inputs(CONFIG, 4)
     assert pixels.shape == (4, 3, 4, 6)

@@ -12,6 +12,7 @@ import numpy as np
 from ..models._einsum import LowRank
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
+from ..pretrained._registry import family_of
 from ..pretrained._safetensors import read_safetensors
 from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
@@ -121,7 +122,8 @@ def load_adapters(model: Any, path: str | Path) -> Any:
 
 
 def _slots(model: Any) -> list[Slot]:
-    if not hasattr(type(model), "tensors") or not hasattr(model, "config"):
+    family = family_of(model)
+    if family is None:
         raise ValueError(
             "`load_adapters` loads adapters of models of `redcoast.models`, and not of a "
             f"{type(model).__name__}."
@@ -131,7 +133,7 @@ def _slots(model: Any) -> list[Slot]:
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
             "another."
         )
-    table = type(model).tensors(model.config)
+    table = family.hf.tensors(model.config)
     slots = []
     for where, leaf in jax.tree_util.tree_leaves_with_path(model):
         tensor = table.get(show_path(where))
@@ -147,7 +149,7 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
             "refused since opening a pickle runs code, save them with `safe_serialization=True`."
         )
     stored = read_safetensors(file_inside(path, TENSORS))
-    base = PREFIX + getattr(type(model), "base_prefix", "")
+    base = PREFIX + getattr(getattr(family_of(model), "hf", None), "BASE_PREFIX", "")
     if any(name.startswith(base) for name in stored):
         return stored
     # Trained beside the base of a model alone, without its head.

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
+from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._slices import insert
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
@@ -135,7 +136,8 @@ def save_adapters(model: Any, path: str | Path) -> None:
 
 
 def _modules(model: Any) -> dict[str, Module]:
-    if not hasattr(type(model), "tensors") or not hasattr(model, "config"):
+    family = family_of(model)
+    if family is None:
         raise ValueError(
             "`save_adapters` saves adapters of models of `redcoast.models`, and not of a "
             f"{type(model).__name__}. `rc.save_checkpoint(path, lora.adapters(model))` saves any."
@@ -143,7 +145,7 @@ def _modules(model: Any) -> dict[str, Module]:
     adapted = find_adapted(model)
     if not adapted:
         raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
-    table = type(model).tensors(model.config)
+    table = family.hf.tensors(model.config)
     parts: dict[str, tuple[Part, ...]] = {}
     for path, node in adapted.items():
         name = table[path].name

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..models._einsum import LowRank
+from ..pretrained._registry import family_of
 from ..pretrained._tensors import Tensor
 
 
@@ -41,8 +42,8 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
     for path, node in _with_paths(model, _is_known):
         if isinstance(node, eqx.nn.Linear):
             found[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
-        elif _is_known(node):
-            for leaf, tensor in type(node).tensors(node.config).items():
+        elif family := family_of(node):
+            for leaf, tensor in family.hf.tensors(node.config).items():
                 if matrix := matrix_of(tensor):
                     found[_join(path, leaf)] = matrix
     return found
@@ -86,8 +87,7 @@ def _with_paths(tree: PyTree, is_leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_known(node: Any) -> bool:
-    family = hasattr(type(node), "tensors") and hasattr(node, "config")
-    return family or isinstance(node, eqx.nn.Linear)
+    return isinstance(node, eqx.nn.Linear) or family_of(node) is not None
 
 
 def _join(path: str, leaf: str) -> str:

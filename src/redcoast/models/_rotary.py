@@ -35,36 +35,6 @@ class RopeScaling:
         if self.kind == "llama3" and not self.low < self.high:
             raise ValueError(f"`low` must be less than `high`, but {self.low} is not {self.high}.")
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any] | None) -> "RopeScaling | None":
-        """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`."""
-        settings = {k: v for k, v in (settings or {}).items() if k != "rope_theta"}
-        kinds = [settings.pop(name, "default") for name in ("rope_type", "type")]
-        kind = next((kind for kind in kinds if kind != "default"), "default")
-        names = {"factor": "factor"}
-        if kind == "llama3":
-            names |= {"low_freq_factor": "low", "high_freq_factor": "high"}
-            names |= {"original_max_position_embeddings": "original"}
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(
-                f"The setting `rope_scaling` is of the kind {kind!r}; known are 'default', "
-                "'linear' and 'llama3'."
-            )
-        if unknown := settings.keys() - names.keys():
-            raise ValueError(f"`rope_scaling` has settings that are not known: {sorted(unknown)}.")
-        if kind == "default":
-            return None
-        if missing := names.keys() - settings.keys():
-            raise ValueError(f"`rope_scaling` of the kind {kind!r} needs {sorted(missing)}.")
-        return cls(kind, **{names[name]: value for name, value in settings.items()})
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        settings = {"rope_type": self.kind, "factor": self.factor}
-        if self.kind == "llama3":
-            settings |= {"low_freq_factor": self.low, "high_freq_factor": self.high}
-            settings |= {"original_max_position_embeddings": self.original}
-        return settings
-
 
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import bart as published
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, normal
 from ._cache import admit, cached_view, empty_cache, extend
@@ -73,16 +72,6 @@ class BartConfig:
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
-
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "BartConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
 
 
 # What the published tables of positions begin with, and no token has.
@@ -148,12 +137,6 @@ class Bart(eqx.Module):
     decoder: BartStack
     logits_bias: Float[Array, " vocab"]
     config: BartConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
-    buffers = published.BUFFERS
-    zeros = published.ZEROS
 
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated

@@ -4,14 +4,13 @@ RoBERTa is the same with its positions further on in their table and other heads
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import bert as published
 from ._attention import Mask, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm
 from ._checks import check_config, check_heads, check_length, check_rates
@@ -108,16 +107,6 @@ class BertConfig:
     def head_rate(self) -> int | float:
         return self.dropout if self.head_dropout is None else self.head_dropout
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "BertConfig":
-        """The configuration that a parsed `config.json` of BERT or RoBERTa says; a `ValueError`
-        names every setting that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class Bert(eqx.Module):
     """The BERT encoder (Devlin et al., 2018, <https://arxiv.org/abs/1810.04805>), and RoBERTa
@@ -141,11 +130,6 @@ class Bert(eqx.Module):
     pooler: Linear | None
     head: MaskedHead | Linear | None
     config: BertConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    settle = staticmethod(published.settle)
-    buffers = published.BUFFERS
 
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated

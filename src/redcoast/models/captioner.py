@@ -1,13 +1,11 @@
 """A captioner: GPT-2 writes about what a ViT has seen."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import captioner as published
 from ._attention import Mask
 from ._cache import Cache
 from ._checks import check_fields
@@ -57,17 +55,6 @@ class CaptionerConfig:
     def positions(self) -> int:
         return self.decoder.positions
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "CaptionerConfig":
-        """The configuration that a parsed `config.json` of a vision-encoder-decoder says, of ViT
-        and GPT-2; a `ValueError` names every setting that is not known and might change the
-        results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class Captioner(eqx.Module):
     """An encoder of images and a decoder of text, joined by attention from one to the other
@@ -88,12 +75,6 @@ class Captioner(eqx.Module):
     bridge: Linear | None
     decoder: GPT2
     config: CaptionerConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    settle = staticmethod(published.settle)
-    example_inputs = staticmethod(published.example_inputs)
-    buffers = published.BUFFERS
 
     def __init__(self, config: CaptionerConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: as each part has them; those of the bridge

@@ -7,7 +7,6 @@ embeddings of another base where there is a window).
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import gemma as published
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -99,17 +97,6 @@ class GemmaConfig:
         if any(self.local) and self.window is None:
             raise ValueError("`local` gives layers a window, and `window` does not say its size.")
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "GemmaConfig":
-        """The configuration that a parsed `config.json` of Gemma, Gemma 2 or Gemma 3's text part
-        says; a `ValueError` names every setting that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration; a `ValueError` if it is of no
-        published generation."""
-        return published.write(self)
-
 
 class GemmaLayers(eqx.Module):
     """The parameters of all the decoder layers, each stacked along its first dimension."""
@@ -167,10 +154,6 @@ class Gemma(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: GemmaConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
 
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import gpt2 as published
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -78,16 +77,6 @@ class GPT2Config:
     def head_dim(self) -> int:
         return self.width // self.heads
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPT2Config":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class GPT2Layers(eqx.Module):
     """The parameters of all the layers, each stacked along its first dimension."""
@@ -143,11 +132,6 @@ class GPT2(eqx.Module):
     norm_shift: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: GPT2Config = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
-    buffers = published.BUFFERS
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.02,

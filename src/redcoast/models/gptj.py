@@ -3,14 +3,12 @@ embeddings of some of each head's features."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import gptj as published
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import ACTIVATIONS, check_activation, layer_norm
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -79,16 +77,6 @@ class GPTJConfig:
     def head_dim(self) -> int:
         return self.width // self.heads
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "GPTJConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class GPTJLayers(eqx.Module):
     """The parameters of all the layers, each stacked along its first dimension."""
@@ -141,11 +129,6 @@ class GPTJ(eqx.Module):
     head: Float[Array, "width vocab"] | None
     head_bias: Float[Array, " vocab"]
     config: GPTJConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
-    buffers = published.BUFFERS
 
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.02; those of

@@ -6,14 +6,12 @@ With a few switches it is Mistral (a sliding window), Qwen2 (biases of Q, K and 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import llama as published
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import normal, rms_norm
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -80,16 +78,6 @@ class LlamaConfig:
     def head_dim(self) -> int:
         return self.head_size or self.width // self.heads
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "LlamaConfig":
-        """The configuration that a parsed `config.json` of LLaMA, Mistral, Qwen2 or Qwen3 says;
-        a `ValueError` names every setting that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class LlamaLayers(eqx.Module):
     """The parameters of all the decoder layers, each stacked along its first dimension."""
@@ -146,8 +134,6 @@ class Llama(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: LlamaConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
 
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated

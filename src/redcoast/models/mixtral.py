@@ -3,14 +3,12 @@
 import functools as ft
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import mixtral as published
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import normal, rms_norm
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -87,16 +85,6 @@ class MixtralConfig:
     def head_dim(self) -> int:
         return self.head_size or self.width // self.heads
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "MixtralConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class MixtralLayers(eqx.Module):
     """The parameters of all the decoder layers, each stacked along its first dimension."""
@@ -151,10 +139,6 @@ class Mixtral(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: MixtralConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
 
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated

@@ -3,14 +3,12 @@ of 350 million parameters, behind it."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import opt as published
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -83,16 +81,6 @@ class OPTConfig:
     def head_dim(self) -> int:
         return self.width // self.heads
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "OPTConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 # The table of positions begins with as many rows that stand for none.
 _OFFSET = 2
@@ -163,10 +151,6 @@ class OPT(eqx.Module):
     project_out: Float[Array, "width embed_width"] | None
     head: Float[Array, "embed_width vocab"] | None
     config: OPTConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    base_prefix = published.BASE_PREFIX
 
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.006; those of

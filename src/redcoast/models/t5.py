@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..pretrained.hf import t5 as published
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, normal, rms_norm
 from ._cache import admit, cached_view, empty_cache, extend
@@ -91,16 +90,6 @@ class T5Config:
     def scaled(self) -> bool:
         return self.tied if self.scale_head is None else self.scale_head
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "T5Config":
-        """The configuration that a parsed `config.json` of T5 or mT5 says; a `ValueError` names
-        every setting that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class T5Layers(eqx.Module):
     """The parameters of all layers of the encoder or the decoder, stacked."""
@@ -159,11 +148,6 @@ class T5(eqx.Module):
     decoder: T5Stack
     head: Float[Array, "width vocab"] | None
     config: T5Config = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    settle = staticmethod(published.settle)
-    buffers = published.BUFFERS
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal, truncated at three standard

@@ -1,14 +1,13 @@
 """The Vision Transformer: an encoder whose tokens are an image's patches."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..pretrained.hf import vit as published
 from ._attention import full_view
 from ._basic import check_activation, layer_norm
 from ._checks import check_config, check_heads, check_rates
@@ -89,16 +88,6 @@ class ViTConfig:
         """How many patches there are along the height and the width."""
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
 
-    @classmethod
-    def from_hugging_face(cls, settings: dict[str, Any]) -> "ViTConfig":
-        """The configuration that a parsed `config.json` says; a `ValueError` names every setting
-        that is not known and might change the results."""
-        return cls(**published.read(settings))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        """The settings of a `config.json` for this configuration."""
-        return published.write(self)
-
 
 class ViT(eqx.Module):
     """The Vision Transformer (Dosovitskiy et al., 2020, <https://arxiv.org/abs/2010.11929>).
@@ -120,11 +109,6 @@ class ViT(eqx.Module):
     pooler: Linear | None
     head: Linear | None
     config: ViTConfig = eqx.field(static=True)
-
-    tensors = staticmethod(published.tensors)
-    duplicates = staticmethod(published.duplicates)
-    settle = staticmethod(published.settle)
-    example_inputs = staticmethod(published.example_inputs)
 
     def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
         """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated

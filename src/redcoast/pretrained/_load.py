@@ -35,19 +35,19 @@ def load(
     """The model at a path, with its arrays where they are to be."""
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
-    model_class, config = find_family(source.settings, path)
-    if settle := getattr(model_class, "settle", None):
+    family, config = find_family(source.settings, path)
+    if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())
     config = _with_options(config, options)
-    abstract = _abstract(model_class, config, path)
+    abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
-    layout = layout_of(model_class, config) if source.table is None else Layout(source.table)
+    layout = layout_of(family, config) if source.table is None else Layout(source.table)
     stored = match(layout, needed_shapes(layout, arrays), source.stored, path)
     dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
-    places = choose_shardings(abstract, model_class, config, mesh, shardings)
+    places = choose_shardings(abstract, family, config, mesh, shardings)
     targets = {p: Target(x.shape, dtype, layout.table[p], places[p]) for p, x in arrays.items()}
     on_host = {d.platform for place in places.values() for d in place.device_set} == {"cpu"}
     fill, piece = (fill_host, 2**22) if on_host else (fill_device, 2**24)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._lazy_tensor import Box, Stored, split_box
+from ._registry import Family
 from ._tensors import Tensor, tensor_names, tensor_shape
 
 COMPARED_BYTES = 2**22
@@ -34,15 +35,15 @@ class Layout:
     zeros: tuple[str, ...] = ()
 
 
-def layout_of(model_class: Any, config: Any) -> Layout:
+def layout_of(family: Family, config: Any) -> Layout:
     """The layout of a model of `redcoast.models`."""
-    duplicates = getattr(model_class, "duplicates", None)
+    duplicates = getattr(family.hf, "duplicates", None)
     return Layout(
-        model_class.tensors(config),
-        getattr(model_class, "base_prefix", ""),
-        tuple(getattr(model_class, "buffers", ())),
+        family.hf.tensors(config),
+        getattr(family.hf, "BASE_PREFIX", ""),
+        tuple(getattr(family.hf, "BUFFERS", ())),
         duplicates(config) if duplicates else {},
-        tuple(getattr(model_class, "zeros", ())),
+        tuple(getattr(family.hf, "ZEROS", ())),
     )
 
 

@@ -11,12 +11,13 @@ from jaxtyping import PyTree
 
 from ..core._pytree import leaf_paths
 from ..sharding import infer_shardings
+from ._registry import Family
 
 PLANNED_TOKENS = 128
 
 
 def choose_shardings(
-    abstract: PyTree, model_class: Any, config: Any, mesh: Mesh | None, shardings: PyTree | None
+    abstract: PyTree, family: Family, config: Any, mesh: Mesh | None, shardings: PyTree | None
 ) -> dict[str, Sharding]:
     """Where each array of a model goes, by path: as is said, as is planned, or all on the device
     that JAX takes by default."""
@@ -28,20 +29,20 @@ def choose_shardings(
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
     if mesh.size == 1:
         return dict.fromkeys(arrays, NamedSharding(mesh, P()))
-    inputs = example_inputs(model_class, config, mesh)
+    inputs = example_inputs(family, config, mesh)
     planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
     return leaf_paths(planned, Sharding)
 
 
-def example_inputs(model_class: Any, config: Any, mesh: Mesh) -> tuple[Any, ...]:
+def example_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Abstract inputs on which a model is planned: those that its class gives, or else tokens, no
     more in a row than the model has positions; of an encoder-decoder, for both."""
-    if own := getattr(model_class, "example_inputs", None):
+    if own := getattr(family.hf, "example_inputs", None):
         return own(config, mesh.size)
     # Learned positions are as many as there are; others are not in the configuration.
     length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
     tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
-    return (tokens, tokens) if hasattr(model_class, "encode") else (tokens,)
+    return (tokens, tokens) if hasattr(family.model, "encode") else (tokens,)
 
 
 def _check(

@@ -1,42 +1,78 @@
-"""Which model a `config.json` is of."""
+"""The families of models: which `config.json` is of which, and its module in `hf`."""
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-_FAMILIES = {
-    "bart": "Bart",
-    "bert": "Bert",
-    "gemma": "Gemma",
-    "gemma2": "Gemma",
-    "gemma3_text": "Gemma",
-    "gpt2": "GPT2",
-    "gptj": "GPTJ",
-    "llama": "Llama",
-    "mistral": "Llama",
-    "mixtral": "Mixtral",
-    "mt5": "T5",
-    "opt": "OPT",
-    "qwen2": "Llama",
-    "qwen3": "Llama",
-    "roberta": "Bert",
-    "t5": "T5",
-    "vision-encoder-decoder": "Captioner",
-    "vit": "ViT",
-}
+from .. import models
+from .hf import bart, bert, captioner, gemma, gpt2, gptj, llama, mixtral, opt, t5, vit
 
 
-def find_family(settings: dict[str, Any], where: Any) -> tuple[Any, Any]:
-    """The class of the model that the settings are of, and its configuration."""
-    from .. import models
+@dataclass(frozen=True)
+class Family:
+    """A model of `redcoast.models` and what Hugging Face calls its settings and tensors.
 
+    - `model`, `config`: the classes of the model and of its configuration.
+    - `hf`: a module with `read(settings)`, the configuration's fields; `write(config)`, the
+      settings; and `tensors(config)`, which published tensors each array is made of. Where they
+      are needed also `duplicates`, `settle`, `example_inputs`, `BASE_PREFIX`, `BUFFERS`, `ZEROS`.
+    - `types`: the values of `model_type` in a `config.json`.
+    """
+
+    model: Any
+    config: Any
+    hf: ModuleType
+    types: tuple[str, ...]
+
+
+FAMILIES = (
+    Family(models.Bart, models.BartConfig, bart, ("bart",)),
+    Family(models.Bert, models.BertConfig, bert, ("bert", "roberta")),
+    Family(models.Captioner, models.CaptionerConfig, captioner, ("vision-encoder-decoder",)),
+    Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
+    Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
+    Family(models.GPTJ, models.GPTJConfig, gptj, ("gptj",)),
+    Family(models.Llama, models.LlamaConfig, llama, ("llama", "mistral", "qwen2", "qwen3")),
+    Family(models.Mixtral, models.MixtralConfig, mixtral, ("mixtral",)),
+    Family(models.OPT, models.OPTConfig, opt, ("opt",)),
+    Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
+    Family(models.ViT, models.ViTConfig, vit, ("vit",)),
+)
+_BY_TYPE = {name: family for family in FAMILIES for name in family.types}
+_BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}
+
+
+def family_of(model_or_config: Any) -> Family | None:
+    """The family of a model or of a configuration; `None` for any other value."""
+    return _BY_CLASS.get(type(model_or_config))
+
+
+def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
+    """The configuration that a parsed `config.json` describes, of a given class.
+
+    **Raises:**
+
+    `ValueError` that names every setting that is not known and might change the results.
+    """
+    return config_class(**_BY_CLASS[config_class].hf.read(settings))
+
+
+def write_config(config: Any) -> dict[str, Any]:
+    """The settings of a `config.json` for a configuration."""
+    return _BY_CLASS[type(config)].hf.write(config)
+
+
+def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
+    """The family of the model that the settings describe, and its configuration."""
     kind = settings.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise ValueError(
-            f"{where} holds a model of the type {kind!r}, and there are models of the types "
-            f"{', '.join(sorted(_FAMILIES))}."
+            f"{where} holds a model of the type {kind!r}. Supported types are "
+            f"{', '.join(sorted(_BY_TYPE))}."
         )
-    name = _FAMILIES[kind]
+    family = _BY_TYPE[kind]
     try:
-        config = getattr(models, f"{name}Config").from_hugging_face(settings)
+        return family, read_config(family.config, settings)
     except ValueError as error:
         raise ValueError(f"{where} cannot be loaded. {error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -44,4 +80,3 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Any, Any]:
             f"{where} cannot be loaded: its settings have values of another kind than those of a "
             f"{kind} ({type(error).__name__}: {error})."
         ) from error
-    return getattr(models, name), config

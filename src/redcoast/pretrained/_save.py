@@ -19,6 +19,7 @@ from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
 from ._gather import parts_of, put_together, take
 from ._match import layout_of, needed_shapes
+from ._registry import family_of, write_config
 from ._safetensors import write_safetensors
 from ._source import INDEX, SETTINGS, SINGLE
 
@@ -27,9 +28,15 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
     """Writes a model; see `save_pretrained`."""
+    family = family_of(model)
+    if family is None:
+        raise ValueError(
+            f"`save_pretrained` saves models of `redcoast.models`, and not a "
+            f"{type(model).__name__}. `rc.save_checkpoint` saves any tree."
+        )
     leaves = _check_model(model)
     _check_free(path)
-    layout = layout_of(type(model), model.config)
+    layout = layout_of(family, model.config)
     parts = parts_of(layout.table, leaves)
     needed = needed_shapes(layout, leaves)
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
@@ -46,16 +53,11 @@ def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
             for name in names:  # the process that writes them needs this one's parts
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    _on_first(lambda: _finish(model.config, shapes, files, work, path), "finished")
+    _on_first(lambda: _finish(write_config(model.config), shapes, files, work, path), "finished")
 
 
 def _check_model(model: Any) -> dict[str, Any]:
     """The arrays of a model, which are as its configuration says."""
-    if not hasattr(type(model), "tensors") or not hasattr(model, "config"):
-        raise ValueError(
-            f"`save_pretrained` saves models of `redcoast.models`, and no {type(model).__name__}. "
-            "`rc.save_checkpoint` saves any tree."
-        )
     if adapted := leaf_paths(model, LowRank):
         raise ValueError(
             f"The weights {', '.join(adapted)} are adapted (LoRA): what would be saved are not the "
@@ -115,12 +117,12 @@ def _start_afresh(work: Path) -> None:
 
 
 def _finish(
-    config: Any, shapes: Shapes, files: Mapping[str, list[str]], work: Path, path: Path
+    settings: dict[str, Any], shapes: Shapes, files: Mapping[str, list[str]], work: Path, path: Path
 ) -> None:
     sizes = Counter()
     for name, (_, dtype) in shapes.items():
         sizes[dtype.name] += _nbytes(shapes, name)
-    settings = {**config.to_hugging_face(), "torch_dtype": sizes.most_common(1)[0][0]}
+    settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
     (work / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     if list(files) != [SINGLE]:
         where = {name: file for file, names in files.items() for name in names}

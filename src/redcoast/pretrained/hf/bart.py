@@ -1,10 +1,8 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.bart import BartConfig
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.bart import BartConfig
 
 BASE_PREFIX = "model."
 BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
@@ -76,7 +74,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {"eos": token_ids(c["eos_token_id"])}
 
 
-def write(config: "BartConfig") -> dict[str, Any]:
+def write(config: BartConfig) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
@@ -90,7 +88,7 @@ def write(config: "BartConfig") -> dict[str, Any]:
     }
 
 
-def tensors(config: "BartConfig") -> dict[str, Tensor]:
+def tensors(config: BartConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     return {
         "embed": Tensor("model.shared.weight", "vocab width -> vocab width"),
@@ -142,7 +140,7 @@ def _norm(name: str, leaf: str) -> dict[str, Tensor]:
     }
 
 
-def duplicates(config: "BartConfig") -> dict[str, str]:
+def duplicates(config: BartConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     return dict.fromkeys((*names, "lm_head.weight"), "model.shared.weight")

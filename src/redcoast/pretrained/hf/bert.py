@@ -1,14 +1,12 @@
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.bert import BertConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor, tensor_names
 from ._labels import linear, read_architecture, read_labels, write_labels
-
-if TYPE_CHECKING:
-    from ...models.bert import BertConfig
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 
@@ -82,7 +80,7 @@ def _architectures(kind: str) -> dict[str, str | None]:
     return {_name(kind, head): head for head in known}
 
 
-def write(config: "BertConfig") -> dict[str, Any]:
+def write(config: BertConfig) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad) | write_labels(c)
@@ -90,7 +88,7 @@ def write(config: "BertConfig") -> dict[str, Any]:
     return settings | {"architectures": [_name(c.kind, c.head)], "model_type": c.kind}
 
 
-def settle(config: "BertConfig", names: Collection[str]) -> "BertConfig":
+def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
     """The configuration of files with tensors of these names: settings do not say whether there
     is a pooler, and call files with BERT's second head those of a masked model."""
     pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
@@ -99,7 +97,7 @@ def settle(config: "BertConfig", names: Collection[str]) -> "BertConfig":
     return dataclasses.replace(config, head=head, pooler=pooler and head in (None, "masked"))
 
 
-def tensors(config: "BertConfig") -> dict[str, Tensor]:
+def tensors(config: BertConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
@@ -128,7 +126,7 @@ def tensors(config: "BertConfig") -> dict[str, Tensor]:
     return found | _heads(config, base)
 
 
-def _heads(config: "BertConfig", base: str) -> dict[str, Tensor]:
+def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
     roberta, head = config.kind == "roberta", config.head
     found = {}
     if head == "classification":
@@ -154,7 +152,7 @@ def _norm(leaf: str, name: str) -> dict[str, Tensor]:
     return {leaf: Tensor(name + ".weight", "width -> width"), leaf + "_shift": shift}
 
 
-def duplicates(config: "BertConfig") -> dict[str, str]:
+def duplicates(config: BertConfig) -> dict[str, str]:
     """Other names under which a file may hold a tensor, once more or instead."""
     found, base = {}, f"{config.kind}."
     for tensor in tensors(config).values():

@@ -1,19 +1,17 @@
 import dataclasses
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...models.captioner import CaptionerConfig
 from ...models.gpt2 import GPT2Config
 from ...models.vit import ViTConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 from . import gpt2, vit
 from ._labels import linear, read_architecture
-
-if TYPE_CHECKING:
-    from ...models.captioner import CaptionerConfig
 
 BUFFERS = tuple(pattern.replace("^", r"^decoder\.", 1) for pattern in gpt2.BUFFERS)
 
@@ -33,8 +31,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     start, bos, eos, pad = (decoder.get(n) if c[n] is None else c[n] for n in _IDS)
     return {
         # What the encoder was before is no matter: it is a model without a head here.
-        "encoder": ViTConfig.from_hugging_face({**c["encoder"], "architectures": None}),
-        "decoder": GPT2Config.from_hugging_face(decoder),
+        "encoder": ViTConfig(**vit.read({**c["encoder"], "architectures": None})),
+        "decoder": GPT2Config(**gpt2.read(decoder)),
         "decoder_start": bos if start is None else start,
         "eos": token_ids(eos),
         "bos": bos,
@@ -42,7 +40,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: "CaptionerConfig") -> dict[str, Any]:
+def write(config: CaptionerConfig) -> dict[str, Any]:
     c = config
     start = {"decoder_start_token_id": c.decoder_start, "is_encoder_decoder": True}
     return {
@@ -56,14 +54,14 @@ def write(config: "CaptionerConfig") -> dict[str, Any]:
     }
 
 
-def settle(config: "CaptionerConfig", names: Collection[str]) -> "CaptionerConfig":
+def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
     """The configuration of files with tensors of these names: settings do not say whether the
     encoder has a pooler, which nothing reads."""
     encoder = vit.settle(config.encoder, [n for n in names if n.startswith("encoder.")])
     return dataclasses.replace(config, encoder=encoder)
 
 
-def tensors(config: "CaptionerConfig") -> dict[str, Tensor]:
+def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
     found = {
@@ -76,13 +74,13 @@ def tensors(config: "CaptionerConfig") -> dict[str, Tensor]:
     return found
 
 
-def duplicates(config: "CaptionerConfig") -> dict[str, str]:
+def duplicates(config: CaptionerConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     found = gpt2.duplicates(config.decoder)
     return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
 
 
-def example_inputs(config: "CaptionerConfig", rows: int) -> tuple[Any, ...]:
+def example_inputs(config: CaptionerConfig, rows: int) -> tuple[Any, ...]:
     """Abstract arguments of a call, from which it can be planned."""
     tokens = jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)
     return (*vit.example_inputs(config.encoder, rows), tokens)

@@ -1,11 +1,9 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...models._rotary import RopeScaling
+from ...models.gemma import GemmaConfig
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.gemma import GemmaConfig
+from ._rope import read_rope, write_rope
 
 BASE_PREFIX = "model."
 
@@ -96,19 +94,19 @@ def _rope(c: dict[str, Any]) -> dict[str, Any]:
     everywhere = everywhere | (c["rope_scaling"] or {})
     found = {
         "rope_base": everywhere.get("rope_theta", c["rope_theta"]),
-        "rope_scaling": RopeScaling.from_hugging_face(everywhere),
+        "rope_scaling": read_rope(everywhere),
     }
     if "rope_local_base_freq" not in c:
         if by_kind:
             raise ValueError("`rope_parameters` is by kind of layer, which only Gemma 3's is.")
         return found
     near = (rope.get(_LOCAL) or {}) if by_kind else {}
-    if RopeScaling.from_hugging_face(near):
+    if read_rope(near):
         raise ValueError(f"`rope_parameters` scales those of {_LOCAL!r}, which is not implemented.")
     return found | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
 
 
-def write(config: "GemmaConfig") -> dict[str, Any]:
+def write(config: GemmaConfig) -> dict[str, Any]:
     c = config
     kind = _kind(c)
     name = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}[kind]
@@ -118,7 +116,7 @@ def write(config: "GemmaConfig") -> dict[str, Any]:
     settings |= {"rope_theta": c.rope_base}
     settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
     if c.rope_scaling:
-        settings["rope_scaling"] = c.rope_scaling.to_hugging_face()
+        settings["rope_scaling"] = write_rope(c.rope_scaling)
     if kind == "gemma":
         return settings
     settings |= {name: getattr(c, field) for field, name in _LATER.items()}
@@ -130,7 +128,7 @@ def write(config: "GemmaConfig") -> dict[str, Any]:
     return settings
 
 
-def _kind(c: "GemmaConfig") -> str:
+def _kind(c: GemmaConfig) -> str:
     """The generation that has what a configuration has."""
     if not c.post_norms and not c.qk_norm:
         odd = [c.score_scale not in (None, c.head_dim), c.score_cap, c.logit_cap, any(c.local)]
@@ -149,7 +147,7 @@ def _kind(c: "GemmaConfig") -> str:
     return kind
 
 
-def tensors(config: "GemmaConfig") -> dict[str, Tensor]:
+def tensors(config: GemmaConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     layer = "model.layers.{layer}."
     attention = layer + "self_attn."
@@ -181,6 +179,6 @@ def tensors(config: "GemmaConfig") -> dict[str, Tensor]:
     return found
 
 
-def duplicates(config: "GemmaConfig") -> dict[str, str]:
+def duplicates(config: GemmaConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}

@@ -1,10 +1,8 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.gpt2 import GPT2Config
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.gpt2 import GPT2Config
 
 BASE_PREFIX = "transformer."
 # What is seen by whom, and the number in the place of what is not.
@@ -66,14 +64,14 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {"hidden": hidden, "eos": token_ids(c["eos_token_id"])}
 
 
-def write(config: "GPT2Config") -> dict[str, Any]:
+def write(config: GPT2Config) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
     return settings | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 
 
-def tensors(config: "GPT2Config") -> dict[str, Tensor]:
+def tensors(config: GPT2Config) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     layer = "transformer.h.{layer}."
     found = {
@@ -117,6 +115,6 @@ def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dic
     return {leaf + name: tensor for name, tensor in found.items()}
 
 
-def duplicates(config: "GPT2Config") -> dict[str, str]:
+def duplicates(config: GPT2Config) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}

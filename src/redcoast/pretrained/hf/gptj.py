@@ -1,10 +1,8 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.gptj import GPTJConfig
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.gptj import GPTJConfig
 
 BASE_PREFIX = "transformer."
 # Who sees whom, the number in the place of what is not seen, and the angles of all positions.
@@ -68,14 +66,14 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {"hidden": hidden, "eos": token_ids(c["eos_token_id"])}
 
 
-def write(config: "GPTJConfig") -> dict[str, Any]:
+def write(config: GPTJConfig) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
     return settings | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
 
 
-def tensors(config: "GPTJConfig") -> dict[str, Tensor]:
+def tensors(config: GPTJConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     layer = "transformer.h.{layer}."
     into = "(heads head_dim) width -> width heads head_dim"
@@ -102,6 +100,6 @@ def tensors(config: "GPTJConfig") -> dict[str, Tensor]:
     return found
 
 
-def duplicates(config: "GPTJConfig") -> dict[str, str]:
+def duplicates(config: GPTJConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}

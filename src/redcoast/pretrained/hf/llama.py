@@ -1,11 +1,9 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...models._rotary import RopeScaling
+from ...models.llama import LlamaConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.llama import LlamaConfig
+from ._rope import read_rope, write_rope
 
 _NAMES = {
     "vocab": "vocab_size",
@@ -59,7 +57,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         "rope_base": rope.get("rope_theta", c["rope_theta"]),
-        "rope_scaling": RopeScaling.from_hugging_face(rope),
+        "rope_scaling": read_rope(rope),
         "window": _window(c),
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
@@ -78,7 +76,7 @@ def _window(c: dict[str, Any]) -> int | None:
     return c["sliding_window"]
 
 
-def write(config: "LlamaConfig") -> dict[str, Any]:
+def write(config: LlamaConfig) -> dict[str, Any]:
     c = config
     if c.qkv_bias and c.qk_norm:
         raise ValueError("No published architecture has both `qkv_bias` and `qk_norm`.")
@@ -89,7 +87,7 @@ def write(config: "LlamaConfig") -> dict[str, Any]:
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     if c.rope_scaling:
-        settings["rope_scaling"] = c.rope_scaling.to_hugging_face()
+        settings["rope_scaling"] = write_rope(c.rope_scaling)
     if name.startswith("Qwen"):
         settings |= {"use_sliding_window": bool(c.window), "max_window_layers": 0}
     if name == "Llama":
@@ -97,7 +95,7 @@ def write(config: "LlamaConfig") -> dict[str, Any]:
     return settings
 
 
-def tensors(config: "LlamaConfig") -> dict[str, Tensor]:
+def tensors(config: LlamaConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     layer = "model.layers.{layer}."
     attention = layer + "self_attn."

@@ -1,11 +1,9 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...models._rotary import RopeScaling
+from ...models.mixtral import MixtralConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.mixtral import MixtralConfig
+from ._rope import read_rope, write_rope
 
 BASE_PREFIX = "model."
 
@@ -62,23 +60,23 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     return fields | {
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         "rope_base": rope.get("rope_theta", c["rope_theta"]),
-        "rope_scaling": RopeScaling.from_hugging_face(rope),
+        "rope_scaling": read_rope(rope),
         "eos": token_ids(c["eos_token_id"]),
     }
 
 
-def write(config: "MixtralConfig") -> dict[str, Any]:
+def write(config: MixtralConfig) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
     settings |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     if c.rope_scaling:
-        settings["rope_scaling"] = c.rope_scaling.to_hugging_face()
+        settings["rope_scaling"] = write_rope(c.rope_scaling)
     return settings
 
 
-def tensors(config: "MixtralConfig") -> dict[str, Tensor]:
+def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     layer = "model.layers.{layer}."
     attention, moe = layer + "self_attn.", layer + "block_sparse_moe."
@@ -105,6 +103,6 @@ def tensors(config: "MixtralConfig") -> dict[str, Tensor]:
     return found
 
 
-def duplicates(config: "MixtralConfig") -> dict[str, str]:
+def duplicates(config: MixtralConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}

@@ -1,10 +1,8 @@
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.opt import OPTConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.opt import OPTConfig
 
 BASE_PREFIX = "model."
 
@@ -60,7 +58,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: "OPTConfig") -> dict[str, Any]:
+def write(config: OPTConfig) -> dict[str, Any]:
     c = config
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
@@ -69,7 +67,7 @@ def write(config: "OPTConfig") -> dict[str, Any]:
     return settings | {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
 
 
-def tensors(config: "OPTConfig") -> dict[str, Tensor]:
+def tensors(config: OPTConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     base = "model.decoder."
     positions = base + "embed_positions.weight"
@@ -89,7 +87,7 @@ def tensors(config: "OPTConfig") -> dict[str, Tensor]:
     return found
 
 
-def _layers(config: "OPTConfig", layer: str) -> dict[str, Tensor]:
+def _layers(config: OPTConfig, layer: str) -> dict[str, Tensor]:
     into = "(heads head_dim) width -> width heads head_dim"
     out = "width (heads head_dim) -> heads head_dim width"
     turned = "outputs inputs -> inputs outputs"
@@ -118,6 +116,6 @@ def _norm(leaf: str, name: str) -> dict[str, Tensor]:
     }
 
 
-def duplicates(config: "OPTConfig") -> dict[str, str]:
+def duplicates(config: OPTConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     return {"lm_head.weight": "model.decoder.embed_tokens.weight"} if config.tied else {}

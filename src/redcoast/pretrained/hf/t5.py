@@ -1,12 +1,10 @@
 import dataclasses
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...models.t5 import T5Config
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
-
-if TYPE_CHECKING:
-    from ...models.t5 import T5Config
 
 # A table that the first files have, and that nothing reads.
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
@@ -86,7 +84,7 @@ def _is_scaled(c: dict[str, Any]) -> bool:
     return c["scale_decoder_outputs"]
 
 
-def settle(config: "T5Config", names: Collection[str]) -> "T5Config":
+def settle(config: T5Config, names: Collection[str]) -> T5Config:
     """The configuration for a file that holds tensors of these names.
 
     Whether a head that is not scaled is tied, only the lack of one may say: see `_is_scaled`.
@@ -96,7 +94,7 @@ def settle(config: "T5Config", names: Collection[str]) -> "T5Config":
     return dataclasses.replace(config, tied=True, scale_head=False)
 
 
-def write(config: "T5Config") -> dict[str, Any]:
+def write(config: T5Config) -> dict[str, Any]:
     c = config
     name = {"t5": "T5", "mt5": "MT5"}[c.kind]
     if c.scaled and c.kind == "mt5":
@@ -117,7 +115,7 @@ def write(config: "T5Config") -> dict[str, Any]:
     }
 
 
-def tensors(config: "T5Config") -> dict[str, Tensor]:
+def tensors(config: T5Config) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     found = {"embed": Tensor("shared.weight", "vocab width -> vocab width")}
     found |= _stack(config, "encoder")
@@ -127,7 +125,7 @@ def tensors(config: "T5Config") -> dict[str, Tensor]:
     return found
 
 
-def _stack(config: "T5Config", stack: str) -> dict[str, Tensor]:
+def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     block, leaf = stack + ".block.{layer}.layer.", stack + "/layers/"
     decoder = stack == "decoder"
     mlp = f"{block}{2 if decoder else 1}."
@@ -158,7 +156,7 @@ def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
     return found
 
 
-def duplicates(config: "T5Config") -> dict[str, str]:
+def duplicates(config: T5Config) -> dict[str, str]:
     """Names under which a file may hold a tensor once more."""
     names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     return dict.fromkeys(names + [_HEAD] * config.tied, "shared.weight")

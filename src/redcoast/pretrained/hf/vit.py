@@ -1,16 +1,14 @@
 import dataclasses
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...models.vit import ViTConfig
 from .._settings import REQUIRED, read_settings
 from .._tensors import Tensor, tensor_names
 from ._labels import linear, read_architecture, read_labels, write_labels
-
-if TYPE_CHECKING:
-    from ...models.vit import ViTConfig
 
 _NAMES = {
     "width": "hidden_size",
@@ -70,7 +68,7 @@ def _size(pair: tuple[int, int]) -> int | list[int]:
     return pair[0] if pair[0] == pair[1] else list(pair)
 
 
-def write(config: "ViTConfig") -> dict[str, Any]:
+def write(config: ViTConfig) -> dict[str, Any]:
     c = config
     name = next(name for name, head in _HEADS.items() if head == c.head)
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
@@ -79,14 +77,14 @@ def write(config: "ViTConfig") -> dict[str, Any]:
     return settings | {"architectures": [name], "model_type": "vit"}
 
 
-def settle(config: "ViTConfig", names: Collection[str]) -> "ViTConfig":
+def settle(config: ViTConfig, names: Collection[str]) -> ViTConfig:
     """The configuration of files with tensors of these names: settings do not say whether there
     is a pooler."""
     pooler = config.head is None and any(name.endswith("pooler.dense.weight") for name in names)
     return dataclasses.replace(config, pooler=pooler)
 
 
-def tensors(config: "ViTConfig") -> dict[str, Tensor]:
+def tensors(config: ViTConfig) -> dict[str, Tensor]:
     """The published tensors that each array is made of."""
     base = "vit." if config.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
@@ -126,7 +124,7 @@ def _pair_of(leaf: str, suffix: str, name: str, pattern: str) -> dict[str, Tenso
     return {leaf: Tensor(name + ".weight", pattern), leaf + suffix: bias}
 
 
-def duplicates(config: "ViTConfig") -> dict[str, str]:
+def duplicates(config: ViTConfig) -> dict[str, str]:
     """Names under which a file may hold a tensor instead."""
     if config.head:
         return {}
@@ -135,6 +133,6 @@ def duplicates(config: "ViTConfig") -> dict[str, str]:
     return {"vit." + name: name for name in names}
 
 
-def example_inputs(config: "ViTConfig", rows: int) -> tuple[Any, ...]:
+def example_inputs(config: ViTConfig, rows: int) -> tuple[Any, ...]:
     """Abstract arguments of a call, from which it can be planned."""
     return (jax.ShapeDtypeStruct((rows, config.channels, *config.image), jnp.float32),)

@@ -1,0 +1,37 @@
+"""How `config.json` says that rotary embeddings are scaled."""
+
+from typing import Any
+
+from ...models._rotary import RopeScaling
+
+
+def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
+    """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`."""
+    settings = {k: v for k, v in (settings or {}).items() if k != "rope_theta"}
+    kinds = [settings.pop(name, "default") for name in ("rope_type", "type")]
+    kind = next((kind for kind in kinds if kind != "default"), "default")
+    names = {"factor": "factor"}
+    if kind == "llama3":
+        names |= {"low_freq_factor": "low", "high_freq_factor": "high"}
+        names |= {"original_max_position_embeddings": "original"}
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(
+            f"The setting `rope_scaling` is of the kind {kind!r}; known are 'default', "
+            "'linear' and 'llama3'."
+        )
+    if unknown := settings.keys() - names.keys():
+        raise ValueError(f"`rope_scaling` has settings that are not known: {sorted(unknown)}.")
+    if kind == "default":
+        return None
+    if missing := names.keys() - settings.keys():
+        raise ValueError(f"`rope_scaling` of the kind {kind!r} needs {sorted(missing)}.")
+    return RopeScaling(kind, **{names[name]: value for name, value in settings.items()})
+
+
+def write_rope(scaling: RopeScaling) -> dict[str, Any]:
+    """The setting `rope_scaling` of a `config.json`."""
+    settings = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        settings |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        settings |= {"original_max_position_embeddings": scaling.original}
+    return settings

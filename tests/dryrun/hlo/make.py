@@ -1,7 +1,7 @@
 """Writes the HLO that `test_hlo.py` reads, from compilers for hardware that is not there.
 
-    pip install "redcoast[tpu]" && python tests/hlo/make.py v4 && python tests/hlo/make.py v5e
-    pip install "redcoast[cuda12]" && python tests/hlo/make.py a100
+    pip install "redcoast[tpu]" && cd tests/dryrun/hlo && python make.py v4 && python make.py v5e
+    pip install "redcoast[cuda12]" && python tests/dryrun/hlo/make.py a100
 
 The text is what `compiled.as_text()` returns, less the computations that hold no collective and
 count no loop, and less attributes that say nothing about either.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments/benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "experiments/benchmarks"))
 
 import jax
 import jax.numpy as jnp

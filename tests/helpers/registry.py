@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import EXPERIMENTS
 
 CACHE = Path.home() / ".cache" / "redcoast"
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
 def smollm2() -> Path:

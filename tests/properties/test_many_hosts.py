@@ -1,17 +1,17 @@
 """A run of several processes is the run of one, and all of them hear of what goes wrong in one."""
 
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from paths import HELPERS
 from processes import Finished, run_processes
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
 
-PROGRAMS = Path(__file__).parent / "hosts"
+PROGRAMS = HELPERS / "hosts"
 EXAMPLES = 50
 
 

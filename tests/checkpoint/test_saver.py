@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from paths import HELPERS
 
 import redcoast as rc
 from redcoast.checkpoint._policy import saved_steps
@@ -81,7 +82,7 @@ def runs():
         base.mkdir()
         result = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(base)],
-            cwd=Path(__file__).parent,
+            cwd=HELPERS,
             capture_output=True,
             text=True,
             timeout=900,

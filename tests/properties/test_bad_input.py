@@ -4,10 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from bad_inputs import ROWS
+from paths import HELPERS
 
 import redcoast as rc
 from redcoast import lora, losses
@@ -19,7 +19,7 @@ CASES = [(name, i) for name, rows in ROWS.items() for i in range(len(rows))]
 def results(tmp_path_factory):
     """What each row raises in a process of its own, where no types are checked."""
     directory = tmp_path_factory.mktemp("bad")
-    command = [sys.executable, str(Path(__file__).with_name("bad_inputs.py")), str(directory)]
+    command = [sys.executable, str(HELPERS / "bad_inputs.py"), str(directory)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
@@ -40,7 +40,7 @@ def test_there_are_many_and_of_every_public_function():
     public = {n for n in vars(rc) if not n.startswith("_") and callable(getattr(rc, n))}
     public |= {f"lora.{n}" for n in vars(lora) if callable(getattr(lora, n))}
     public |= {f"losses.{n}" for n in vars(losses) if n.endswith("cross_entropy")}
-    text = "".join(p.read_text() for p in Path(__file__).parent.glob("bad_*.py"))
+    text = "".join(p.read_text() for p in HELPERS.glob("bad_*.py"))
     # These take nothing that could be bad, or are made by the functions above.
     without = {
         "Plan",

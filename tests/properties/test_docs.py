@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from paths import ROOT
 from problem import batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
 
-ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
 README = (ROOT / "README.md").read_text("utf-8")
 # These show something of one line or of an attribute, and have no example of their own.

@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from paths import HELPERS
 
 
 @pytest.mark.parametrize(
@@ -20,7 +18,12 @@ def test_damaged_files(seconds, seed):
     arguments = [str(seconds)] if seed is None else [str(seconds), str(seed)]
     command = [sys.executable, "fuzz_readers.py", *arguments]
     result = subprocess.run(
-        command, cwd=HERE, capture_output=True, text=True, errors="replace", timeout=seconds + 900
+        command,
+        cwd=HELPERS,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds + 900,
     )
     print(result.stdout)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]

@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tyro
+from paths import EXPERIMENTS
 from PIL import Image
 from processes import run_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +21,7 @@ import redcoast as rc
 from redcoast.loop._stop import STOPPED
 from redcoast.models import Llama, LlamaConfig
 
-FOLDER = Path(__file__).parents[1] / "experiments"
+FOLDER = EXPERIMENTS
 SMALL = ["--width", "32", "--layers", "2", "--seq", "16", "--batch-size", "8"]
 
 

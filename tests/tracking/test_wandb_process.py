@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from paths import HELPERS
 
 from redcoast.tracking._run import RunInfo
 from redcoast.tracking._wandb import wandb_logger
@@ -188,7 +189,7 @@ def services():
 def test_a_killed_service_costs_no_step_and_loses_no_line(tmp_path):
     code = KILLED.replace("DIRECTORY", repr(str(tmp_path)))
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-    path = f"{Path(__file__).parent}"
+    path = f"{HELPERS}{os.pathsep}{Path(__file__).parent}"
     result = run_python(code, environment={**environment, "PYTHONPATH": path})
     assert result.returncode == 0, result.stderr
     in_calls, in_all = map(float, result.stdout.split()[-2:])

@@ -1,27 +1,20 @@
 """Models with weights by a formula give what `transformers` gave; `parity/make_fixtures.py` made
 the figures."""
 
-import gzip
-import itertools as it
 import json
-from pathlib import Path
 
 import equinox as eqx
 import numpy as np
 import pytest
 from published import apply, make_batch, rows_of, sample, write_weights
+from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 
-FILES = sorted((Path(__file__).parent / "fixtures").glob("*.json.gz"))
-FIXTURES = dict(
-    it.chain(*(json.loads(gzip.decompress(file.read_bytes())).items() for file in FILES))
-)
 
-
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", STORED_OUTPUTS)
 def test_outputs_are_those_of_transformers(name, tmp_path):
-    case = FIXTURES[name]
+    case = STORED_OUTPUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(case["settings"]))
     write_weights(tmp_path, case["tensors"])
     model = rc.load_pretrained(tmp_path)

@@ -1,5 +1,8 @@
 """Automatic distributed training and inference of any PyTree model, in plain functions."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .checkpoint._policy import Checkpoints as Checkpoints
 from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
 from .checkpoint._tree import load_checkpoint as load_checkpoint
@@ -32,3 +35,19 @@ from .train._schedule import learning_rate_schedule as learning_rate_schedule
 from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
+
+if TYPE_CHECKING:
+    from . import lora as lora
+    from . import losses as losses
+    from . import models as models
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use, so that `import redcoast` costs little more than its libraries.
+    if name in ("lora", "losses", "models"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "lora", "losses", "models"])

@@ -14,6 +14,7 @@ import pytest
 from redcoast.core._pytree import leaf_paths
 from redcoast.models import Llama, LlamaConfig
 from redcoast.pretrained._match import layout_of, needed_shapes
+from redcoast.pretrained._registry import write_config
 from redcoast.pretrained._safetensors import write_safetensors
 
 LARGEST = 10_000 * 2048 * 4
@@ -22,9 +23,7 @@ import json, sys
 from pathlib import Path
 import jax, numpy as np
 import redcoast as rc
-from redcoast.pretrained import fill_device, load
-from redcoast.pretrained._registry import family_of
-from redcoast.pretrained._registry import write_config
+from redcoast.pretrained import _load as load, _read_to_device as fill_device
 
 # What goes to an accelerator in pieces stays in the host's memory here, too.
 if sys.argv[3] == "as accelerators":
@@ -59,9 +58,7 @@ def gigabyte(tmp_path_factory):
         vocab=10_000, width=2048, layers=5, heads=16, kv_heads=16, hidden=5504, tied=True
     )
     abstract = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    shapes = needed_shapes(
-        layout_of(family_of(config), config), leaf_paths(abstract, jax.ShapeDtypeStruct)
-    )
+    shapes = needed_shapes(layout_of(config), leaf_paths(abstract, jax.ShapeDtypeStruct))
     kinds = {name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()}
     arrays = (ramp(name, shape) for name, shape in shapes.items())
     write_safetensors(path / "model.safetensors", kinds, arrays)

@@ -19,7 +19,7 @@ from redcoast.pretrained import _load as loading
 from redcoast.pretrained._match import Layout, layout_of, match, needed_shapes
 from redcoast.pretrained._read_to_device import fill_device
 from redcoast.pretrained._read_to_host import fill_host
-from redcoast.pretrained._registry import family_of, read_config, write_config
+from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained._safetensors import read_safetensors
 
 SETTINGS = {
@@ -253,7 +253,7 @@ def test_all_that_does_not_fit_is_listed_at_once(directory):
 def test_a_base_alone_with_buffers_and_a_head_that_is_tied(tmp_path):
     config = GPT2Config(vocab=24, width=16, layers=2, heads=4, hidden=32, positions=8)
     abstract = eqx.filter_eval_shape(GPT2, config, key=jax.random.key(0))
-    shapes = needed_shapes(layout_of(family_of(config), config), leaves_of(abstract))
+    shapes = needed_shapes(layout_of(config), leaves_of(abstract))
     write(tmp_path / "whole", shapes, write_config(config))
     model = rc.load_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"

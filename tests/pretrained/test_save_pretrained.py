@@ -40,6 +40,7 @@ from redcoast.models import (
     ViT,
     ViTConfig,
 )
+from redcoast.pretrained._registry import write_config
 from redcoast.pretrained._safetensors import write_safetensors
 
 CONFIG = LlamaConfig(vocab=96, width=64, layers=3, heads=8, kv_heads=4, hidden=128, eos=(2,))
@@ -239,8 +240,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address, rank, source, path = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 import redcoast as rc
-from redcoast.pretrained import save as saving
-from redcoast.pretrained._registry import write_config
+from redcoast.pretrained import _save as saving
 written, write = [], saving.write_safetensors
 saving.write_safetensors = lambda file, *rest: (written.append(file.name), write(file, *rest))
 mesh = rc.make_mesh(fsdp=2, model=2)

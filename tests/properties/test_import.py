@@ -1,8 +1,16 @@
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("wandb", "orbax", "grain", "safetensors", "gguf", "tyro", "tqdm", "matplotlib")
-OURS = ("_sharding.rules", "_sharding.report.table", "_generate.prefill", "_pretrained.load")
+OURS = (
+    "sharding.heuristic",
+    "sharding.report._table",
+    "generate._prompt",
+    "pretrained._load",
+    "models",
+)
 
 
 def run(program):
@@ -50,3 +58,17 @@ def test_nothing_else_is_public():
 
     assert redcoast.make_mesh.__module__ == "redcoast.distributed._mesh"
     assert not hasattr(redcoast, "Static")
+
+
+def test_submodules_need_no_import_of_their_own():
+    program = "import redcoast as rc; print(rc.models.GPT2.__name__, rc.losses, rc.lora.merge)"
+    assert run(program).startswith("GPT2 <module")
+    complete = "import redcoast as rc; print({'models', 'losses', 'lora'} <= set(dir(rc)))"
+    assert run(complete).strip() == "True"
+
+
+def test_a_name_that_there_is_not():
+    import redcoast
+
+    with pytest.raises(AttributeError, match="'redcoast' has no attribute 'modells'"):
+        redcoast.modells  # noqa: B018

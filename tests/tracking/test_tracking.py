@@ -146,9 +146,10 @@ def test_code_version_without_git(tmp_path, monkeypatch):
 def test_importing_costs_neither_wandb_nor_tqdm():
     code = """
 import sys
-import redcoast, redcoast.tracking._wandb, redcoast.tracking._run, redcoast.tracking._progress, redcoast.tracking._jsonl
-redcoast.tracking._wandb.wandb_logger(project="p")
-redcoast.tracking._progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
+import redcoast
+from redcoast.tracking import _jsonl, _progress, _run, _wandb
+_wandb.wandb_logger(project="p")
+_progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
 print(sorted({"wandb", "tqdm"} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

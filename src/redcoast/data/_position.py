@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
 
 from ..core._errors import check_integer, listed, noting
-from ..train._step import TrainState
 from ._batches import Batch, CollateFn, by_epoch, is_stream, stream_batches, training_batches
 from ._permutation import data_seed, shuffled
 from ._stream_state import decode_stream_state
@@ -33,7 +33,7 @@ class Course(NamedTuple):
 
 def plan_course(
     examples: Any,
-    state: TrainState,
+    step: int,
     saved: dict[str, Any],
     batch_size: int,
     epochs: int | None,
@@ -50,7 +50,6 @@ def plan_course(
         raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
     if epochs is not None and stream:
         raise ValueError("A stream has no epochs. Pass `steps`, or nothing to train to its end.")
-    step = int(state.step)
     length = None if stream else by_epoch(examples)[1]
     guess = _position(step, batch_size, length if epochs else None)
     data = saved.get("data", {"position": guess, "length": length})
@@ -80,7 +79,7 @@ def plan_course(
 def course_batches(
     examples: Any,
     collate_fn: CollateFn,
-    state: TrainState,
+    key: PRNGKeyArray,
     saved: dict[str, Any],
     course: Course,
     batch_size: int,
@@ -89,7 +88,7 @@ def course_batches(
     """The batches of the run, from where it begins."""
     where = {
         "batch_size": batch_size,
-        "seed": data_seed(state.key),
+        "seed": data_seed(key),
         "start": course.position,
         "stop": course.last_position,
         "mesh": mesh,
@@ -112,13 +111,13 @@ def _numbered(batches: Iterator[Batch], step: int) -> Generator[Batch, None, Non
         yield batch
 
 
-def batch_examples(course: Course, batch: Batch, state: TrainState) -> tuple[list[int], str]:
+def batch_examples(course: Course, batch: Batch, key: PRNGKeyArray) -> tuple[list[int], str]:
     """Which examples a batch holds: their indices, or positions in a stream; and in words."""
     positions = np.arange(batch.position - batch.rows, batch.position, dtype=np.int64)
     if course.length is None:
         at = positions.tolist()
         return at, f"The batch held the examples {at[0]} to {at[-1]} of the stream."
-    epochs, indices = shuffled(positions, course.length, data_seed(state.key))
+    epochs, indices = shuffled(positions, course.length, data_seed(key))
     which = " and ".join(map(str, sorted(set(epochs.tolist()))))
     return indices.tolist(), (
         f"The batch held the examples with indices {listed(indices.tolist())} of epoch {which}."

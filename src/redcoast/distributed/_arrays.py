@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..core._donation import refuse_deleted
 from ._mesh import batch_sharding
 
 
@@ -92,6 +93,24 @@ def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Arr
     # Not `device_put`, which has all processes compare their values each time.
     host = _on_host(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
+    """Puts the arrays of a tree where the shardings say; what is no array stays."""
+    refuse_deleted(
+        tree,
+        "The model, or the state that it is a part of,",
+        "Pass that of the state that the last step returned, or a copy made before the step.",
+    )
+    leaves, structure = jax.tree.flatten(tree)
+    places = structure.flatten_up_to(shardings)
+    alias = False if copy else None
+    return structure.unflatten(
+        [
+            leaf if place is None else put(leaf, place, may_alias=alias)
+            for leaf, place in zip(leaves, places, strict=True)
+        ]
+    )
 
 
 def whole(x: Any) -> np.ndarray:

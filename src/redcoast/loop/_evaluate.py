@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._donation import refuse_deleted
 from ..core._errors import check_functions, noting
 from ..data._batches import Batch, CollateFn, count_examples, ordered_batches
-from ..distributed._arrays import own_rows, put
+from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._kv_store import agree, is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
@@ -368,24 +367,6 @@ def _one_behind(
             under_way = result
         if under_way is not None:
             yield under_way
-
-
-def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
-    """Puts the arrays of a tree where the shardings say; what is no array stays."""
-    refuse_deleted(
-        tree,
-        "The model, or the state that it is a part of,",
-        "Pass that of the state that the last step returned, or a copy made before the step.",
-    )
-    leaves, structure = jax.tree.flatten(tree)
-    places = structure.flatten_up_to(shardings)
-    alias = False if copy else None
-    return structure.unflatten(
-        [
-            leaf if place is None else put(leaf, place, may_alias=alias)
-            for leaf, place in zip(leaves, places, strict=True)
-        ]
-    )
 
 
 def check_batch_size(batch_size: int) -> None:

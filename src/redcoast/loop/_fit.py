@@ -202,7 +202,7 @@ def fit(
             places = plan.shardings
             restored = restore_newest(checkpoints, abstract, places) if checkpoints else None
             state, saved = restored or (make(places), {})
-        course = plan_course(examples, state, saved, batch_size, epochs, steps)
+        course = plan_course(examples, int(state.step), saved, batch_size, epochs, steps)
         warn_of_repeats(course, batch_size)
         validation = make_validation(
             eval_examples,
@@ -232,7 +232,9 @@ def fit(
             logs = start_loggers(log, run, stack) if is_main() else []
             votes = Votes(mesh, stopping)
             reader = MetricsReader(logs, stack.enter_context(bar), max_skipped=max_skipped)
-            batches = course_batches(examples, collate_fn, state, saved, course, batch_size, mesh)
+            batches = course_batches(
+                examples, collate_fn, state.key, saved, course, batch_size, mesh
+            )
             split = ft.partial(microbatches, batch_size=batch_size, accumulate=accumulate)
             return _loop(
                 state,

@@ -47,7 +47,7 @@ def check_finite(
     failure = reader.failure(step)
     if failure is None:
         return
-    indices, words = batch_examples(course, batch, state)
+    indices, words = batch_examples(course, batch, state.key)
     trained = step - reader.skipped > course.step
     try:
         count = microbatches(batch.rows)

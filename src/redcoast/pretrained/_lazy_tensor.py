@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from ._tensors import Tensor
+
 Box = tuple[slice, ...]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 ALIGNMENT = 64
 
 
@@ -33,17 +37,26 @@ class Stored:
         return out
 
 
+@dataclass(frozen=True)
+class Source:
+    """A published model.
+
+    - `settings`: of a `config.json`, or what corresponds to it.
+    - `stored`: the tensors, by name.
+    - `table`: what the arrays of the model are made of, if not what the model itself says.
+    """
+
+    settings: dict[str, Any]
+    stored: dict[str, Stored]
+    table: dict[str, Tensor] | None = None
+
+
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array in memory so aligned that a CPU device takes it as it is, without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-Box = tuple[slice, ...]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box]:

@@ -42,7 +42,7 @@ def load(
     abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
-    layout = layout_of(family, config) if source.table is None else Layout(source.table)
+    layout = layout_of(config) if source.table is None else Layout(source.table)
     stored = match(layout, needed_shapes(layout, arrays), source.stored, path)
     dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
     leaves, static = split(abstract)

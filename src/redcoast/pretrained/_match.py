@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._lazy_tensor import Box, Stored, split_box
-from ._registry import Family
+from ._registry import hf_names
 from ._tensors import Tensor, tensor_names, tensor_shape
 
 COMPARED_BYTES = 2**22
@@ -35,15 +35,16 @@ class Layout:
     zeros: tuple[str, ...] = ()
 
 
-def layout_of(family: Family, config: Any) -> Layout:
+def layout_of(config: Any) -> Layout:
     """The layout of a model of `redcoast.models`."""
-    duplicates = getattr(family.hf, "duplicates", None)
+    names = hf_names(config)
+    duplicates = getattr(names, "duplicates", None)
     return Layout(
-        family.hf.tensors(config),
-        getattr(family.hf, "BASE_PREFIX", ""),
-        tuple(getattr(family.hf, "BUFFERS", ())),
+        names.tensors(config),
+        getattr(names, "BASE_PREFIX", ""),
+        tuple(getattr(names, "BUFFERS", ())),
         duplicates(config) if duplicates else {},
-        tuple(getattr(family.hf, "ZEROS", ())),
+        tuple(getattr(names, "ZEROS", ())),
     )
 
 

@@ -47,6 +47,11 @@ def family_of(model_or_config: Any) -> Family | None:
     return _BY_CLASS.get(type(model_or_config))
 
 
+def hf_names(config: Any) -> ModuleType:
+    """The module of `hf` for a configuration of `redcoast.models`."""
+    return _BY_CLASS[type(config)].hf
+
+
 def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
     """The configuration that a parsed `config.json` describes, of a given class.
 
@@ -59,7 +64,7 @@ def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
 
 def write_config(config: Any) -> dict[str, Any]:
     """The settings of a `config.json` for a configuration."""
-    return _BY_CLASS[type(config)].hf.write(config)
+    return hf_names(config).write(config)
 
 
 def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:

@@ -28,15 +28,14 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
     """Writes a model; see `save_pretrained`."""
-    family = family_of(model)
-    if family is None:
+    if family_of(model) is None:
         raise ValueError(
             f"`save_pretrained` saves models of `redcoast.models`, and not a "
             f"{type(model).__name__}. `rc.save_checkpoint` saves any tree."
         )
     leaves = _check_model(model)
     _check_free(path)
-    layout = layout_of(family, model.config)
+    layout = layout_of(model.config)
     parts = parts_of(layout.table, leaves)
     needed = needed_shapes(layout, leaves)
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}

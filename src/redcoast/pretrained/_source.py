@@ -1,16 +1,14 @@
 """What stands at a path: settings, and tensors in files."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..core._json import read_json
 from ._files import file_inside
-from ._lazy_tensor import Stored
+from ._lazy_tensor import Source, Stored
 from ._safetensors import read_safetensors
-from ._tensors import Tensor
 
 COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
 COUNTS += ("decoder_layers", "vision_layers")
@@ -46,20 +44,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SETTINGS = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A published model.
-
-    - `settings`: of a `config.json`, or what corresponds to it.
-    - `stored`: the tensors, by name.
-    - `table`: what the arrays of the model are made of, if not what the model itself says.
-    """
-
-    settings: dict[str, Any]
-    stored: dict[str, Stored]
-    table: dict[str, Tensor] | None = None
 
 
 def open_source(path: Path) -> Source:

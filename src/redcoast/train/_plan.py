@@ -15,9 +15,8 @@ from ..core._pytree import partition_trainable
 from ..core._tracing import abstract_key
 from ..data._batches import CollateFn, by_epoch, collate, count_examples, fetch, is_stream
 from ..data._permutation import example_generators
-from ..distributed._arrays import own_rows, put
+from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._mesh import batch_shards
-from ..loop._evaluate import place_tree
 from ..sharding import Hardware, Plan, plan_shardings
 from ._coupled import find_coupled, warn_of_batches, warn_of_microbatches
 from ._loss import LossFn, evaluate_loss

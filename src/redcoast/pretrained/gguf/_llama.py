@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._source import Source
+from .._lazy_tensor import Source
 from .._tensors import Tensor
 from ._file import GGUF, read_gguf
 

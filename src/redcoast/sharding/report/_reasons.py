@@ -129,10 +129,10 @@ def _relative(members: Members) -> Any:
     """The same for two sets if their paths differ only by where they are in lists of layers."""
     paths = [(re.split(r"(\d+)", leaf.name), leaf.shape, d) for leaf, d in members]
     least: dict[tuple[str, ...], int] = {}
-    for parts, _, _ in paths:
-        for place in range(1, len(parts), 2):
-            key = tuple(parts[:place:2])
-            least[key] = min(least.get(key, int(parts[place])), int(parts[place]))
+    for pieces, _, _ in paths:
+        for place in range(1, len(pieces), 2):
+            key = tuple(pieces[:place:2])
+            least[key] = min(least.get(key, int(pieces[place])), int(pieces[place]))
     return tuple(sorted((*_from(parts, least), shape, d) for parts, shape, d in paths))
 
 

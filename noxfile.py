@@ -105,11 +105,12 @@ def dryrun_cuda(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, formatting and types."""
+    """Style, formatting, types, and which folder may import which."""
     install(session, "tests", "lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("pyright")
+    session.run("lint-imports", "--no-cache")
 
 
 @nox.session

@@ -105,7 +105,7 @@ def test_equals_a_loop_by_hand():
         jax.value_and_grad(lambda p, b: loss_fn(eqx.combine(p, static), b, None)[0])
     )
     by_hand = []
-    by_rows = sorted(seen[:5], key=seen.index)
+    by_rows = sorted(seen[1:6], key=seen.index)  # the first batch was made for its shapes
     for rows in by_rows:
         loss, grads = value_and_grad(params, collate_fn([EXAMPLES[i] for i in rows]))
         with jax.numpy_dtype_promotion("standard"):
@@ -248,7 +248,9 @@ def test_streams_end_and_resume(tmp_path):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="no epochs"):
         train(Stream(EXAMPLES[:70]), epochs=1)
-    with pytest.raises(ValueError, match="began with a stream and cannot go on with examples"):
+    with pytest.raises(
+        ValueError, match="started with a stream and cannot be resumed with examples"
+    ):
         train(EXAMPLES, steps=9, checkpoints=rc.Checkpoints(tmp_path))
     with pytest.raises(ValueError, match="gave no example"):
         train(Stream([]), steps=3)
@@ -388,7 +390,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
     [
         ({"examples": []}, ValueError, "`examples` is empty"),
         ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"steps": 2, "epochs": 2}, ValueError, "pass one"),
+        ({"steps": 2, "epochs": 2}, ValueError, "pass one of them"),
         ({"steps": 0}, ValueError, "`steps` is 0"),
         ({"eval_every": 3}, ValueError, "eval_examples"),
         ({"eval_every": 0, "eval_examples": EXAMPLES[:9]}, ValueError, "eval_every"),

@@ -10,9 +10,9 @@ from test_errors import EXAMPLES, ONE, fit, notes, saved
 import redcoast as rc
 from redcoast.loop import _errors as _memory
 from redcoast.loop import _fit
+from redcoast.loop._setup import starting_state
 from redcoast.loop._validation import Validation
 from redcoast.train._compile import CompiledStep
-from redcoast.train._plan import starting_state
 
 
 def out_of_memory(monkeypatch, at):
@@ -53,7 +53,7 @@ def test_out_of_memory_before_the_first_step_is_explained_too(monkeypatch, name)
 
     if name == "starting_state":
         made = starting_state
-        monkeypatch.setattr(_fit, name, lambda *args: (made(*args)[0], fail))
+        monkeypatch.setattr(_fit, name, lambda *args: (*made(*args)[:2], fail))
     else:
         monkeypatch.setattr(Validation, name, fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ran out of memory. On the mesh"):

@@ -83,6 +83,16 @@ def saved_steps(checkpoints: Checkpoints) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
+def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
+    """A sentence that says where the newest checkpoint of a run is."""
+    steps = []
+    with contextlib.suppress(OSError):
+        steps = saved_steps(checkpoints) if checkpoints else []
+    if not steps or not checkpoints:
+        return "There is no checkpoint."
+    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
+
+
 def restore_newest(
     checkpoints: Checkpoints, like: PyTree, shardings: PyTree
 ) -> tuple[PyTree, dict[str, Any]] | None:

@@ -1,344 +1,304 @@
-"""From raw examples to batches on the devices, a few ahead of the step."""
+"""The batches of a training run: an iterator whose state can be saved and restored."""
 
+import contextlib
 import functools as ft
-import inspect
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PyTree, UInt64
+from jaxtyping import PRNGKeyArray, PyTree, UInt64
 
-from ..core._errors import noting
-from ..distributed._arrays import own_rows, place_rows
-from ..distributed._heartbeat import doing
-from ..distributed._mesh import batch_shards
-from ._permutation import batch_indices, example_generators
-from ._stream_state import encode_stream_state
+from ..core._errors import check_functions, check_integer, check_key, listed, noting
+from ..distributed._arrays import own_rows
+from ..distributed._mesh import ambient_or_default
+from ._collate import CollateFn, collate
+from ._loading import Loaded, stream_batches, training_batches
+from ._permutation import data_seed, example_generators, shuffled
+from ._prefetch import with_last
+from ._sources import by_epoch, decode_stream_state, fetch, is_stream
 
-T = TypeVar("T")
-U = TypeVar("U")
-CollateFn = Callable[..., PyTree]
-ARRAYS = (np.ndarray, jax.Array)
-AHEAD = 4
-CHEAP = 0.2e-3  # seconds
-WORKERS = 2
+logger = logging.getLogger("redcoast")
 
 
 class Batch(NamedTuple):
+    """A batch on the devices, and where it is in the run.
+
+    **Attributes:**
+
+    - `arrays`: what `collate_fn` returned, on the devices: a PyTree, batch dimension first.
+    - `rows`: the number of examples.
+    - `step`: the number of the step that trains on it; the first step is 1.
+    - `epoch_end`: whether it reaches the end of an epoch.
+    - `last`: whether it is the last batch of the run.
+    - `state`: the state of the data after this batch, as [`redcoast.Batches`][] restores it.
+    """
+
     arrays: PyTree
     rows: int
-    position: int  # of the run, behind this batch
-    stream: Any = None  # the state of the stream behind this batch
+    step: int
+    epoch_end: bool
+    last: bool
+    state: dict[str, Any]
 
 
-def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Batches, and whether each is the last: the next is at hand already."""
-    before: list[T] = []
-    batches = iter(batches)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            break
-        except Exception:
-            if before:  # it is whole, whatever has become of the next
-                yield before.pop(), False
-            raise
-        if before:
-            yield before.pop(), False
-        before.append(batch)
-    if before:
-        yield before.pop(), True
+class Batches:
+    """What [`redcoast.batches`][] returns: an iterator over [`redcoast.Batch`][]es.
 
+    **Attributes:**
 
-def is_stream(examples: Any) -> bool:
-    """Whether examples come one by one, from an iterator whose state can be saved (Grain's)."""
-    return all(hasattr(examples, name) for name in ("__next__", "get_state", "set_state"))
+    - `batch_size`: the number of examples in a batch; only the last batch of a run may have fewer.
+    - `mesh`: the mesh that batches are placed on.
+    """
 
+    def __init__(
+        self,
+        examples: Any,
+        collate_fn: CollateFn,
+        *,
+        batch_size: int,
+        key: PRNGKeyArray,
+        mesh: Mesh,
+        epochs: int | None,
+        steps: int | None,
+    ):
+        self.batch_size, self.mesh = batch_size, mesh
+        self._examples, self._collate_fn = examples, collate_fn
+        self._epochs, self._steps = epochs, steps
+        self._length = None if is_stream(examples) else by_epoch(examples)[1]
+        self._state: dict[str, Any] = {}
+        self._loading: Iterator[tuple[Loaded, bool]] | None = None
+        self._threads = contextlib.ExitStack()
+        self.set_state({"step": 0, "seed": data_seed(key).tolist()})
 
-def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], Any], int]:
-    """A function from the epoch to the examples, and how many there are in each."""
-    if isinstance(examples, Mapping):
-        raise TypeError(
-            f"`{name}` is a {type(examples).__name__}, whose items are columns. It must give one "
-            "example for an index: a list of dicts, say, or a dataset."
+    @property
+    def step(self) -> int:
+        """The number of batches taken so far, in earlier runs too."""
+        return self._state["step"]
+
+    @property
+    def steps(self) -> int | None:
+        """The number of the last step; `None` for a stream that is read to its end."""
+        return self._end()[0]
+
+    @property
+    def length(self) -> int | None:
+        """The number of examples in an epoch; `None` for a stream."""
+        return self._length
+
+    @property
+    def rows_left(self) -> int | None:
+        """The number of examples left in the run; `None` for a stream that is read to its end."""
+        end = self._end()[1]
+        return None if end is None else max(0, end - self._state["position"])
+
+    @ft.cached_property
+    def spec(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of a full batch. Collates one batch, once, and consumes none."""
+        abstract = lambda x: jax.ShapeDtypeStruct(
+            (self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
         )
-    if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
-        return lambda epoch: examples, _length(examples, name)
-    if not callable(examples):
-        raise TypeError(
-            f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
-            "(a list, an array, a dataset), be a function from the epoch to such a thing, or be "
-            "an iterator with `get_state` and `set_state`, as Grain's are."
-        )
-    make: Callable[[int], Any] = examples
-    length = _length(make(0), f"{name}(0)")
+        return jax.tree.map(abstract, self.peek())
 
-    @ft.lru_cache(maxsize=2)  # a batch may span two epochs
-    def of_epoch(epoch: int) -> Any:
-        found = make(epoch)
-        if len(found) != length:
+    def peek(self) -> PyTree[np.ndarray]:
+        """The rows of an early batch that this process holds, on the host. Consumes none."""
+        own = own_rows(self.mesh, self.batch_size)
+        if self._length is None:
+            state = self._examples.get_state()
+            found = [x for _, x in zip(range(self.batch_size), self._examples, strict=False)]
+            self._examples.set_state(state)
+            if not found:
+                raise ValueError(_EMPTY)
+            found = [found[i % len(found)] for i in own]
+        else:
+            of_epoch, length = by_epoch(self._examples)
+            found = fetch(of_epoch(0), [i % length for i in own])
+        rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
+        return collate(self._collate_fn, found, own, rngs)
+
+    def get_state(self) -> dict[str, Any]:
+        """The state after the batch that was returned last, as JSON can hold it."""
+        return dict(self._state)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the batch whose state is given.
+
+        **Arguments:**
+
+        - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` alone stands for a run of
+            `n` full batches in the order of `key`.
+
+        **Raises:**
+
+        `ValueError` if the state is of a stream and the examples are not, or the other way round.
+        """
+        step, length = state["step"], self._length
+        guess = _position(step, self.batch_size, length if self._epochs else None)
+        before = state.get("length", length)
+        if (before is None) != (length is None):
+            now, then = ("a stream", "examples with an index")[:: 1 if length is None else -1]
             raise ValueError(
-                f"`{name}({epoch})` has {len(found)} examples, but `{name}(0)` has {length}. "
-                "Every epoch must have the same number."
+                f"The run was started with {then} and cannot be resumed with {now}. Pass the same "
+                "kind of `examples`, or choose another directory to start a new run."
             )
-        return found
+        if before != length:
+            logger.warning(
+                "The run was started with %s examples in an epoch and is resumed with %s: the "
+                "order of the data differs from here on.",
+                *(before, length),
+            )
+        stream = state.get("stream")
+        if length is None and stream is not None:
+            self._examples.set_state(decode_stream_state(stream))
+        position = state.get("position", guess)
+        self.close()
+        seed = state.get("seed") or self._state["seed"]
+        self._state = {"step": step, "seed": seed, "position": position, "length": length}
+        self._state["stream"] = stream
 
-    return of_epoch, length
+    def examples_of(self, batch: Batch) -> tuple[list[int], str]:
+        """Which examples a batch holds: their indices (positions in a stream), and a sentence."""
+        end = batch.state["position"]
+        positions = np.arange(end - batch.rows, end, dtype=np.int64)
+        if self._length is None:
+            at = positions.tolist()
+            return at, f"The batch held the examples {at[0]} to {at[-1]} of the stream."
+        epochs, indices = shuffled(positions, self._length, self._seed())
+        which = " and ".join(map(str, sorted(set(epochs.tolist()))))
+        return indices.tolist(), (
+            f"The batch held the examples with indices {listed(indices.tolist())} of epoch {which}."
+        )
+
+    def close(self) -> None:
+        """Ends the threads that prepare batches; the next batch starts them again."""
+        self._loading = None
+        self._threads.close()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._loading is None:
+            self._loading = self._load()
+        step = self.step + 1
+        with noting(f"Raised while the batch of step {step} was made."):
+            found = next(self._loading, None)
+        if found is None:
+            self._check_end()
+            raise StopIteration
+        loaded, last = found
+        before, length = self._state["position"], self._length
+        epoch_end = length is not None and loaded.position // length > before // length
+        self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
+        return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
+
+    def _load(self) -> Iterator[tuple[Loaded, bool]]:
+        options: Any = {
+            "batch_size": self.batch_size,
+            "seed": self._seed(),
+            "start": self._state["position"],
+            "stop": self._end()[1],
+            "mesh": self.mesh,
+        }
+        draw = stream_batches if self._length is None else training_batches
+        loading = draw(self._examples, self._collate_fn, **options)
+        self._threads.callback(loading.close)
+        return with_last(loading)
+
+    def _end(self) -> tuple[int | None, int | None]:
+        """The last step of the run, and the last position in its data."""
+        step, position = self.step, self._state["position"]
+        if self._steps is not None:
+            return self._steps, position + (self._steps - step) * self.batch_size
+        if self._epochs is None or self._length is None:
+            return None, None
+        left = max(0, self._epochs * self._length - position)
+        return step + -(-left // self.batch_size), self._epochs * self._length
+
+    def _seed(self) -> UInt64[np.ndarray, "2"]:
+        return np.array(self._state["seed"], np.uint64)
+
+    def _check_end(self) -> None:
+        """Reports a stream that ended before the run."""
+        if self._length is not None or self.step == self._steps:
+            return
+        if self.step == 0:
+            raise ValueError(_EMPTY)
+        if self._steps is not None and self.step < self._steps:
+            logger.warning("The stream ended after %d of %d steps.", self.step, self._steps)
 
 
-def count_examples(examples: Any, name: str = "examples") -> int | None:
-    """How many there are in an epoch; `None` of a stream, and where there are none at all."""
-    nothing = examples is None or is_stream(examples)
-    return None if nothing else by_epoch(examples, name=name)[1]
+_EMPTY = "`examples` is a stream that gave no example. Pass a stream at its start."
 
 
-def _length(examples: Any, name: str) -> int:
-    if len(examples) == 0:
-        raise ValueError(f"`{name}` is empty. Pass at least one example.")
-    return len(examples)
-
-
-def training_batches(
+def batches(
     examples: Any,
     collate_fn: CollateFn,
     *,
     batch_size: int,
-    seed: UInt64[np.ndarray, "2"],
-    start: int,
-    stop: int,
-    mesh: Mesh,
-) -> Iterator[Batch]:
-    """The batches from one position of a run to another, shuffled anew in each epoch."""
-    of_epoch, length = by_epoch(examples)
+    key: PRNGKeyArray,
+    mesh: Mesh | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+) -> Batches:
+    """The batches of a training run, on the devices of a mesh, prepared a few steps ahead.
 
-    def make(drawn: tuple[int, list[int], list[int]]) -> Batch:
-        begin, *places = drawn
-        rows = len(places[0])
-        own = own_rows(mesh, rows)
-        epochs, indices = ([x[i] for i in own] for x in places)
-        found: list[Any] = []
-        for epoch in dict.fromkeys(epochs):
-            first = epochs.index(epoch)
-            found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
-        rngs = lambda: example_generators(epochs, indices, seed)
-        arrays = collate(collate_fn, found, indices, rngs)
-        return Batch(place_rows(arrays, mesh, rows), rows, begin + rows)
+    Positions run on through the epochs, and each epoch has an order of its own, a permutation
+    keyed by `key`. Batches are full across the ends of epochs; only the last batch of a run may be
+    short. Each process reads and collates only the rows that its devices hold.
 
-    draws = batch_indices(start, stop, batch_size, length, seed)
-    positions = range(start, stop, batch_size)
-    drawn = ((p, *draw) for p, draw in zip(positions, draws, strict=True))
-    return _alike(prefetch(make, drawn, workers=WORKERS))
+    **Arguments:**
 
+    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a function
+        from the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`,
+        as Grain's are.
+    - `collate_fn`: `collate_fn(examples)` turns a list of examples into a PyTree of NumPy arrays,
+        batch dimension first. It is called in threads. If it has a parameter `rngs`, it gets one
+        NumPy `Generator` for each example, for augmentation.
+    - `batch_size`: the number of examples in a batch, over all devices.
+    - `key`: the JAX key that decides the order; `fit` takes that of the state.
+    - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
+    - `epochs`, `steps`: the length of the run, counted from its first step: one of the two. A
+        stream may have neither, and is read to its end.
 
-def stream_batches(
-    stream: Any,
-    collate_fn: CollateFn,
-    *,
-    batch_size: int,
-    seed: UInt64[np.ndarray, "2"],
-    start: int,
-    stop: int | None,
-    mesh: Mesh,
-) -> Iterator[Batch]:
-    """The batches of a stream, from where it stands, with its state behind each of them."""
+    **Returns:**
 
-    def draw() -> Iterator[tuple[int, list[Any], Any]]:
-        position = start
-        while stop is None or position < stop:
-            wanted = batch_size if stop is None else min(batch_size, stop - position)
-            found = [x for _, x in zip(range(wanted), stream, strict=False)]
-            if not found:
-                return
-            position += len(found)
-            yield position, found, encode_stream_state(stream.get_state())
+    A [`redcoast.Batches`][], an iterator over [`redcoast.Batch`][]es with `get_state()` and
+    `set_state(state)`.
 
-    def make(drawn: tuple[int, list[Any], Any]) -> Batch:
-        position, found, state = drawn
-        own = own_rows(mesh, len(found))
-        indices = [position - len(found) + i for i in own]
-        rngs = lambda: example_generators([0] * len(own), indices, seed)
-        arrays = collate(collate_fn, [found[i] for i in own], indices, rngs)
-        return Batch(place_rows(arrays, mesh, len(found)), len(found), position, state)
+    **Raises:**
 
-    return _alike(prefetch(make, draw(), workers=WORKERS))
+    `ValueError` or `TypeError` if an argument cannot work.
+
+    !!! Example
+
+        ```python
+        data = rc.batches(examples, collate_fn, batch_size=4, key=jax.random.key(0), steps=3)
+        for batch in data:
+            print(batch.step, jax.tree.map(jnp.shape, batch.arrays), batch.last)
+        ```
+    """
+    check_functions(collate_fn=collate_fn)
+    check_key(key)
+    check_integer("batch_size", batch_size)
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None:
+            check_integer(name, value)
+    if epochs is not None and steps is not None:
+        raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` are given; pass one of them.")
+    if epochs is None and steps is None and not is_stream(examples):
+        raise ValueError("How long to train is not given. Pass `epochs` or `steps`.")
+    if epochs is not None and is_stream(examples):
+        raise ValueError("A stream has no epochs. Pass `steps`, or neither to read it to its end.")
+    options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}
+    return Batches(examples, collate_fn, mesh=ambient_or_default(mesh), **options)
 
 
-def ordered_batches(
-    examples: Any, collate_fn: CollateFn, *, batch_size: int, mesh: Mesh, name: str = "examples"
-) -> Iterator[Batch]:
-    """All examples once, in order: for evaluation and prediction."""
-    of_epoch, length = by_epoch(examples, name=name)
-
-    def make(bounds: tuple[int, int]) -> Batch:
-        begin, end = bounds
-        indices = [begin + i for i in own_rows(mesh, end - begin)]
-        arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
-        return Batch(place_rows(arrays, mesh, end - begin), end - begin, end)
-
-    return prefetch(make, chunks(length, batch_size, batch_shards(mesh)), workers=WORKERS)
-
-
-def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int]]:
-    """Bounds of batches that leave nothing over, of few different sizes."""
-    # The last examples go in a batch that divides over the devices and, whole on each device,
-    # in batches no larger than a device's share, so that memory is that of a full batch.
-    share = max(1, batch_size // shards)
-    start = 0
-    while start < length:
-        rows = min(batch_size, length - start)
-        if rows < batch_size and rows % shards:
-            rows = rows // shards * shards or min(share, rows)
-        yield start, start + rows
-        start += rows
-
-
-def fetch(examples: Any, indices: list[int]) -> list[Any]:
-    """The examples at the given indices; in one call where the data offers it."""
-    note = noting(lambda: f"Raised by the examples with indices {indices}.")
-    with note, doing("reading examples"):
-        if hasattr(examples, "__getitems__"):  # datasets on disk read faster so
-            return list(examples.__getitems__(indices))
-        return [examples[i] for i in indices]
-
-
-def collate(
-    collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
-) -> PyTree:
-    """Calls `collate_fn` and checks that it returned a batch of these examples."""
-    options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
-    note = noting(lambda: f"Raised by `collate_fn` for the examples with indices {indices}.")
-    with note, doing("`collate_fn`"):
-        try:
-            arrays = collate_fn(examples, **options)
-        except SystemExit as error:
-            # Meant for a thread, it would end the whole run, and perhaps with a code of success.
-            raise RuntimeError(f"`collate_fn` wanted to exit: {error!r}.") from error
-    _check_rows(arrays, len(examples))
-    return arrays
-
-
-def takes_rngs(collate_fn: CollateFn) -> bool:
-    """Whether `collate_fn` wants random generators."""
-    code = getattr(collate_fn, "__code__", None)
-    if code is not None:  # a plain function: a look at its names is cheaper than its signature
-        return "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    try:
-        return "rngs" in inspect.signature(collate_fn).parameters
-    except ValueError:  # functions of C may have none
-        return False
-
-
-def _check_rows(arrays: PyTree, rows: int) -> None:
-    leaves = jax.tree.leaves(arrays)
-    if not leaves:
-        raise ValueError("`collate_fn` returned no array. It must return a PyTree of NumPy arrays.")
-    if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
-        if not _is_numeric(leaf):
-            what = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
-            raise TypeError(
-                f"`collate_fn` returned {what} at {where}. It must return a PyTree of NumPy "
-                "arrays of numbers, batch dimension first."
-            )
-        if leaf.shape[:1] != (rows,):
-            raise ValueError(
-                f"`collate_fn` was given {rows} examples and returned an array of shape "
-                f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows."
-            )
-
-
-def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, ARRAYS) and leaf.dtype.kind not in "OSU"
-
-
-def _alike(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Passes batches on while they have the structure and the dtypes of the first; and, where
-    each process makes its own rows of them, the shapes as well."""
-    first, of_first = None, None
-    for batch in batches:
-        found = _common(batch.arrays)
-        if first is None:
-            first, of_first = found, describe_batch(batch.arrays)
-        if found != first:
-            alone = "keys, dtypes and numbers of dimensions."
-            together = (
-                "keys, dtypes and shapes: each process makes rows of its own, and cannot know how "
-                "long those of the others are. Pad all to one length."
-            )
-            raise ValueError(
-                "`collate_fn` returned batches of different structure. The first had "
-                f"{of_first}; another had {describe_batch(batch.arrays)}. Every batch must have "
-                "the same " + (alone if jax.process_count() == 1 else together)
-            )
-        yield batch
-
-
-def _common(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
-    """What all batches of a run must have in common."""
-    leaves, structure = jax.tree.flatten(arrays)
-    alone = jax.process_count() == 1
-    return structure, [(x.dtype, x.ndim if alone else x.shape[1:]) for x in leaves]
-
-
-def describe_batch(arrays: PyTree) -> str:
-    """The same in words."""
-    structure, kinds = _common(arrays)
-    unit = "dimensions" if jax.process_count() == 1 else "a row"
-    return str(structure.unflatten([f"{dtype}, {shape} {unit}" for dtype, shape in kinds]))
-
-
-def prefetch(
-    make: Callable[[T], U], items: Iterable[T], *, workers: int, ahead: int = AHEAD
-) -> Generator[U, None, None]:
-    """`map(make, items)`, in order; in threads, `ahead` of the reader, where that is worth it."""
-    items = iter(items)
-    yield from _while_hidden(make, items)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="redcoast-data")
-    pending: deque[Any] = deque()
-    errors: list[Exception] = []
-    try:
-        for item in _until_error(items, errors):
-            pending.append(pool.submit(make, item))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-        if errors:
-            raise errors[0]
-    finally:
-        # The reader may stop early; batches under way are of no use then.
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
-    """Items up to an error, which is for later: those before it are still to be used."""
-    try:
-        yield from items
-    except Exception as error:
-        errors.append(error)
-
-
-def _while_hidden(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
-    """Makes results in this thread, until two in a row take longer than their reader does."""
-    # The device works while the reader waits here, so that this costs no time as long as it is
-    # the shorter part. Threads would take turns with the reader in one interpreter: handing over
-    # a small batch costs more than making it.
-    slow = 0
-    before = perf_counter()
-    for item in items:
-        begin = perf_counter()
-        result = make(item)
-        end = perf_counter()
-        slow = slow + 1 if end - begin > max(CHEAP, begin - before) else 0
-        yield result
-        before = end
-        if slow == 2:
-            return
+def _position(step: int, batch_size: int, length: int | None) -> int:
+    """The position in the data after a number of steps, if nothing else is known."""
+    # Each run of `epochs` ends with an epoch, whose last batch may have been short.
+    if length is not None and step % -(-length // batch_size) == 0:
+        return step // -(-length // batch_size) * length
+    return step * batch_size

@@ -1,7 +1,6 @@
 """The mesh that `fit` takes if it is left to it."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -24,8 +23,7 @@ COMPILED = 3
 def auto_mesh(
     state: TrainState,
     optimizer: optax.GradientTransformation,
-    draw: Callable[[], PyTree],
-    batch_size: int,
+    batch: PyTree[jax.ShapeDtypeStruct],
     *,
     quiet: bool,
     **options: Any,
@@ -36,16 +34,13 @@ def auto_mesh(
 
     - `state`: what the run begins with; it may be abstract.
     - `optimizer`, `options`: as for [`redcoast.fit`][].
-    - `draw`: makes what this process holds of a batch of `batch_size`.
+    - `batch`: the shapes of a batch.
     - `quiet`: whether to print no table.
     """
     if jax.device_count() == 1:
         return make_mesh()
-    rows = lambda x: jax.ShapeDtypeStruct(
-        (batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-    )
     abstract = eqx.filter_eval_shape(lambda: state)
-    job = Job(abstract, jax.tree.map(rows, draw()), optimizer=optimizer, **options)
+    job = Job(abstract, batch, optimizer=optimizer, **options)
     found = suggest(job, at_hand(), COMPILED)
     if not quiet:
         say(str(found))

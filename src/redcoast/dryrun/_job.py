@@ -18,10 +18,10 @@ from ..core._tracing import abstract_key, traced_over
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
 from ..sharding.tree._overrides import Override
-from ..tracking._metrics_reader import stacked
-from ..train._compile import compiled_steps
+from ..tracking._metrics import pack_metrics
+from ..train._compile import compile_step
 from ..train._loss import LossFn, evaluate_loss
-from ..train._plan import plan_run
+from ..train._plan import plan_step
 from ..train._precision import check_compute_dtype
 from ..train._step import TrainState, init_state, train_step
 
@@ -118,13 +118,12 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
     """The plan that `fit` makes for it."""
-    return plan_run(
+    return plan_step(
         job.state,
-        lambda: job.batch,
+        job.loss_fn,
+        job.batch,
         mesh,
-        batch_size=job.rows,
         accumulate=job.accumulate,
-        loss_fn=job.loss_fn,
         compute_dtype=job.compute_dtype,
         trainable=job.trainable,
         overrides=job.overrides,
@@ -140,9 +139,9 @@ def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
         optimizer=job.optimizer,
         compute_dtype=job.compute_dtype,
         trainable=job.trainable,
+        accumulate=job.accumulate,
     )
-    compiled = compiled_steps(step, stacked, plan, lambda rows: job.accumulate)(job.rows)
-    return compiled.trace(job.state, split_batch(job, mesh), None)
+    return compile_step(pack_metrics(step), plan.shardings).trace(job.state, split_batch(job, mesh))
 
 
 def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:

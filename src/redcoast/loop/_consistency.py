@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..data._batches import count_examples, describe_batch
+from ..data._collate import describe_batch
+from ..data._sources import count_examples
 from ..distributed._kv_store import agree
 from ..sharding import Plan
 from ..tracking._run import code_version
@@ -22,7 +23,7 @@ def check_agreement(
     model: PyTree,
     functions: Mapping[str, Callable[..., Any] | None],
     examples: Mapping[str, Any],
-    draw: Callable[[], PyTree],
+    batch: PyTree,
     **values: Any,
 ) -> None:
     """Makes sure that all processes are about to do the same.
@@ -33,7 +34,7 @@ def check_agreement(
     - `model`: what the run begins with.
     - `functions`: the user's, by name; of each the code is compared.
     - `examples`: the data, by name; of each the length is compared.
-    - `draw`: makes a batch, whose structure is compared.
+    - `batch`: a batch, or its shapes.
     - `values`: all else by name, as JSON can hold it.
 
     **Raises:**
@@ -44,7 +45,7 @@ def check_agreement(
         return
     code = {f"the code of `{name}`": _code(fn) for name, fn in functions.items()}
     lengths = {f"the number of `{name}`": count_examples(x) for name, x in examples.items()}
-    batches = {"what `collate_fn` returns": describe_batch(draw())}
+    batches = {"what `collate_fn` returns": describe_batch(batch)}
     named = {f"`{name}`": value for name, value in values.items()}
     versions = {f"the version of {name}": text for name, text in code_version().items()}
     plans = {"the plan of the model": _checksum([str(plan).encode()])}

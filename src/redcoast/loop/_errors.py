@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..checkpoint._policy import Checkpoints, saved_steps
+from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..sharding import Plan
-from ..tracking._metrics_reader import MetricsReader
+from ..tracking._metrics import MetricsReader
 
 
 @contextlib.contextmanager
@@ -64,16 +64,6 @@ logger = logging.getLogger("redcoast")
 DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
 
 
-def last_checkpoint(checkpoints: Checkpoints | None) -> str:
-    """Where a run can be taken up again, in words."""
-    steps = []
-    with contextlib.suppress(OSError):
-        steps = saved_steps(checkpoints) if checkpoints else []
-    if not steps or not checkpoints:
-        return "There is no checkpoint."
-    return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
-
-
 @contextlib.contextmanager
 def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
     """Notes in an error where the last checkpoint is."""
@@ -81,27 +71,28 @@ def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if checkpoints and "checkpoint" not in str(error):
-            error.add_note(last_checkpoint(checkpoints))
+            error.add_note(newest_checkpoint(checkpoints))
         raise
 
 
 @contextlib.contextmanager
 def rescued(
-    trained: Callable[[], bool],
     reader: MetricsReader,
-    state: Callable[[], PyTree],
+    state: Callable[[], PyTree | None],
     save: Callable[[dict[str, float]], None],
     *,
     doubtful: tuple[type[Exception], ...] = DOUBTFUL,
 ) -> Iterator[None]:
-    """Saves the state if an error comes from the user's functions, and the state is whole; after
-    no error that is `doubtful`."""
+    """Saves the state if an error comes from the user's functions, and the state is whole: not
+    `None`, as before the first step, and after no error that is `doubtful`."""
     try:
         yield
     except Exception as error:
         # Processes save together, and the others may be in the middle of the next step.
         alone = jax.process_count() == 1
-        if alone and trained() and not isinstance(error, doubtful) and _is_whole(reader, state()):
+        found = state()
+        trusted = alone and found is not None and not isinstance(error, doubtful)
+        if trusted and _is_whole(reader, found):
             _try(save)
         raise
 

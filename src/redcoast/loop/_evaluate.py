@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
-from ..data._batches import Batch, CollateFn, count_examples, ordered_batches
+from ..data._collate import CollateFn
+from ..data._loading import Loaded, ordered_batches
+from ..data._sources import count_examples
 from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._kv_store import agree, is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
@@ -162,12 +164,12 @@ def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
 def _check_coupling(
     plan: Plan,
     model: PyTree,
-    batches: Iterator[Batch],
+    batches: Iterator[Loaded],
     batch_size: int,
     loss_fn: LossFn,
     mesh: Mesh,
     compute_dtype: Any,
-) -> Iterator[Batch]:
+) -> Iterator[Loaded]:
     """All batches; a warning if the mean over them is not that over their examples."""
     if (coupled := plan.report.get("coupled")) is None:  # nothing was planned for one device
         first = next(batches)
@@ -189,10 +191,10 @@ def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
 def _plan(
     model: PyTree,
     program: Callable[..., Any],
-    batches: Iterator[Batch],
+    batches: Iterator[Loaded],
     mesh: Mesh,
     key: PRNGKeyArray | None,
-) -> tuple[Plan, Iterator[Batch]]:
+) -> tuple[Plan, Iterator[Loaded]]:
     """The plan by what is computed with the first batch, and all batches."""
     if mesh.size == 1:
         return plan_shardings(model, mesh), batches
@@ -241,7 +243,7 @@ def _evaluation(
 def run_evaluation(
     evaluation: Callable[..., Any],
     model: PyTree,
-    batches: Iterable[Batch],
+    batches: Iterable[Loaded],
     key: PRNGKeyArray | None = None,
     *,
     strict: bool = True,
@@ -259,7 +261,7 @@ def run_evaluation(
 def try_evaluation(
     evaluation: Callable[..., Any],
     model: PyTree,
-    batches: Iterable[Batch],
+    batches: Iterable[Loaded],
     key: PRNGKeyArray | None = None,
 ) -> dict[str, float]:
     """The means over the first of the batches that has any weight.
@@ -288,7 +290,7 @@ def _means(sums: dict[str, float], total: float) -> dict[str, float]:
 def _sum_up(
     evaluation: Callable[..., Any],
     model: PyTree,
-    batches: Iterable[Batch],
+    batches: Iterable[Loaded],
     key: PRNGKeyArray | None,
 ) -> tuple[dict[str, float], float]:
     """Sums of all metrics, weighted, and of the weights."""
@@ -307,7 +309,7 @@ def _sum_up(
 def run_prediction(
     prediction: Callable[..., Any],
     model: PyTree,
-    batches: Iterable[Batch],
+    batches: Iterable[Loaded],
     output_fn: OutputFn | None,
     mesh: Mesh,
     key: PRNGKeyArray | None = None,
@@ -352,7 +354,7 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
 
 
 def _one_behind(
-    call: Callable[..., Any], model: PyTree, batches: Iterable[Batch], key: PRNGKeyArray | None
+    call: Callable[..., Any], model: PyTree, batches: Iterable[Loaded], key: PRNGKeyArray | None
 ) -> Generator[tuple[int, Any], None, None]:
     """Rows and results, each when the next is under way."""
     key = _default(key)

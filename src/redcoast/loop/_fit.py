@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,37 +12,38 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..checkpoint._policy import Checkpoints, restore_newest
-from ..checkpoint._run_lock import lock_run
-from ..checkpoint._saver import Saver
+from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._policy import Checkpoints
 from ..core._errors import (
     check_functions,
     check_integer,
     check_key,
     check_kind,
+    check_number,
     check_optimizer,
     noting,
 )
-from ..data._batches import Batch, CollateFn, with_last
-from ..data._position import Course, check_end, course_batches, plan_course
+from ..data._batches import Batches, batches
+from ..data._collate import CollateFn
+from ..data._permutation import data_seed
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
-from ..distributed._mesh import ambient_or_default, make_mesh
-from ..tracking._metrics_reader import Log, MetricsReader
-from ..tracking._progress import Progress
-from ..tracking._progress import progress as show_progress
+from ..dryrun._auto_mesh import auto_mesh
+from ..tracking._metrics import Log, MetricsReader
+from ..tracking._progress import progress_logger
 from ..tracking._run import listed_loggers, start_loggers
-from ..train._compile import compiled_steps, microbatches
+from ..train._compile import compile_microbatched
 from ..train._loss import LossFn
-from ..train._plan import check_coupling, first_batch, plan_run, starting_state, verify_run
+from ..train._plan import check_coupling, plan_step, verify_step
 from ..train._predict import PredictFn
 from ..train._step import TrainState, train_step
 from ._consistency import check_agreement
 from ._errors import explained_memory, noted_checkpoint, rescued
 from ._evaluate import OutputFn, check_batch_size
-from ._nonfinite import check_finite
-from ._setup import announce, check_eval_every, rehearse, run_info, warn_of_repeats
-from ._stop import Votes, check_max_seconds, stop_signals
+from ._nonfinite import check_finite, diagnose_step
+from ._setup import announce, check_eval_every, rehearse, run_info, starting_state, warn_of_repeats
+from ._steps import Step, training_steps
+from ._stop import stop_on_signal
 from ._validation import MetricFn, Validation, make_validation
 
 logger = logging.getLogger("redcoast")
@@ -86,8 +87,9 @@ def fit(
 
     **Arguments:**
 
-    - `model_or_state`: a model, any PyTree, of which a copy is trained; or a
-        [`redcoast.TrainState`][], which is donated and goes on from its step.
+    - `model_or_state`: a model, any PyTree, of which a copy is trained; a function
+        `init_fn(key) -> model`, whose arrays are created sharded, so that the model may be larger
+        than a device; or a [`redcoast.TrainState`][], which is donated and trained further.
     - `optimizer`: an optax optimizer. With `optax.inject_hyperparams`, its learning rate is logged.
     - `examples`: anything with a length and an index (a list, a memory map, a dataset); a function
         from the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`,
@@ -111,9 +113,8 @@ def fit(
         is always evaluated.
     - `checkpoints`: a [`redcoast.Checkpoints`][]; without, nothing is saved.
     - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] gives, or a list of
-        such. It gets
-        `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step, `eval/...` at
-        evaluations.
+        callables. Each gets `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step,
+        `eval/...` at evaluations.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `progress`: `True` shows a bar anywhere, `False` prints nothing; by default there is a bar on
@@ -149,61 +150,65 @@ def fit(
     """
     begin = time.monotonic()
     check_batch_size(batch_size)
-    check_max_seconds(max_seconds)
     check_integer("max_skipped", max_skipped)
     check_optimizer(optimizer)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     listed_loggers(log)
+    if max_seconds is not None:
+        check_number("max_seconds", max_seconds, above=0)
     if key is not None:
         check_key(key)
     if checkpoints is not None:
         check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
-    auto = mesh == "auto"
-    mesh = make_mesh() if mesh == "auto" else ambient_or_default(mesh)
     quiet = progress is False or not is_main()
-    with watching(), lock_run(checkpoints.path.parent if checkpoints else None):
-        abstract, make = starting_state(model_or_state, optimizer, key, mesh, trainable)
-        draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
+    saver = Checkpointer(checkpoints)
+    with watching(), saver.locked():
+        abstract, key, make = starting_state(model_or_state, optimizer, key, trainable)
+        chosen = None if mesh == "auto" else mesh
+        options = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
+        data = batches(examples, collate_fn, key=key, mesh=chosen, **options)
         given = {"compute_dtype": compute_dtype, "trainable": trainable}
-        options = {"loss_fn": loss_fn, "accumulate": accumulate, "overrides": overrides, **given}
-        if auto:
-            # Imported where a program is compiled, so that importing redcoast stays cheap.
-            from ..dryrun._auto_mesh import auto_mesh
-
-            mesh = auto_mesh(abstract, optimizer, draw, batch_size, quiet=quiet, **options)
-            draw = ft.partial(first_batch, examples, collate_fn, batch_size, mesh)
-        plan = plan_run(abstract, draw, mesh, batch_size=batch_size, **options)
+        planned = {"accumulate": accumulate, "overrides": overrides, **given}
+        if mesh == "auto":
+            data.mesh = auto_mesh(
+                abstract, optimizer, data.spec, loss_fn=loss_fn, quiet=quiet, **planned
+            )
+        plan = plan_step(abstract, loss_fn, data.spec, data.mesh, **planned)
         check_coupling(
             plan,
             abstract,
-            draw,
-            batch_size=batch_size,
+            data.spec,
             accumulate=accumulate,
             loss_fn=loss_fn,
             compute_dtype=compute_dtype,
             eval_examples=eval_examples,
         )
-        functions = {"collate_fn": collate_fn, "loss_fn": loss_fn, "predict_fn": predict_fn}
         check_agreement(
             plan,
             model_or_state,
-            functions | {"output_fn": output_fn, "metric_fn": metric_fn},
+            {
+                "init_fn": model_or_state,
+                "collate_fn": collate_fn,
+                "loss_fn": loss_fn,
+                "predict_fn": predict_fn,
+                "output_fn": output_fn,
+                "metric_fn": metric_fn,
+            },
             {"examples": examples, "eval_examples": eval_examples},
-            draw,
-            mesh=dict(mesh.shape),
-            batch_size=batch_size,
+            data.spec,
+            mesh=dict(data.mesh.shape),
             accumulate=accumulate,
-            epochs=epochs,
-            steps=steps,
             eval_every=eval_every,
             checkpoints=str(checkpoints),
+            **options,
         )
         with explained_memory(plan):
-            places = plan.shardings
-            restored = restore_newest(checkpoints, abstract, places) if checkpoints else None
-            state, saved = restored or (make(places), {})
-        course = plan_course(examples, int(state.step), saved, batch_size, epochs, steps)
-        warn_of_repeats(course, batch_size)
+            restored = saver.restore(abstract, plan.shardings)
+            state = restored.state if restored else make(plan.shardings)
+        seed = data_seed(state.key).tolist()
+        saved = restored.data if restored else {}
+        data.set_state({"step": int(state.step), "seed": seed, **saved})
+        warn_of_repeats(data)
         validation = make_validation(
             eval_examples,
             collate_fn=collate_fn,
@@ -213,102 +218,106 @@ def fit(
             metric_fn=metric_fn,
             batch_size=batch_size,
             plan=plan,
-            mesh=mesh,
+            mesh=data.mesh,
             compute_dtype=compute_dtype,
         )
         check_eval_every(eval_every, validation)
         if not quiet:
-            announce(plan, course, restored is not None, batch_size)
+            announce(plan, data, resumed=restored is not None)
         with explained_memory(plan):
             rehearse(validation, state, checkpoints)
         if verify:
-            verify_run(plan, state, draw, loss_fn=loss_fn, compute_dtype=compute_dtype)
-        planned = plan.constrain(loss_fn)
-        step = ft.partial(train_step, loss_fn=planned, optimizer=optimizer, **given)
+            verify_step(plan, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
+        constrained = plan.constrain(loss_fn)
+        step = compile_microbatched(
+            ft.partial(train_step, loss_fn=constrained, optimizer=optimizer, **given),
+            plan.shardings,
+            batch_size=batch_size,
+            accumulate=accumulate,
+        )
         with noted_checkpoint(checkpoints), explained_memory(plan), contextlib.ExitStack() as stack:
-            stopping = stack.enter_context(stop_signals(max_seconds, since=begin))
-            run = run_info(checkpoints, restored is not None, plan, batch_size)
-            bar = show_progress(course.last_step, start=course.step, enabled=not quiet and progress)
-            logs = start_loggers(log, run, stack) if is_main() else []
-            votes = Votes(mesh, stopping)
-            reader = MetricsReader(logs, stack.enter_context(bar), max_skipped=max_skipped)
-            batches = course_batches(
-                examples, collate_fn, state.key, saved, course, batch_size, mesh
-            )
-            split = ft.partial(microbatches, batch_size=batch_size, accumulate=accumulate)
+            stopping = stack.enter_context(stop_on_signal(max_seconds, mesh=data.mesh, since=begin))
+            run = run_info(checkpoints, plan, data, resumed=restored is not None)
+            bar = progress_logger(False if quiet else progress)
+            logs = start_loggers(log, run, stack, progress=bar) if is_main() else []
+            reader = MetricsReader(logs, max_skipped=max_skipped)
+            stack.callback(data.close)
             return _loop(
                 state,
-                stack.enter_context(contextlib.closing(batches)),
-                compiled_steps(step, reader.pack, plan, split),
-                ft.partial(check_finite, reader, plan, course, checkpoints, split, loss_fn, given),
-                course=course,
+                data,
+                step,
                 reader=reader,
-                bar=bar,
+                check=ft.partial(
+                    check_finite,
+                    reader=reader,
+                    data=data,
+                    diagnose=ft.partial(
+                        diagnose_step,
+                        loss_fn=constrained,
+                        plan=plan,
+                        batch_size=batch_size,
+                        accumulate=accumulate,
+                        **given,
+                    ),
+                    checkpoints=checkpoints,
+                ),
                 validation=validation,
                 eval_every=eval_every,
-                saver=stack.enter_context(Saver(checkpoints)) if checkpoints else None,
-                votes=votes,
-                mesh=dict(mesh.shape),
+                due=bool(saved.get("due")),
+                saver=stack.enter_context(saver),
+                stopping=stopping,
             )
 
 
 def _loop(
     state: TrainState,
-    batches: Iterator[Batch],
-    step_of: Callable[[int], Any],
-    check: Callable[[TrainState, Batch, int], None],
+    data: Batches,
+    step: Callable[..., Any],
     *,
-    course: Course,
     reader: MetricsReader,
-    bar: Progress,
+    check: Callable[..., None],
     validation: Validation | None,
     eval_every: int | None,
-    saver: Saver | None,
-    votes: Votes,
-    mesh: dict[str, int],
+    due: bool,
+    saver: Checkpointer,
+    stopping: Callable[[], bool],
 ) -> TrainState:
-    step, position, stream, due = course.step, course.position, None, course.due
+    first = data.step
+    done: Step | None = None
 
     def evaluate() -> dict[str, float]:
         reader.flush()
-        bar.pause()
-        with noting(f"Raised in the evaluation after step {step}."), rescue(doubtful=()):
-            metrics = validation(state.model, state.key) if validation else {}
-        bar.resume()
-        reader.write(metrics, step)
+        reader.pause()
+        number, at = (done.number, done.state) if done else (first, state)
+        with noting(f"Raised in the evaluation after step {number}."), rescue(doubtful=()):
+            metrics = validation(at.model, at.key) if validation else {}
+        reader.resume()
+        reader.write(metrics, number)
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}
 
     def save(metrics: dict[str, float]) -> None:
-        if saver:
+        if done is not None:
             reader.flush()
-            data = {"position": position, "length": course.length, "stream": stream, "due": due}
-            metadata = {"step": step, "data": data, "metrics": metrics, "mesh": mesh}
-            saver.save(step, state, metadata)
+            saver.save(done.number, done.state, {**done.batch.state, "due": due}, metrics)
 
-    rescue = ft.partial(rescued, lambda: step > course.step, reader, lambda: state, save)
+    rescue = ft.partial(rescued, reader, lambda: done and done.state, save)
     with rescue():
         if due and validation:
             evaluate()
-        for batch, last in with_last(batches):
-            with noting(f"Raised by step {step + 1}."):
-                state, metrics = step_of(batch.rows)(state, batch.arrays, votes.cast())
-            step += 1
-            epoch_ended = last or course.ends_epoch(position, batch.position)
-            position, stream = batch.position, batch.stream
-            due = last or (step % eval_every == 0 if eval_every else epoch_ended)
-            reader.push(step, metrics, batch.rows)
-            check(state, batch, step)
-            stop = votes.stop(reader.votes)
-            # Who stops a run may not wait for an evaluation; it comes when the run goes on.
-            later = stop and not last and saver and not saver.keeps_best
-            evaluated = evaluate() if validation and due and not later else {}
+        for done in training_steps(state, data, step):
+            batch, number = done.batch, done.number
+            due = batch.last or (number % eval_every == 0 if eval_every else batch.epoch_end)
+            reader.push(number, done.metrics)
+            check(done, trained=number - reader.skipped > first)
+            stop = stopping() and not batch.last
+            # A run that is stopped does not wait for an evaluation; it follows on resumption.
+            later = stop and not saver.keeps_best
+            metrics = evaluate() if validation and due and not later else {}
             due = bool(due and later)
-            if saver and (last or stop or saver.wants(step, evaluated, epoch_ended=epoch_ended)):
-                save(evaluated)
-            if stop and not last:
-                logger.warning("Training stopped after step %d.", step)
+            if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
+                save(metrics)
+            if stop:
+                logger.warning("Training stopped after step %d.", number)
                 break
-        else:
-            check_end(course, step)
         reader.flush()
-    return state
+    return done.state if done else state

@@ -16,46 +16,44 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..checkpoint._policy import Checkpoints
+from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed
 from ..core._pytree import partition_trainable
-from ..data._batches import Batch
-from ..data._position import Course, batch_examples
+from ..data._batches import Batches
 from ..sharding import Plan
-from ..tracking._metrics_reader import MetricsReader
-from ..train._compile import compile_call
+from ..tracking._metrics import MetricsReader
+from ..train._compile import compile_call, microbatches
 from ..train._loss import LossFn
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
-from ._errors import last_checkpoint
+from ._steps import Step
 
 MOST = 5  # names in a sentence
 
 
 def check_finite(
+    done: Step,
     reader: MetricsReader,
-    plan: Plan,
-    course: Course,
+    data: Batches,
+    diagnose: Callable[[Step], "NotFinite"],
+    *,
+    trained: bool,
     checkpoints: Checkpoints | None,
-    microbatches: Callable[[int], int],
-    loss_fn: LossFn,
-    options: dict[str, Any],
-    state: TrainState,
-    batch: Batch,
-    step: int,
 ) -> None:
-    """Ends a run whose steps are skipped, and says why, given the state behind the last of them."""
-    failure = reader.failure(step)
+    """Ends a run whose steps are skipped, and says why, given the last step.
+
+    `diagnose` finds what is NaN or infinite in a step; `trained` is whether any step of this run
+    was applied.
+    """
+    failure = reader.failure(done.number)
     if failure is None:
         return
-    indices, words = batch_examples(course, batch, state.key)
-    trained = step - reader.skipped > course.step
+    indices, words = data.examples_of(done.batch)
     try:
-        count = microbatches(batch.rows)
-        found = find_not_finite(state, batch.arrays, plan, loss_fn, accumulate=count, **options)
-        why = sentences(found, indices, trained=trained)
+        why = sentences(diagnose(done), indices, trained=trained)
     except Exception as error:  # there may be no memory for it
         why = f"(Where it arises could not be found out: {type(error).__name__}.)"
-    raise failure(reader.complaint(step, f"{why} {words}", last_checkpoint(checkpoints)))
+    last = newest_checkpoint(checkpoints)
+    raise failure(reader.complaint(done.number, f"{why} {words}", last))
 
 
 class NotFinite(NamedTuple):
@@ -64,6 +62,13 @@ class NotFinite(NamedTuple):
     state: dict[str, int]  # how many values of an array
     grads: dict[str, bool]  # whether the norm of a gradient is not
     batch: dict[str, Any]  # which rows of an array
+
+
+def diagnose_step(done: Step, *, batch_size: int, accumulate: int, **options: Any) -> "NotFinite":
+    """Finds what is NaN or infinite in a step, in as many microbatches as it was computed in."""
+    batch = done.batch
+    count = microbatches(batch.rows, batch_size=batch_size, accumulate=accumulate)
+    return find_not_finite(done.state, batch.arrays, accumulate=count, **options)
 
 
 def find_not_finite(
@@ -78,7 +83,7 @@ def find_not_finite(
 ) -> NotFinite:
     """Looks at a step that was skipped, given the state behind it and its batch."""
     options = {"accumulate": accumulate, "compute_dtype": compute_dtype, "trainable": trainable}
-    find = ft.partial(_find, loss_fn=plan.constrain(loss_fn), **options)
+    find = ft.partial(_find, loss_fn=loss_fn, **options)
     assert isinstance(plan.mesh, Mesh)
     flags = jax.device_get(compile_call(find, plan.shardings, plan.mesh)(state, batch))
     params, _ = partition_trainable(state.model, trainable)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,28 +17,28 @@ from jaxtyping import Array, Int32
 from ..core._errors import check_number
 
 
-class Votes:
-    """Each process casts what it wishes into the step that it starts, whose metrics have the sum:
-    everyone reads it behind the same step. That costs no word between the hosts."""
+class _Agreement:
+    """Whether any process wants to stop, as all processes learn it at the same step.
+
+    Each call dispatches an all-reduce of the processes' wishes and reads that of the call before,
+    which the devices have computed by then, so that no process waits for another.
+    """
 
     def __init__(self, mesh: Mesh, wishes: Callable[[], bool]):
         self._wishes = wishes
-        self._alone = jax.process_count() == 1
-        self._ballots = [] if self._alone else [_ballot(mesh, vote) for vote in (0, 1)]
+        self._votes = [_vote(mesh, wish) for wish in (0, 1)]
+        self._count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
+        self._counted: Array | None = None
 
-    def cast(self) -> Int32[Array, " devices"] | None:
-        """For the step that is started next."""
-        return None if self._alone else self._ballots[bool(self._wishes())]
-
-    def stop(self, counted: float) -> bool:
-        """Whether to stop, given the votes in the metrics that were read last."""
-        return self._wishes() if self._alone else counted > 0
+    def __call__(self) -> bool:
+        before, self._counted = self._counted, self._count(self._votes[bool(self._wishes())])
+        return before is not None and int(before) > 0
 
 
-def _ballot(mesh: Mesh, vote: int) -> Int32[Array, " devices"]:
+def _vote(mesh: Mesh, wish: int) -> Int32[Array, " devices"]:
     # Its parts differ from process to process, so that the value differs as well.
     everywhere = NamedSharding(mesh, P(mesh.axis_names))
-    part = lambda index: np.full(1, vote, np.int32)
+    part = lambda index: np.full(1, wish, np.int32)
     return jax.make_array_from_callback((mesh.size,), everywhere, part)
 
 
@@ -47,6 +48,51 @@ logger = logging.getLogger("redcoast")
 STOPPED = 75
 # `timeout`, `uv run` and some schedulers send what they send twice.
 TWICE = 0.1
+
+
+@contextlib.contextmanager
+def stop_on_signal(
+    max_seconds: int | float | None = None,
+    *,
+    mesh: Mesh | None = None,
+    since: float | None = None,
+) -> Iterator[Callable[[], bool]]:
+    """Stops a loop after the step under way when a signal arrives, in all processes at once.
+
+    SIGTERM, SIGINT, SIGUSR1, a preemption notice that JAX receives, and the end of `max_seconds`
+    ask for the stop. A second signal ends the process at once.
+
+    **Arguments:**
+
+    - `max_seconds`: the time in seconds after which to stop; without it, only signals do.
+    - `mesh`: the mesh of the run; needed with several processes.
+    - `since`: the time of `time.monotonic()` from which the seconds count; now by default.
+
+    **Returns:**
+
+    A context manager that gives a function, to be called once after each step was dispatched,
+    which returns whether to stop. All processes get the same answer.
+
+    **Raises:**
+
+    `ValueError` if `max_seconds` is not positive, or if there are several processes and no mesh.
+
+    !!! Example
+
+        ```python
+        with rc.stop_on_signal(max_seconds=3600) as stopping:
+            for batch in data:
+                state, metrics = step(state, batch.arrays)
+                if stopping():
+                    break
+        ```
+    """
+    if max_seconds is not None:
+        check_number("max_seconds", max_seconds, above=0)
+    if jax.process_count() > 1 and mesh is None:
+        raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
+    with stop_signals(max_seconds, since=since) as wishes:
+        yield wishes if jax.process_count() == 1 or mesh is None else _Agreement(mesh, wishes)
 
 
 @contextlib.contextmanager
@@ -78,11 +124,6 @@ def stop_signals(
 
     with _flagged(reasons):
         yield stopping
-
-
-def check_max_seconds(max_seconds: int | float | None) -> None:
-    if max_seconds is not None:
-        check_number("max_seconds", max_seconds, above=0)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
-from ..data._batches import CollateFn, by_epoch, fetch, ordered_batches
+from ..data._collate import CollateFn
+from ..data._loading import ordered_batches
+from ..data._sources import by_epoch, fetch
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..sharding import Plan

@@ -168,6 +168,52 @@ def progress(
     return Progress(total_steps, start, unit, bar, file)
 
 
+class _ProgressLogger:
+    def __init__(self, enabled: bool | None, file: Stream | None):
+        self._options: dict[str, Any] = {"enabled": enabled, "file": file}
+        self._bar = progress(None, enabled=False)
+        self._rows = 1
+
+    def start(self, run: Any) -> None:
+        self._bar = progress(run.steps, start=run.step, **self._options)
+        self._rows = run.config.get("batch_size", 1)
+
+    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        if not all(name.startswith("eval/") for name in metrics):
+            self._bar.update(step, metrics, self._rows)
+
+    def pause(self) -> None:
+        self._bar.pause()
+
+    def resume(self) -> None:
+        self._bar.resume()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) -> _ProgressLogger:
+    """A logger that shows the progress of a run: step, loss, throughput and time left.
+
+    **Arguments:**
+
+    - `enabled`: `None` draws a bar on a terminal and prints a line now and then elsewhere; `True`
+        draws the bar anywhere; `False` shows nothing.
+    - `file`: where to write; standard error by default.
+
+    **Returns:**
+
+    A callable `(metrics, step) -> None`, to pass to `fit` in `log`.
+
+    !!! example
+
+        ```python
+        log = [rc.progress_logger(True), rc.console_logger()]
+        ```
+    """
+    return _ProgressLogger(enabled, file)
+
+
 def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
     from tqdm import tqdm
 

@@ -32,6 +32,7 @@ class RunInfo:
 
     - `directory`: the run's directory, if it has one.
     - `resumed`: whether the run goes on from a checkpoint.
+    - `step`, `steps`: the number of steps done before, and of those at the end, if it is known.
     - `plan`: the table of shardings, as text.
     - `config`: what the loop knows: batch size, mesh, number of parameters, versions.
     """
@@ -40,6 +41,8 @@ class RunInfo:
     resumed: bool
     plan: str
     config: dict[str, Any]
+    step: int = 0
+    steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +196,11 @@ def listed_loggers(log: Any) -> list[Any]:
     return logs
 
 
-def start_loggers(log: Any, run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
+def start_loggers(
+    log: Any, run: RunInfo, stack: contextlib.ExitStack, *, progress: Logger | None = None
+) -> list[Logger]:
     """The loggers of a run, told that it starts, and closed with the stack."""
-    logs = listed_loggers(log)
+    logs = [*listed_loggers(log), *([] if progress is None else [progress])]
     if run.directory is not None:  # before a logger that may raise
         logs = [metrics_file(run.directory / "metrics.jsonl"), *logs]
     # What joins later ends where the others do, after all else of the run.

@@ -6,21 +6,18 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
-from ..sharding import Plan
-from ..tracking._metrics_reader import VOTES
+from ..tracking._metrics import PackedMetrics, pack_metrics
 from ._grouped_conv import refuse_wrong_gradients
-from ._step import TrainState
 
 
 def compile_step(
@@ -408,24 +405,25 @@ def _jitted_call(
     )
 
 
-def compiled_steps(
+def compile_microbatched(
     step: Callable[..., Any],
-    pack: Callable[[dict[str, Array]], Array],
-    plan: Plan,
-    split: Callable[[int], int],
-) -> Callable[[int], CompiledStep]:
-    """The compiled step for a number of examples; `pack` makes one array of its metrics."""
+    shardings: PyTree[NamedSharding],
+    *,
+    batch_size: int,
+    accumulate: int,
+) -> Callable[..., Any]:
+    """Compiles `step(state, batch, accumulate=n)`, also for a last batch of fewer rows."""
 
     @ft.cache
     def compiled(count: int) -> CompiledStep:
-        def packed(state: TrainState, batch: PyTree, votes: Any) -> tuple[TrainState, Array]:
-            state, metrics = step(state, batch, accumulate=count)
-            counted = {} if votes is None else {VOTES: jnp.sum(votes)}
-            return state, pack(metrics | counted)
+        return compile_step(pack_metrics(ft.partial(step, accumulate=count)), shardings)
 
-        return compile_step(packed, plan.shardings)
+    def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        count = microbatches(rows, batch_size=batch_size, accumulate=accumulate)
+        return compiled(count)(state, batch)
 
-    return lambda rows: compiled(split(rows))
+    return call
 
 
 def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:

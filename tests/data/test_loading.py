@@ -8,16 +8,9 @@ import pytest
 from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
-from redcoast.data._batches import (
-    by_epoch,
-    chunks,
-    ordered_batches,
-    prefetch,
-    stream_batches,
-    training_batches,
-    with_last,
-)
-from redcoast.data._stream_state import decode_stream_state, encode_stream_state
+from redcoast.data._loading import chunks, ordered_batches, stream_batches, training_batches
+from redcoast.data._prefetch import prefetch, with_last
+from redcoast.data._sources import by_epoch, decode_stream_state, encode_stream_state
 
 SEED = np.array([1, 2], np.uint64)
 
@@ -181,7 +174,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("redcoast.data._batches.perf_counter", clock)
+    monkeypatch.setattr("redcoast.data._prefetch.perf_counter", clock)
     return clock
 
 

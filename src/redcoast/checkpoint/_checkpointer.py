@@ -1,0 +1,139 @@
+"""The checkpoints of a training loop: restored at its start, saved in the background."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from ._policy import Checkpoints, restore_newest
+from ._run_lock import lock_run
+from ._saver import Saver
+
+
+class Restored(NamedTuple):
+    """What [`redcoast.Checkpointer`][] restores.
+
+    **Attributes:**
+
+    - `state`: the tree that was saved.
+    - `step`: the number of steps that it had taken.
+    - `data`: the state of its data, or what else was saved as `data`.
+    - `metrics`: the metrics that it was saved with.
+    """
+
+    state: PyTree
+    step: int
+    data: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Checkpointer:
+    """Restores the newest checkpoint of a run and saves new ones in the background.
+
+    A context manager: only one run at a time may use a directory, and leaving it waits for the
+    save under way. A save that fails is a warning, and an error at the end if it was the last.
+
+    **Arguments:**
+
+    - `checkpoints`: a [`redcoast.Checkpoints`][]; with `None`, nothing is restored or saved.
+
+    **Raises:**
+
+    `ValueError` when entered, if another run uses the directory; [`redcoast.CheckpointNotSaved`][]
+    when left, if the last state could not be saved.
+
+    !!! Example
+
+        ```python
+        state = rc.init_state(lambda key: model, optimizer, key=key)
+        shardings = rc.infer_shardings(state, mesh)
+        with rc.Checkpointer(rc.Checkpoints("runs/loop", every=100)) as checkpointer:
+            restored = checkpointer.restore(state, shardings)
+            state = restored.state if restored else state
+            if checkpointer.wants(100):
+                checkpointer.save(100, state)
+        ```
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None):
+        self._checkpoints = checkpoints
+        self._entered = contextlib.ExitStack()
+        self._locked = False
+        self._saver: Saver | None = None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether a metric decides which checkpoints are kept."""
+        return self._checkpoints is not None and self._checkpoints.best is not None
+
+    @contextlib.contextmanager
+    def locked(self) -> Any:
+        """Keeps other runs out of the directory before the first save, while a loop is set up."""
+        with lock_run(self._checkpoints.path.parent if self._checkpoints else None):
+            self._locked = True
+            yield
+        self._locked = False
+
+    def restore(self, like: PyTree, shardings: PyTree[NamedSharding | None]) -> Restored | None:
+        """The newest checkpoint that is not damaged; `None` if there is no checkpoint.
+
+        **Arguments:**
+
+        - `like`: a tree of the same structure, which may be abstract.
+        - `shardings`: where its arrays go.
+        """
+        if self._checkpoints is None:
+            return None
+        found = restore_newest(self._checkpoints, like, shardings)
+        if found is None:
+            return None
+        state, metadata = found
+        return Restored(state, metadata["step"], metadata["data"], metadata["metrics"])
+
+    def wants(
+        self, step: int, metrics: Mapping[str, float] | None = None, *, epoch_end: bool = False
+    ) -> bool:
+        """Whether the policy asks for a checkpoint after a step, given the evaluation after it."""
+        saver = self._saver
+        return saver is not None and saver.wants(step, metrics or {}, epoch_ended=epoch_end)
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        data: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Starts to save a state, whose arrays may be donated as soon as this returns.
+
+        **Arguments:**
+
+        - `step`: the number of steps that the state has taken.
+        - `state`: any PyTree.
+        - `data`: the state of the data, `batches.get_state()`, or anything else that JSON holds.
+        - `metrics`: those of an evaluation of the state.
+        """
+        if self._saver is not None:
+            metadata = {"step": step, "data": dict(data or {}), "metrics": dict(metrics or {})}
+            self._saver.save(step, state, metadata | {"mesh": _mesh_shape(state)})
+
+    def __enter__(self) -> "Checkpointer":
+        with contextlib.ExitStack() as stack:
+            if not self._locked:
+                stack.enter_context(self.locked())
+            if self._checkpoints is not None:
+                self._saver = stack.enter_context(Saver(self._checkpoints))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+        self._saver = None
+
+
+def _mesh_shape(state: PyTree) -> dict[str, int]:
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+    return next((dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding)), {})

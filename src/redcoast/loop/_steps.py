@@ -1,0 +1,61 @@
+"""The innermost loop: batches through a compiled step."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jaxtyping import PyTree
+
+from ..core._errors import noting
+from ..data._batches import Batch
+
+
+class Step(NamedTuple):
+    """A training step that was dispatched to the devices.
+
+    **Attributes:**
+
+    - `number`: the number of the step; the first of a run is 1.
+    - `state`: the state after it. The next step donates it.
+    - `metrics`: what the step returned besides; reading it waits for the devices.
+    - `batch`: the [`redcoast.Batch`][] that it was trained on.
+    """
+
+    number: int
+    state: PyTree
+    metrics: Any
+    batch: Batch
+
+
+def training_steps(
+    state: PyTree,
+    batches: Iterable[Batch],
+    step: Callable[[PyTree, PyTree], tuple[PyTree, Any]],
+) -> Iterator[Step]:
+    """Trains on batches, and yields after each step was dispatched, before the device is done.
+
+    **Arguments:**
+
+    - `state`: the state to start from; its arrays are donated.
+    - `batches`: from [`redcoast.batches`][].
+    - `step`: a compiled step `(state, arrays) -> (state, metrics)`, from
+        [`redcoast.compile_step`][].
+
+    **Returns:**
+
+    An iterator over [`redcoast.Step`][]s.
+
+    **Raises:**
+
+    What a step raises, with a note that names the step.
+
+    !!! Example
+
+        ```python
+        for done in rc.training_steps(state, data, step):
+            print(done.number, done.batch.rows)
+        ```
+    """
+    for batch in batches:
+        with noting(f"Raised by step {batch.step}."):
+            state, metrics = step(state, batch.arrays)
+        yield Step(batch.step, state, metrics, batch)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,21 +62,19 @@ def main(c: Config) -> None:
         loss = jnp.mean(losses, where=targets >= 0)
         return loss, {"weight": jnp.sum(targets >= 0), "bits_per_byte": loss * bits_per_nat}
 
-    # Model and optimizer, planned first and then made, split over the devices from the beginning.
+    # `fit` plans the model before it makes it, so that it may be larger than a device.
     sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
     optimizer = make_optimizer(c, len(train), b2=0.95, weight_decay=0.1)
     key = jax.random.key(c.seed)
-    create = eqx.Partial(rc.init_state, lambda key: Llama(sizes, key=key), optimizer, key=key)
-    state = create(shardings=rc.infer_shardings(eqx.filter_eval_shape(create), mesh))
-
     state = rc.fit(
-        state,
+        lambda key: Llama(sizes, key=key),
         optimizer,
         train,
         collate_fn=np.stack,
         loss_fn=loss_fn,
         batch_size=c.batch_size,
         steps=c.steps,
+        key=key,
         mesh=mesh,
         eval_examples=valid,
         eval_every=max(1, c.steps // 4),

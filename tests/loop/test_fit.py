@@ -248,9 +248,7 @@ def test_streams_end_and_resume(tmp_path):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="no epochs"):
         train(Stream(EXAMPLES[:70]), epochs=1)
-    with pytest.raises(
-        ValueError, match="started with a stream and cannot be resumed with examples"
-    ):
+    with pytest.raises(ValueError, match="started with a stream and cannot be resumed"):
         train(EXAMPLES, steps=9, checkpoints=rc.Checkpoints(tmp_path))
     with pytest.raises(ValueError, match="gave no example"):
         train(Stream([]), steps=3)

@@ -148,6 +148,7 @@ def test_router_loss_does_not_see_padding():
     assert_close(MODEL.unembed(hidden), logits_of(MODEL, tokens))
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     check_padding(MODEL)
 
@@ -156,6 +157,7 @@ def test_segments_are_as_rows_of_their_own():
     check_segments(MODEL)
 
 
+@pytest.mark.thorough
 def test_cache_is_as_all_at_once():
     check_cache(make(window=3))
 

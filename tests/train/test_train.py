@@ -274,6 +274,7 @@ def test_composes_with_jit_vmap_and_scan():
     assert after.step.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.thorough
 def test_filter_vmap_over_seeds_of_an_equinox_model():
     init = lambda key: rc.init_state(
         lambda k: eqx.nn.MLP(16, 8, 32, 2, key=k), optax.sgd(0.1), key=key

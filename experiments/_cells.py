@@ -1,4 +1,4 @@
-"""Results of dry runs, one by one in a file of JSON, and tables of them."""
+"""Stores the results of dry runs in a JSON file, and formats them as tables."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ def read_cells(file: Path) -> list[Cell]:
 
 
 def write_cell(file: Path, cell: Cell) -> None:
-    """In place of an older one for the same thing; a run that is killed leaves the file whole."""
+    """Adds a result or replaces the one with the same key; the file is replaced atomically."""
     same = lambda old: all(old[name] == cell[name] for name in KEY)
     cells = [*(old for old in read_cells(file) if not same(old)), cell]
     draft = file.with_suffix(".draft")
@@ -22,7 +22,7 @@ def write_cell(file: Path, cell: Cell) -> None:
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table whose first column is text, and whose others are numbers."""
+    """A Markdown table whose first column is text and whose other columns are numbers."""
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = lambda row: [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
@@ -30,12 +30,12 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def paper_table(cells: list[Cell]) -> str:
-    """What the paper has: which models fit, and what they send."""
+    """The paper's configurations: which models fit, and the bytes that they send."""
     return markdown(PAPER, [_paper(cell) for cell in cells if cell["column"] == "paper"])
 
 
 def beyond_text(cells: list[Cell]) -> str:
-    """The table, and in words which of them fit."""
+    """The table of variants, and sentences that say which models fit."""
     words = {"twice": "At twice the length", "half": "On half of the devices"}
     lines = [_fitting(where, [x for x in cells if x["column"] == c]) for c, where in words.items()]
     return "\n\n".join([beyond_table(cells), " ".join(filter(None, lines))]).rstrip()
@@ -90,30 +90,30 @@ def _beyond(found: dict[tuple[str, str], Cell], model: str) -> list[str]:
 
 
 def _peak(cell: Cell | None) -> str:
-    """The peak, of what a device has."""
+    """The peak memory, the usable memory and the mesh."""
     if cell is None:
         return "-"
     return f"{peak_gib(cell)} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
 
 
 def refused(cell: Cell) -> bool:
-    """Whether the compiler refused the program for want of memory."""
-    # Files that do not say it have no temporaries of such a program.
+    """Whether the compiler rejected the program because it needs too much memory."""
+    # In older files without the key, only rejected programs have no temporaries.
     return cell.get("refused", "temporaries" not in cell["memory"])
 
 
 def sent_bytes(cell: Cell) -> int | None:
-    """Nobody knows what a program sends that was not made."""
+    """The bytes sent by a device; `None` if the compiler rejected the program."""
     return None if refused(cell) else cell["sent_bytes"]
 
 
 def peak_gib(cell: Cell) -> str:
-    """Of a program that was refused, the least that it could come to."""
+    """The peak memory; for a rejected program, the lower bound."""
     return f"{'at least ' if refused(cell) else ''}{gib(cell['memory']['peak'])}"
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """The axes that something is split over."""
+    """The axes of more than one device."""
     return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 

@@ -1,4 +1,4 @@
-"""How few devices are enough, and how long a sequence may be."""
+"""Searches for the smallest number of devices, and for the longest sequence."""
 
 from collections.abc import Callable, Iterator
 from itertools import combinations_with_replacement
@@ -8,15 +8,15 @@ from redcoast.dryrun._chips import CHIPS, Chip
 from redcoast.dryrun._target import Target, parse_target
 
 STEP = 128  # tokens; lengths are multiples of it
-MOST = 2**20  # tokens; no longer sequence is tried
-SIDES = (1, 2, 4, 8, 16)  # of slices
-CARDS = tuple(2**n for n in range(11))  # of GPUs, over hosts where there are more than one holds
+MOST = 2**20  # tokens; the longest sequence to try
+SIDES = (1, 2, 4, 8, 16)  # the sides of slices
+CARDS = tuple(2**n for n in range(11))  # numbers of GPUs, over several hosts if need be
 
 
 def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
-    """The longest sequence that fits, in tokens: doubled while it fits, then bisected.
+    """The longest sequence that fits, in tokens, found by doubling and then bisection.
 
-    It is 0 if not even 128 tokens fit, and at most 2**20. Whether a length fits is asked once.
+    It is 0 if 128 tokens do not fit, and at most 2**20. `fits` is called once for each length.
     """
     low, high, most = 0, min(-(-start // STEP), MOST // STEP), MOST // STEP
     while fits(high * STEP):
@@ -30,13 +30,16 @@ def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
 
 
 def read_chip(name: str) -> Chip:
-    """The chip of a target, of which the number of devices may be left out."""
+    """The chip of a target, with or without a number of devices."""
     return CHIPS.get(name.strip().lower()) or parse_target(name).chip
 
 
 def sizes_of(chip: Chip) -> list[Target]:
-    """All slices of a TPU whose sides are powers of two, the most compact of each count; or as many
-    GPUs, in full hosts; the smallest first."""
+    """The targets of a chip, from the smallest to the largest.
+
+    For TPUs, the most compact slice of each size whose sides are powers of two. For GPUs, powers of
+    two, in full hosts.
+    """
     found: dict[int, Target] = {}
     for one in _candidates(chip):
         found.setdefault(one.count, one)

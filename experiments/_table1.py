@@ -1,4 +1,4 @@
-"""The models and machines of the paper's Table 1 (arXiv:2310.16355), each in a dry run."""
+"""Dry runs of the models and machines of the paper's Table 1 (arXiv:2310.16355)."""
 
 import json
 import sys
@@ -16,18 +16,18 @@ from _workload import make_workload
 import redcoast as rc
 from redcoast.dryrun._target import parse_target
 
-PAPER_1080TI = 10 * 10**9  # bytes; what the paper counts of the card's 11 GB
+PAPER_1080TI = 10 * 10**9  # bytes; the paper counts 10 of the card's 11 GB
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model, its maximum length, and the machine; and half of that machine."""
+    """A model, its sequence length, its machine, and half of that machine."""
 
     model: str
     seq: int
     target: str
     half: str
-    usable: int | None = None  # bytes on a device, where that is not what the target says
+    usable: int | None = None  # bytes of memory on a device, instead of the target's
 
 
 ROWS = (
@@ -39,14 +39,14 @@ ROWS = (
     Row("opt-13b", 1024, "v4:2x2x2", "v4:2x2x1"),
     Row("opt-66b", 512, "v4:4x4x4", "v4:2x4x4"),
 )
-# As in the paper; in bfloat16; at twice the length; on half of the devices.
+# As in the paper; in bfloat16; at twice the sequence length; on half of the devices.
 COLUMNS = ("paper", "bfloat16", "twice", "half")
 
 
 def print_table1(
     out: Path, *, rows: tuple[str, ...] = (), columns: tuple[str, ...] = (), as_json: bool = False
 ) -> None:
-    """Measures cell by cell, adds them to those in `out`, and prints all that there then are."""
+    """Measures the chosen cells, adds them to the results in `out`, and prints all results."""
     out.mkdir(parents=True, exist_ok=True)
     for row in choose_rows(rows):
         for column in choose(columns, COLUMNS):
@@ -65,15 +65,15 @@ def choose_rows(names: tuple[str, ...]) -> list[Row]:
 
 def choose(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in known]:
-        refuse(f"There is no {', '.join(unknown)}. There are {', '.join(known)}.")
+        refuse(f"Unknown: {', '.join(unknown)}. Choose from {', '.join(known)}.")
     return names or known
 
 
 def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dict[str, Any]:
-    """A cell: fp32 and AdamW, one sequence for each device, all that a layer does computed again.
+    """Measures a cell: fp32, AdamW, one sequence for each device, all layers rematerialised.
 
-    On the given mesh, or on the one that is priced cheapest; where that does not fit, others are
-    compiled.
+    The mesh is the given one, or the one with the lowest estimated cost. If the step does not fit
+    on that, other meshes are compiled.
     """
     target = parse_target(row.half if column == "half" else row.target)
     usable = target.chip.usable if row.usable is None else row.usable
@@ -98,7 +98,7 @@ def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dic
 
 
 def in_order(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the models stand in the table, and for each as the columns do."""
+    """Sorts cells by the order of models in the table, and then by column."""
     models = [row.model for row in ROWS]
     places = {name: place for place, name in enumerate(COLUMNS)}
     key = lambda cell: (models.index(cell["model"]), places.get(cell["column"], 0))

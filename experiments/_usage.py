@@ -1,10 +1,10 @@
-"""How a script ends that was asked for what cannot be."""
+"""Ends a script that was called with invalid options."""
 
 import sys
 from typing import NoReturn
 
 
 def refuse(message: str) -> NoReturn:
-    """Says what is wrong, and exits with 2, as for an option that there is not."""
+    """Prints a message to stderr and exits with code 2, as for an unknown option."""
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(2)

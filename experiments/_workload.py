@@ -1,4 +1,4 @@
-"""What is trained in a dry run: a model by its name or its `config.json`, its loss and a batch."""
+"""The training step of a dry run: a model by name or `config.json`, its loss, and a batch."""
 
 import dataclasses
 import difflib
@@ -20,39 +20,41 @@ from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import sizes
 from redcoast.pretrained._registry import find_family
 
-LONGEST = 1024  # tokens of a sequence, where none are asked for
+LONGEST = 1024  # the default sequence length, in tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A training step: how the model is made, its loss, and shapes of a batch for it."""
+    """A training step: functions that make the model, its loss and an abstract batch."""
 
     init_fn: Callable[[Any], Any]
     loss_fn: Callable[[Any, Any, Any], Any]
-    make_batch: Callable[[int], Any]  # from the number of rows
-    seq: int | None  # tokens of a row; None for images
+    make_batch: Callable[[int], Any]  # takes the number of rows
+    seq: int | None  # tokens in a row; None for images
     notes: tuple[str, ...]
 
     def arguments(self, rows: int) -> tuple[Any, ...]:
-        """The first arguments of `redcoast.dry_run`, for batches of so many rows."""
+        """The positional arguments of `redcoast.dry_run`, for a batch of `rows` rows."""
         return self.init_fn, self.loss_fn, self.make_batch(rows), optax.adamw(1e-4)
 
 
 def make_workload(
     model: str, seq: int | None = None, *, remat: str = "full", chunk: int | None = None
 ) -> Workload:
-    """Training of a model on sequences of `seq` tokens, or of the decoder's if it reads images.
+    """The training step of a model on sequences of `seq` tokens (of the decoder for captioners).
 
-    The logits of `chunk` positions at a time are in memory, or by default all. Learned positions
-    are made as many as the sequence needs, which the notes then say.
+    `chunk` is the number of positions whose logits are in memory at a time; all by default. If the
+    sequence is longer than the model's learned positions, positions are added, with a note.
     """
     if chunk is not None and chunk < 1:
-        refuse(f"The logits of at least one position are in memory, and --chunk is {chunk}.")
+        refuse(f"--chunk must be at least 1, but is {chunk}.")
     model_class, config = find_model(model)
     seq = _length(model, model_class, config, seq)
     config, notes = _with_head(model_class, config), ()
     if seq is not None and _learned(config) and seq > config.positions:
-        notes = (f"The published model has {config.positions} learned positions; here {seq}.",)
+        notes = (
+            f"The pretrained model has {config.positions} learned positions; here it has {seq}.",
+        )
         config = _changed(config, positions=seq)
     config = _changed(config, remat=remat)
     init_fn = lambda key: model_class(config, key=key)
@@ -61,14 +63,14 @@ def make_workload(
 
 
 def state_bytes(workload: Workload) -> int:
-    """Bytes of what stays between steps: parameters, and AdamW's two means of each."""
+    """Bytes of the training state: parameters, and AdamW's two moments of each."""
     model = eqx.filter_eval_shape(workload.init_fn, abstract_key())
     arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.ShapeDtypeStruct)]
     return 3 * sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 def find_model(model: str) -> tuple[Any, Any]:
-    """The class and the configuration of a named model, or of what a `config.json` describes."""
+    """The class and the configuration of a named model, or of the model in a `config.json`."""
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
@@ -92,7 +94,7 @@ def _is_size(name: str, make: Any) -> bool:
 
 def _unknown(model: str, name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3)
-    meant = f" Is it {' or '.join(x.replace('_', '-') for x in near)}?" if near else ""
+    meant = f" Did you mean {' or '.join(x.replace('_', '-') for x in near)}?" if near else ""
     known = ", ".join(x.replace("_", "-") for x in names)
     return (
         f"There is no model {model!r}, and no config.json at that path.{meant} "
@@ -102,9 +104,9 @@ def _unknown(model: str, name: str, names: list[str]) -> str:
 
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
     if model_class is models.ViT and seq is not None:
-        refuse(f"{model} reads images of {config.image} pixels: leave --seq out.")
+        refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
     if seq is not None and seq < 1:
-        refuse(f"A sequence has at least one token, and --seq is {seq}.")
+        refuse(f"--seq must be at least 1, but is {seq}.")
     return None if model_class is models.ViT else seq or min(LONGEST, _most_tokens(config))
 
 
@@ -113,12 +115,12 @@ def _learned(config: Any) -> bool:
 
 
 def _most_tokens(config: Any) -> int:
-    """The greatest length that the weights are for, where the configuration says it."""
+    """The greatest sequence length of the weights, if the configuration gives one."""
     return getattr(config, "positions", getattr(config, "context", LONGEST))
 
 
 def _changed(config: Any, **changes: Any) -> Any:
-    """A configuration, and those that are its parts, with other values where they have such."""
+    """Replaces fields of a configuration, and of nested ones, where they have such fields."""
     fields = [field.name for field in dataclasses.fields(config)]
     parts = {x: getattr(config, x) for x in fields if dataclasses.is_dataclass(getattr(config, x))}
     own = {name: value for name, value in changes.items() if name in fields}
@@ -128,7 +130,7 @@ def _changed(config: Any, **changes: Any) -> Any:
 
 
 def _with_head(model_class: Any, config: Any) -> Any:
-    """An encoder that has no head gets the one that it is trained with first."""
+    """Gives an encoder without a head the head of its pretraining."""
     if model_class is models.Bert and config.head is None:
         return dataclasses.replace(config, head="masked")
     if model_class is models.ViT and config.head is None:
@@ -139,7 +141,7 @@ def _with_head(model_class: Any, config: Any) -> Any:
 def _task(
     model_class: Any, config: Any, seq: int | None, chunk: int | None
 ) -> tuple[Callable[..., Any], Callable[[int], Any]]:
-    """The loss, and shapes of a batch of so many rows."""
+    """The loss, and a function from the number of rows to an abstract batch."""
     labels = lambda rows: jax.ShapeDtypeStruct((rows,), jnp.int32)
     tokens = lambda rows: jax.ShapeDtypeStruct((rows, seq), jnp.int32)
     images = getattr(config, "encoder", config)
@@ -166,7 +168,7 @@ def _classify(model: Any, batch: Any, key: Any) -> Any:
 
 
 def _decode(loss_of: Callable[..., Any], *, start: int) -> Callable[..., Any]:
-    """Each token of the target from what is read and from those before it: teacher forcing."""
+    """The loss of an encoder-decoder with teacher forcing."""
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         before = models.shift_right(batch["targets"], start=start)
@@ -177,7 +179,7 @@ def _decode(loss_of: Callable[..., Any], *, start: int) -> Callable[..., Any]:
 
 
 def _predict(loss_of: Callable[..., Any]) -> Callable[..., Any]:
-    """The next token behind each, or the hidden one: what stands at its place in the targets."""
+    """The loss of predicting `targets` position by position: next tokens or masked tokens."""
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
         hidden = model.hidden(batch["inputs"], key=key)

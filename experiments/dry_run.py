@@ -1,8 +1,9 @@
-"""Compiles a training step for accelerators that are not there, and says what it needs.
+"""Compiles a training step for accelerators that you do not have, and prints what it needs.
 
-Whether it fits, bytes on each device, bytes sent between devices, how long it takes at least. The
-accelerator's own compiler is asked: `pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`; without
-it, the CPU's stands in. Exits with 1 if the step does not fit, with 2 if there is no answer.
+It reports whether the step fits, the memory on each device, the bytes sent between devices, and the
+least time of a step. The figures are those of the accelerator's own compiler (`pip install
+"redcoast[tpu]"` or `"redcoast[cuda12]"`) if it is installed, otherwise those of the CPU compiler.
+The exit code is 1 if the step does not fit, and 2 if the options are invalid or the compiler fails.
 
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
     python experiments/dry_run.py --model path/to/config.json --target a100-80gb --smallest
@@ -11,7 +12,7 @@ it, the CPU's stands in. Exits with 1 if the step does not fit, with 2 if there 
 
 import os
 
-# No accelerator is looked for. JAX reads this when it is first imported.
+# Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import json
@@ -37,27 +38,29 @@ AXES = ("data", "fsdp", "model")
 
 @dataclass(frozen=True)
 class Config:
-    model: str = "llama-7b"  # a named size, or a config.json of Hugging Face, or its folder
-    target: str = "a100-40gb:4"  # a slice of TPUs (v4:4x4x4), GPUs (h100:8x8: hosts x cards), cpu:8
-    seq: int | None = None  # tokens of a sequence; by default 1024, or what the model is made for
-    batch: int | None = None  # sequences in a step; by default one for each device and microbatch
-    mesh: str | None = None  # sizes, such as fsdp=8,model=8; by default those that cost least
-    remat: Literal["none", "dots", "full"] = "full"  # what the backward pass computes again
-    accumulate: int = 1  # microbatches that a batch is split into, to save memory
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
-    chunk: int | None = None  # positions whose logits are in memory at a time; by default all
-    smallest: bool = False  # look for the fewest of the target's chips on which it fits
-    longest: bool = False  # look for the longest sequence that fits, a multiple of 128
-    table1: bool = False  # the models and machines of the paper's Table 1, in place of one
-    rows: tuple[str, ...] = ()  # which models of that table, such as opt-66b; by default all
-    columns: tuple[str, ...] = ()  # which of paper, bfloat16, twice, half; by default all
-    out: Path = Path("runs/dry_run")  # where the table's figures are kept and added to
-    json: bool = False  # print the figures as JSON, in place of tables
+    model: str = "llama-7b"  # a model name, or the path of a Hugging Face config.json or its folder
+    target: str = "a100-40gb:4"  # TPU slice (v4:4x4x4), GPUs (l4:4; h100:8x8: hosts x cards), cpu:8
+    seq: int | None = (
+        None  # sequence length in tokens; default: 1024, or less if the model has a maximum
+    )
+    batch: int | None = None  # global batch size; default: one sequence per device and microbatch
+    mesh: str | None = None  # axis sizes, such as fsdp=8,model=8; default: the cheapest estimate
+    remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
+    accumulate: int = 1  # number of microbatches for gradient accumulation
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
+    chunk: int | None = None  # number of positions whose logits are in memory at once; default: all
+    smallest: bool = False  # find the smallest number of chips on which the step fits
+    longest: bool = False  # find the longest sequence that fits, a multiple of 128
+    table1: bool = False  # run all models and machines of the paper's Table 1
+    rows: tuple[str, ...] = ()  # models of Table 1 to run, such as opt-66b; default: all
+    columns: tuple[str, ...] = ()  # columns to run: paper, bfloat16, twice, half; default: all
+    out: Path = Path("runs/dry_run")  # directory of the results of --table1, which are added to
+    json: bool = False  # print the figures as JSON instead of tables
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A dry run; `asked` are the model, the batch and the settings that it is of."""
+    """A dry run, and the model, batch and settings (`asked`) that it is for."""
 
     run: rc.DryRun
     asked: dict[str, Any]
@@ -75,7 +78,7 @@ def main(c: Config) -> None:
     try:
         found = answer(c)
     except (ValueError, TypeError, RuntimeError) as error:
-        # RuntimeError is a compiler that failed: Python would exit with 1, as if it did not fit.
+        # A RuntimeError means that a compiler failed. Python would exit with 1, as for no fit.
         refuse(str(error))
     if found is not None:
         print(json.dumps(found.report, indent=1) if c.json else found.run)
@@ -83,22 +86,22 @@ def main(c: Config) -> None:
 
 
 def answer(c: Config) -> Attempt | None:
-    """The dry run that was asked for; of a table there is none, and it is printed."""
+    """The requested dry run; `None` after printing the table for --table1."""
     if c.smallest + c.longest + c.table1 > 1:
-        refuse("Only one of --smallest, --longest and --table1 can be asked for.")
+        refuse("Only one of --smallest, --longest and --table1 can be used.")
     if c.table1:
         if other := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
-            refuse(f"--table1 has models and settings of its own: leave out {written(other)}.")
+            refuse(f"--table1 has its own models and settings: leave out {written(other)}.")
         return print_table1(c.out, rows=c.rows, columns=c.columns, as_json=c.json)
     if parts := chosen(c) & {"rows", "columns"}:
-        refuse(f"Without --table1 there are no rows and columns: leave out {written(parts)}.")
+        refuse(f"--rows and --columns need --table1: leave out {written(parts)}.")
     if c.smallest:
         return smallest(c)
     return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
 
 
 def chosen(c: Config) -> set[str]:
-    """The names of the options that are not as they are by default."""
+    """The names of the options that differ from their defaults."""
     return {field.name for field in fields(c) if getattr(c, field.name) != field.default}
 
 
@@ -107,24 +110,24 @@ def written(options: set[str]) -> str:
 
 
 def smallest(c: Config) -> Attempt:
-    """On the fewest chips on which it fits."""
+    """The dry run on the smallest number of chips on which the step fits."""
     if c.mesh is not None:
-        refuse("--smallest chooses the number of devices: leave --mesh out.")
+        refuse("--smallest chooses the number of devices: leave out --mesh.")
     chip = read_chip(c.target)
     least = state_bytes(make_workload(c.model, c.seq))
     for target in sizes_of(chip):
-        # Without the compiler's help: what stays between steps does not fit on fewer.
+        # No need to compile where not even the training state fits.
         if least <= target.count * chip.usable and (found := attempt(c, target, c.seq)).fits:
             return found
-    words = f"{c.model} fits on no number of {chip.name} that can be tried."
+    words = f"{c.model} does not fit on any number of {chip.name} that was tried."
     print(words, file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def longest(c: Config) -> Attempt:
-    """With the longest sequence that fits; or with 128 tokens, if not even those do."""
+    """The dry run with the longest sequence that fits, or with 128 tokens if none does."""
     if make_workload(c.model, c.seq).seq is None:
-        refuse(f"{c.model} reads images, and no texts that --longest could be asked of.")
+        refuse(f"{c.model} reads images: --longest needs a model that reads text.")
     target, found = parse_target(c.target), {}
 
     def fits(seq: int) -> bool:
@@ -137,14 +140,14 @@ def longest(c: Config) -> Attempt:
 
 
 def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False) -> Attempt:
-    """A dry run, which is told of in a line.
+    """A dry run, which is also reported in a line on stderr.
 
-    If it does not fit, changes are looked for with `suggest`, and else other meshes, unless one was
-    asked for.
+    If the step does not fit, `suggest` looks for changes that make it fit. Without it, other meshes
+    are tried, unless --mesh is given.
     """
     workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
     rows, mesh = rows_of(c, target), read_mesh(c.mesh)
-    # Not float32 by its name: the library leaves alone what was asked for, and never suggests less.
+    # None and not "float32": the library never suggests lowering a dtype that was given.
     dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
     options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": dtype}
     if suggest or mesh is not None:
@@ -160,22 +163,22 @@ def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False
 
 
 def rows_of(c: Config, target: Target) -> int:
-    """Of a batch; by default one for each device and microbatch."""
+    """The global batch size; by default one row for each device and microbatch."""
     if c.accumulate < 1:
-        refuse(f"A batch is split into at least one part, and --accumulate is {c.accumulate}.")
+        refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
     rows = target.count * c.accumulate if c.batch is None else c.batch
     if rows < 1:
-        refuse(f"A batch has at least one sequence or image, and --batch is {rows}.")
+        refuse(f"--batch must be at least 1, but is {rows}.")
     return rows
 
 
 def read_mesh(text: str | None) -> dict[str, int] | None:
-    """The sizes in `data=1,fsdp=4,model=2`."""
+    """Parses sizes such as `data=1,fsdp=4,model=2`."""
     if text is None:
         return None
     pairs = [part.split("=") for part in text.split(",")]
     if any(len(p) != 2 or not p[1].isdigit() or p[0] not in AXES for p in pairs):
-        refuse(f"A mesh is written as data=1,fsdp=4,model=2, and not as {text}.")
+        refuse(f"--mesh must have the form data=1,fsdp=4,model=2, but is {text}.")
     return {axis: int(size) for axis, size in pairs}
 
 

@@ -1,18 +1,19 @@
-"""What training steps send on A100s and TPUs, read out of programs that their compilers make.
+"""Bytes sent by training steps on A100s and TPUs, read from programs of their compilers.
 
-The compilers come with JAX and need no device: the programs are compiled, and not run. Models and
-columns are those of `collectives.py`.
+The compilers come with JAX and need no device: the programs are compiled but not run. The models
+and columns are those of `collectives.py`.
 
     pip install -e ".[experiments]" "jax[cuda12]" && python experiments/benchmarks/ahead.py a100
     pip install -e ".[experiments]" "jax[tpu]" && python experiments/benchmarks/ahead.py v4
 
-A small model takes seconds, and LLaMA-7B up to a minute.
+A small model takes seconds, LLaMA-7B up to a minute.
 """
 
 import os
 
-# No accelerator is looked for, several programs may use the compiler for TPUs at once, and no
-# warnings of what is counted here anyway. JAX reads this when it is first imported.
+# Keeps JAX from looking for accelerators and from warning about the collectives that are counted
+# here, and lets several programs use the TPU compiler at once. JAX reads this when it is first
+# imported.
 os.environ |= {
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "JAX_PLATFORMS": "cpu",
@@ -51,8 +52,8 @@ def main(
     """Prints a table with a line for each model and mesh.
 
     Args:
-        platform: Which compiler is asked.
-        cases: Names of models, as the tables of `collectives.py` have them.
+        platform: The compiler to use.
+        cases: Names of models, as in the tables of `collectives.py`.
         meshes: Sizes of data, fsdp and model, such as 1,2,4.
         columns: Layouts to compare.
         sequence: Whether to add a column for plans with `sequence=True`.
@@ -77,7 +78,7 @@ def split_sequence(case: Case, mesh: Mesh) -> Layout:
 
 
 def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
-    """What a program sends, and the memory for what is in between; None if there is no such."""
+    """The bytes that a program sends, and those of its temporaries; None without such a layout."""
     layout = make(case, mesh)
     if layout is None:
         return None
@@ -88,7 +89,7 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
 
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:
-    """For each layout what is sent, and in one cell each how often, and the temporaries."""
+    """The bytes sent for each layout, then all numbers of collectives, and all temporaries."""
     sent = [number(row and row["sent_bytes"] / 1e6, ",.1f") for row in rows]
     times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
     kept = " / ".join(number(row and row["temporary_bytes"] / 1e6, ",.0f") for row in rows)

@@ -1,12 +1,12 @@
-"""Bytes sent between devices in a training step: planned, by hand, by rules and replicated.
+"""Bytes sent in a training step with different shardings: planned, by hand, by rules, replicated.
 
 For models of many kinds and meshes of 8 emulated CPU devices, the same training step is compiled
-with different shardings, and what it sends is read from the compiled program. Redcoast's own
-program also runs, and its loss and gradients are compared with those of one device.
+with different shardings, and the bytes sent are read from the compiled program. redcoast's program
+is also run, and its loss and gradients are compared with those of one device.
 
     python experiments/benchmarks/collectives.py --out runs/collectives
 
-Results are added to those that `--out` holds already, so that a part can be measured again.
+Results are added to those in `--out`, so that a part can be measured again.
 """
 
 import json
@@ -42,16 +42,16 @@ def main(
     planning: bool = True,
     check: bool = False,
 ) -> None:
-    """Prints a table for each mesh, and what the figures show.
+    """Prints a table for each mesh, and whether the documentation's claims hold.
 
     Args:
-        cases: Names of models, as the tables have them; all of them by default.
+        cases: Names of models, as in the tables; all by default.
         meshes: Sizes of data, fsdp and model, such as 1,2,4; six meshes by default.
-        columns: Layouts to compare; all of them by default.
-        out: Directory for the results as JSON, and the plots.
-        fast: Whether to take a few models and meshes only.
-        planning: Whether to measure how long planning takes, too.
-        check: Whether to fail where a claim does not hold.
+        columns: Layouts to compare; all by default.
+        out: Directory for the results as JSON, and for the plots.
+        fast: Whether to measure only a few models and meshes.
+        planning: Whether to measure the time of planning too.
+        check: Whether to fail if a claim does not hold.
     """
     rc.emulate_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -79,14 +79,16 @@ def main(
 def choose(names: tuple[str, ...], known: dict[str, Any]) -> dict[str, Any]:
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"There is no {', '.join(unknown)}. Known are: {'; '.join(known)}.")
+        raise SystemExit(f"Unknown: {', '.join(unknown)}. Choose from: {'; '.join(known)}.")
     return {name: known[name] for name in names or known}
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:
     sizes = text.split(",")
     if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
-        raise SystemExit(f"A mesh is written as data,fsdp,model, such as 1,2,4, and not as {text}.")
+        raise SystemExit(
+            f"A mesh must have the form data,fsdp,model, such as 1,2,4, but is {text}."
+        )
     return int(sizes[0]), int(sizes[1]), int(sizes[2])
 
 
@@ -110,7 +112,7 @@ def measure_case(
 
 
 def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """In place of an older row for the same thing, in the order of cases and meshes."""
+    """Adds a row or replaces the one with the same key; sorts rows by case and mesh."""
     key = lambda row: (row["case"], row["mesh"], row["column"])
     rows[:] = [old for old in rows if key(old) != key(row)] + [row]
     cases, meshes = [case.name for case in CASES], [list(parse_mesh(text)) for text in MESHES]

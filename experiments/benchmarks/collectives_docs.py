@@ -1,8 +1,8 @@
-"""Puts the results of `collectives.py` into the documentation: its tables, and its pictures.
+"""Writes the tables and plots of `collectives.py` into the documentation.
 
     python experiments/benchmarks/collectives_docs.py --out runs/collectives
 
-What stands between the marks in the page is replaced, so that it can be done again.
+The text between the marks in the page is replaced.
 """
 
 import json
@@ -28,12 +28,12 @@ def main(
     page: Path = DOCS / "sharding.md",
     images: Path = DOCS / "images",
 ) -> None:
-    """Writes tables into the page, and pictures beside it.
+    """Writes tables into the page, and plots into a directory next to it.
 
     Args:
-        out: Directory with the `collectives.json` that `collectives.py` wrote.
+        out: Directory with the `collectives.json` of `collectives.py`.
         page: The page with the marks.
-        images: Where the pictures go: a directory beside the page.
+        images: Directory for the plots, next to the page.
     """
     file = out / "collectives.json"
     if not file.exists():
@@ -46,19 +46,19 @@ def main(
 
 def between_marks(text: str, new: str) -> str:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"The page must have one line {BEGIN} and behind it one line {END}.")
+        raise SystemExit(f"The page must have one line {BEGIN} and after it one line {END}.")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{new}\n\n{END}{rest.split(END)[1]}"
 
 
 def measured(results: dict[str, Any], images: str) -> str:
-    """The mixed meshes first, which are what a plan is for; the others folded."""
+    """The text between the marks: mixed meshes first, the others collapsed."""
     rows = results["rows"]
     meshes = sorted(dict.fromkeys(tuple(row["mesh"]) for row in rows), key=order)
     parts = [of_mesh(rows, mesh, images) for mesh in meshes]
     if "planning" in results:
         parts.append(of_planning(results["planning"], images))
-    # Made anew: the last run may have measured a part only.
+    # Computed again from all rows: the last run may have measured only a part.
     claims = check_claims(rows) + check_planning(
         results.get("planning", {"layers": [], "large": []})
     )
@@ -92,7 +92,7 @@ def of_mesh(rows: list[dict[str, Any]], mesh: tuple[int, ...], images: str) -> s
 
 
 def of_planning(planning: dict[str, Any], images: str) -> str:
-    """How long it takes to plan, with the models that are too large to run."""
+    """The section on the time of planning, with the models that are too large to run."""
     large = [
         f"{entry['case']}, {entry['equations']:,} equations: {entry['plan_seconds']:.2f} s"
         for entry in planning["large"]

@@ -1,4 +1,4 @@
-"""Draws the results of `collectives.py`.
+"""Plots the results of `collectives.py`.
 
 python experiments/benchmarks/collectives_plots.py --out runs/collectives
 """
@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 from traffic.claims import Row, by_place
 
-# Marks of different shapes, the last ones open, so that ties can be seen.
+# Markers of different shapes and mostly open, so that equal values are visible.
 STYLES: dict[str, dict[str, Any]] = {
     "replicated": {"marker": "s", "color": "#5dade2", "markersize": 9},
     "fsdp": {"marker": "o", "color": "#1f618d", "markersize": 9},
@@ -22,10 +22,10 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def main(out: Path = Path("runs/collectives")) -> None:
-    """Draws PNGs from the results that `out` holds.
+    """Draws PNGs from the results in a directory.
 
     Args:
-        out: Directory with `collectives.json`, where the plots go as well.
+        out: Directory with `collectives.json`, and for the plots.
     """
     file = out / "collectives.json"
     if not file.exists():
@@ -48,7 +48,7 @@ def draw(out: Path, results: dict[str, Any]) -> None:
 
 
 def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) -> None:
-    """What each column sends, relative to one of them: a line of marks for each case."""
+    """Plots the bytes sent with each column, relative to column `base`, one line per case."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 
@@ -82,7 +82,7 @@ def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) ->
 
 
 def draw_planning(file: Path, entries: list[dict[str, Any]]) -> None:
-    """Seconds against the number of equations, with a straight line through the last point."""
+    """Plots planning time against the number of equations, with a line through the last point."""
     from matplotlib import pyplot as plt
 
     timed = [entry for entry in entries if "plan_seconds" in entry]

@@ -1,7 +1,7 @@
-"""How far the CPU's compiler is off where it stands in for an accelerator's.
+"""The error of the CPU compiler when it is used in place of an accelerator's.
 
-The dry runs of the paper's Table 1 that `dry_run.py --table1` kept, done again with nothing but the
-CPU's compiler, on the same meshes: peak memory and bytes sent, against those of the targets' own.
+The dry runs of `dry_run.py --table1` are repeated with the CPU compiler on the same meshes. Their
+peak memory and bytes sent are compared with those of the targets' own compilers.
 
     python experiments/dry_run.py --table1 && python experiments/benchmarks/cpu_bias.py
 
@@ -10,7 +10,7 @@ Results are added to those in `--out`, so that a part can be measured again.
 
 import os
 
-# No accelerator is looked for. JAX reads this when it is first imported.
+# Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import sys
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import gigabytes, markdown, peak_gib, read_cells, refused, sent_bytes, write_cell
 from _table1 import COLUMNS, choose, choose_rows, in_order, measure
 
-CLOSE = 0.1  # of the peak
+CLOSE = 0.1  # the relative error of the peak that counts as close
 
 
 def main(
@@ -31,11 +31,11 @@ def main(
     columns: tuple[str, ...] = (),
     out: Path = Path("runs/dry_run"),
 ) -> None:
-    """Prints a table with a line for each dry run, and those that are off by more than 10 %.
+    """Prints a table with a line for each dry run, and lists those that are off by more than 10 %.
 
     Args:
-        rows: Models of the table, such as opt-66b; all by default.
-        columns: Which of its dry runs: paper, bfloat16, twice, half; all by default.
+        rows: Models of Table 1, such as opt-66b; all by default.
+        columns: Columns of its dry runs: paper, bfloat16, twice, half; all by default.
         out: Directory with the results as JSON.
     """
     known = {(cell["model"], cell["column"]): cell for cell in read_cells(out / "table1.json")}
@@ -52,9 +52,9 @@ def main(
 
 
 def forget_accelerators() -> None:
-    """From here on as on a machine where their compilers are not installed."""
+    """Hides the accelerators' compilers, as if they were not installed."""
     os.environ.pop("TPU_LIBRARY_PATH", None)
-    # What is None in `sys.modules` cannot be imported, nor be found.
+    # A module that is None in `sys.modules` cannot be imported or found.
     for name in ("libtpu", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]
 
@@ -66,14 +66,14 @@ def report(targets: list[dict[str, Any]], cpus: list[dict[str, Any]]) -> str:
     table = markdown(heads, [line(target, cpu) for target, cpu in pairs])
     far = [name(cpu) for target, cpu in pairs if abs(off(target, cpu) or 0) > CLOSE]
     words = [f"Peak memory is off by more than {CLOSE:.0%} for: {', '.join(far) or 'none'}."]
-    # What is compared with nothing may still be known to be too low.
+    # A peak without a figure to compare with may still be below its lower bound.
     if low := [name(cpu) for target, cpu in pairs if below(target, cpu)]:
         words.append(f"Below the least of a program that was refused: {', '.join(low)}.")
     return "\n\n".join([table, *words, summary(pairs)])
 
 
 def summary(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """The least and the most that the CPU's compiler was off by, of each kind of programs."""
+    """The range of the CPU compiler's errors, for each kind of program."""
     groups: dict[str, list[list[float | None]]] = {}
     for target, cpu in pairs:
         split = "with" if cpu["mesh"]["fsdp"] > 1 else "without"
@@ -104,19 +104,19 @@ def line(target: dict[str, Any], cpu: dict[str, Any]) -> list[str]:
 
 
 def off(target: dict[str, Any], cpu: dict[str, Any]) -> float | None:
-    """By which share of the peak; of a program that was refused nobody knows it."""
+    """The relative error of the peak; `None` if a compiler rejected the program."""
     if refused(target) or refused(cpu):
         return None
     return cpu["memory"]["peak"] / target["memory"]["peak"] - 1
 
 
 def below(target: dict[str, Any], cpu: dict[str, Any]) -> bool:
-    """Whether the CPU's figure is less than what a program that was refused takes at least."""
+    """Whether the CPU compiler's peak is below the lower bound of a rejected program."""
     return refused(target) and cpu["memory"]["peak"] < target["memory"]["peak"]
 
 
 def times(target: dict[str, Any], cpu: dict[str, Any]) -> float | None:
-    """How many times as much is sent."""
+    """The ratio of the bytes sent."""
     sent, by_cpu = sent_bytes(target), sent_bytes(cpu)
     return by_cpu / sent if sent and by_cpu is not None else None
 

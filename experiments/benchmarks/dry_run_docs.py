@@ -1,9 +1,9 @@
-"""Puts the results of dry runs into the documentation.
+"""Writes the results of dry runs into the documentation.
 
     python experiments/benchmarks/dry_run_docs.py --out runs/dry_run
 
-What `dry_run.py --table1`, `megatron_ahead.py`, `cpu_bias.py`, `meshes.py` and `real_peak.py` kept
-takes the place of what stands between the marks in the page, so that it can be done again.
+The text between the marks in the page is replaced by the results of `dry_run.py --table1`,
+`megatron_ahead.py`, `cpu_bias.py`, `meshes.py` and `real_peak.py`.
 """
 
 import json
@@ -52,7 +52,7 @@ def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:
 def between_marks(text: str, name: str, new: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"The page must have one line {begin} and behind it one line {end}.")
+        raise SystemExit(f"The page must have one line {begin} and after it one line {end}.")
     before, rest = text.split(begin)
     return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
 

@@ -1,11 +1,11 @@
-"""What faults cost a run: steps that are lost, seconds until it goes on, and what saving costs.
+"""The cost of faults: steps lost and seconds to resume; and the cost of saving.
 
-Each fault is injected into a process that trains a small model and saves every five steps; then
-the run is started again. What saving costs is measured in this process.
+Each fault is injected into a process that trains a small model and saves every five steps. Then the
+run is started again. The cost of saving is measured in this process.
 
     chrt -r 10 python experiments/benchmarks/faults.py
 
-With real-time priority, for which one has to be root, other programs disturb it less.
+Real-time priority (`chrt`, which needs root) reduces the influence of other programs.
 """
 
 import os
@@ -33,7 +33,7 @@ EVERY, STEPS, FAULT = 5, 60, 33
 
 
 class Examples:
-    """Vectors that are a function of their index, one of them infinite if asked for."""
+    """Vectors that are a function of their index; those with an index in `bad` are infinite."""
 
     def __init__(self, bad: range = range(0)):
         self.bad = bad
@@ -50,7 +50,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def train(directory: Path, fault: str = "") -> None:
-    """The run that faults come over, in a process of its own."""
+    """The run that faults are injected into, in a separate process."""
     calls = iter(range(10**6))
 
     def collate_fn(examples: list[np.ndarray]) -> np.ndarray:
@@ -92,20 +92,20 @@ def train(directory: Path, fault: str = "") -> None:
 
 
 def limit_files(size: int) -> None:
-    """Lets writes beyond a size fail, as on a full disk."""
+    """Makes writes beyond a file size fail, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def start(directory: Path, fault: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", str(directory), "--fault", fault]
-    # Its warnings are many, and nobody reads them here.
+    # Its many warnings are expected.
     out, errors = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, text=True, stdout=out, stderr=errors)
 
 
 def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[tuple[int, float]]:
-    """The steps that a process logs and when, with something done at each; waits for its end."""
+    """Calls `act` at each step that a process logs; returns the steps and times when it ends."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -119,7 +119,7 @@ def follow(process: subprocess.Popen[str], act: Callable[[int], None]) -> list[t
 
 
 def services(parent: int) -> list[int]:
-    """W&B's processes below a process."""
+    """The W&B service processes that are children of a process."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -132,7 +132,7 @@ def services(parent: int) -> list[int]:
 
 
 def inject(fault: str, process: subprocess.Popen[str], step: int) -> None:
-    """Does at a step what is to be done from outside."""
+    """Injects a fault that comes from outside the process, such as a signal."""
     if fault in signal.Signals.__members__ and step == FAULT:
         process.send_signal(signal.Signals[fault])
     if fault == "SIGKILL while saving" and step >= EVERY * (FAULT // EVERY):
@@ -167,7 +167,7 @@ FAULTS = [
 
 
 def survive(fault: str, directory: Path) -> str:
-    """A row of the table: what a fault did, and what the run that followed lost to it."""
+    """A row of the table: the effect of a fault, and the steps that the resumed run lost."""
     first = start(directory, "SIGKILL" if fault == "newest checkpoint damaged" else fault)
     what = "SIGKILL" if fault == "newest checkpoint damaged" else fault
     before = follow(first, lambda step: inject(what, first, step))
@@ -190,8 +190,10 @@ def row(*cells: Any) -> str:
 
 
 def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -> Any:
-    """When each step began on the device, where it takes at least so many seconds and the host
-    nothing; and megabytes of memory after each."""
+    """The start time of each step on the device, and the megabytes of memory after it.
+
+    Each step takes at least `seconds` on the device, and almost nothing on the host.
+    """
     begun: list[float] = []
 
     def wait(x: np.ndarray) -> np.ndarray:
@@ -221,28 +223,31 @@ def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -
 
 
 def resident() -> float:
-    """Megabytes of memory that this process holds now."""
+    """The resident memory of this process, in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 def cost_of_saving(directory: Path, saves: int = 40) -> str:
-    """What a save of 100 MB adds to a loop of steps of 200 ms: the five steps that begin with a
-    save, less the five that follow without."""
+    """The time that a save of 100 MB adds to a loop of 200 ms steps.
+
+    It is the time of the five steps that start with a save, less that of the next five steps.
+    """
     begun, _ = timed(directory, 2040, 10, 10 * saves + 20, 0.19)  # computing takes the rest
-    # In the first ten steps things are done for the first time.
+    # The first steps are left out: they include compilation and the first save.
     with_save, without = np.diff(begun)[19 : 19 + 10 * saves].reshape(saves, 2, 5).sum(2).T
     added = (with_save - without) * 1e3
     low, middle, high = np.percentile(added, [25, 50, 75])
     return (
-        f"A save of 100 MB adds {middle:.1f} ms ({low:.1f} to {high:.1f} in the middle half of "
-        f"{saves}; mean {added.mean():.1f}) to a loop of steps of {np.median(without) / 5e-3:.0f} "
-        f"ms, which waits {time_of_call(directory / 'calls') * 1e3:.1f} ms for the call."
+        f"A save of 100 MB adds {middle:.1f} ms (interquartile range {low:.1f} to {high:.1f} of "
+        f"{saves} saves; mean {added.mean():.1f}) to a loop with steps of "
+        f"{np.median(without) / 5e-3:.0f} ms, which is blocked for "
+        f"{time_of_call(directory / 'calls') * 1e3:.1f} ms."
     )
 
 
 def time_of_call(directory: Path) -> float:
-    """Median seconds until a save of 100 MB lets the loop go on."""
+    """The median time for which a save of 100 MB blocks the loop, in seconds."""
     state = jax.block_until_ready([jnp.full((2040, 2040), x, jnp.float32) for x in range(6)])
     times = []
     with Saver(rc.Checkpoints(directory, every=1)) as saver:
@@ -250,12 +255,12 @@ def time_of_call(directory: Path) -> float:
             begin = time.perf_counter()
             saver.save(step, state, {"metrics": {}})
             times.append(time.perf_counter() - begin)
-            time.sleep(1)  # as steps do
+            time.sleep(1)  # in place of training steps
     return float(np.median(times))
 
 
 def memory_of_saving(directory: Path) -> str:
-    """Megabytes of memory after some saves, and after 200 more."""
+    """The memory after 20 saves, and after 200 more."""
     _, memory = timed(directory, 512, 1, 221, 0.0)
     early, late = float(np.median(memory[15:25])), float(np.median(memory[210:]))
     return f"Memory after 20 saves {early:.0f} MB, after 200 more {late:.0f} MB."
@@ -265,8 +270,8 @@ def main(child: Path | None = None, fault: str = "") -> None:
     """Prints the table.
 
     Args:
-        child: Train in this directory, and nothing else.
-        fault: The fault that is to come over that run.
+        child: Only train in this directory; used for the child processes.
+        fault: The fault to inject into that run.
     """
     if child:
         return train(child, fault)

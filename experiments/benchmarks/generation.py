@@ -1,8 +1,8 @@
-"""Tokens per second of `rc.generate` against `transformers` with torch: SmolLM2-135M on the CPU.
+"""Tokens per second of `rc.generate` and of `transformers` with torch: SmolLM2-135M on the CPU.
 
-Both have the same weights in float32 and the same threads, continue the same prompts of 32 tokens
-greedily by 128, and take turns in one process. A ratio above 1 means that `rc.generate` is faster.
-Needs torch, transformers and gguf (`nox -s bench_torch`).
+Both have the same weights in float32 and the same number of threads. Both extend the same prompts
+of 32 tokens greedily by 128 tokens, and take turns in one process. A ratio above 1 means that
+`rc.generate` is faster. Needs torch, transformers and gguf (`nox -s bench_torch`).
 
     python experiments/benchmarks/generation.py
 """
@@ -21,9 +21,9 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    new: int = 128  # tokens to generate for each prompt
-    prompt: int = 32  # tokens of a prompt
-    rounds: int = 5  # how often each takes its turn
+    new: int = 128  # number of tokens to generate for each prompt
+    prompt: int = 32  # number of tokens in a prompt
+    rounds: int = 5  # number of measurements of each
 
 
 def main(c: Config) -> None:
@@ -52,8 +52,9 @@ def main(c: Config) -> None:
         speeds = {name: batch * c.new / times[name] for name in ("ours", "theirs")}
         alike = np.mean(found["ours"] == found["theirs"])
         print(
-            f"batch {batch}: {speeds['ours']:.1f} tokens/s here, {speeds['theirs']:.1f} there, "
-            f"ratio {times['ratio']:.2f} (at least 1.0); {alike:.1%} of the tokens alike",
+            f"batch {batch}: redcoast {speeds['ours']:.1f} tokens/s, transformers "
+            f"{speeds['theirs']:.1f}, ratio {times['ratio']:.2f} (at least 1.0); {alike:.1%} of "
+            "the tokens are equal",
             flush=True,
         )
 

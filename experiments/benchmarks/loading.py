@@ -1,8 +1,8 @@
-"""The time that `rc.load_pretrained` takes, against reading the same bytes and converting them.
+"""The time of `rc.load_pretrained`, compared with only reading and converting the same bytes.
 
-SmolLM2-135M, once as the quantised `.gguf` file that is published, once as a Hugging Face directory
-in bfloat16, both to float32. What they are compared with reads each tensor whole and converts it,
-and neither checks, transposes, stacks nor hands anything to a device. Needs gguf.
+SmolLM2-135M is loaded to float32 from the published, quantised `.gguf` file, and from a Hugging
+Face directory in bfloat16. The baseline reads and converts each tensor, but does not check,
+transpose or stack anything, or move it to a device. Needs gguf.
 
     python experiments/benchmarks/loading.py
 """
@@ -32,7 +32,7 @@ from _published import smollm2
 
 @dataclass(frozen=True)
 class Config:
-    rounds: int = 5  # how often each takes its turn
+    rounds: int = 5  # number of measurements of each
 
 
 def main(c: Config) -> None:
@@ -50,7 +50,7 @@ def main(c: Config) -> None:
             ratio = statistics.median(a / b for a, b in times)
             here, alone = (statistics.median(x) for x in zip(*times, strict=True))
             print(
-                f"{name}: {here:.2f} s, reading and converting alone {alone:.2f} s, ratio "
+                f"{name}: {here:.2f} s, only reading and converting {alone:.2f} s, ratio "
                 f"{ratio:.2f} (at most 1.5)",
                 flush=True,
             )

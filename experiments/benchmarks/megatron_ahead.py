@@ -1,9 +1,9 @@
-"""What the models of the paper's Table 1 send with our plan, and with shardings written by hand.
+"""Bytes sent by the models of the paper's Table 1 with redcoast's plan and hand-written shardings.
 
-By hand: Megatron's split over `model` (arXiv:1909.08053), every large array stored split over
-`fsdp` along the largest dimension that is left, and activations as the compiler likes. The same
-step, on the mesh that is chosen for it on these devices, by the compilers for A100 and TPU v4,
-which need no device.
+The hand-written shardings are Megatron's tensor parallelism over `model` (arXiv:1909.08053), every
+large array FSDP-sharded along its largest remaining dimension, and unconstrained activations. Both
+are compiled for the same step and the same mesh, the one that redcoast chooses for these devices,
+by the compilers for A100 and TPU v4, which need no device.
 
     pip install "redcoast[cuda12]" && python experiments/benchmarks/megatron_ahead.py a100
     pip install "redcoast[tpu]" && python experiments/benchmarks/megatron_ahead.py v4
@@ -13,7 +13,7 @@ Results are added to those in `--out`, so that a part can be measured again.
 
 import os
 
-# No accelerator is looked for. JAX reads this when it is first imported.
+# Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import dataclasses
@@ -51,7 +51,7 @@ from _workload import make_workload
 
 Platform = Literal["a100", "v4"]
 
-# On how many devices each model is trained: as in the paper, or more where it takes more memory.
+# The devices of each model: as many as in the paper, or more if it needs more memory.
 TARGETS: dict[Platform, dict[str, str]] = {
     "a100": {
         **dict.fromkeys(("bart-large", "gpt2-large"), "a100-40gb:2"),
@@ -65,14 +65,14 @@ TARGETS: dict[Platform, dict[str, str]] = {
         "opt-66b": "v4:4x4x4",
     },
 }
-# The dimension that Megatron splits, from the end: heads, hidden features, or the vocabulary.
+# The dimension that Megatron shards, from the end: heads, hidden features, or the vocabulary.
 COLUMNS = dict.fromkeys(["wq", "wk", "wv", "bq", "bk", "bv"], -2)
 COLUMNS |= dict.fromkeys(["up", "gate", "up_bias", "head", "head_bias", "relative_bias"], -1)
 SPLIT = COLUMNS | {"wo": -3, "down": -2, "embed": -2, "logits_bias": -1}
 
 
 class ByHand(rc.Plan):
-    """A plan that leaves activations to the compiler."""
+    """A plan that does not constrain activations."""
 
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
@@ -87,12 +87,12 @@ def main(
     """Prints a table with a line for each model.
 
     Args:
-        platform: Which compiler is asked.
-        rows: Models of the table, such as opt-66b; all by default.
+        platform: The compiler to use.
+        rows: Models of Table 1, such as opt-66b; all by default.
         out: Directory with the results as JSON.
     """
     out.mkdir(parents=True, exist_ok=True)
-    # What was measured for the paper's table need not be compiled again.
+    # Results of `dry_run.py --table1` need not be compiled again.
     known = {(c["model"], c["target"]): c for c in read_cells(out / "table1.json") if paper(c)}
     for row in choose_rows(rows):
         target = TARGETS[platform][row.model]
@@ -107,7 +107,7 @@ def paper(cell: dict[str, Any]) -> bool:
 
 
 def measure(row: Row, target: str, known: dict[str, Any] | None) -> dict[str, Any]:
-    """The same step twice, on the mesh that is chosen for it; `known` if it was measured."""
+    """Compiles the step with both shardings on the chosen mesh; `known` is an earlier result."""
     devices = target_devices(parse_target(target)).devices
     workload = make_workload(row.model, row.seq)
     arguments = workload.arguments(len(devices))
@@ -133,7 +133,7 @@ def plan_by_hand(job: Job, mesh: Mesh) -> ByHand:
 
 
 def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Where a parameter lies: over `model` as Megatron has it, if that divides, then `fsdp`."""
+    """A parameter's sharding: Megatron's over `model`, if it divides, and then over `fsdp`."""
     *parts, last = name.split("/")
     dim = len(shape) + SPLIT.get(last, 0)
     over = mesh.shape["model"]
@@ -158,7 +158,7 @@ def line(cell: dict[str, Any]) -> list[str]:
         gigabytes(by_hand),
         f"{ours / by_hand:.2f}" if ours and by_hand else "-",
         peak_gib(cell),
-        # Refused, if nothing is known of what it sends: that is the least that it could come to.
+        # Without a number of bytes sent, the program was rejected and the peak is a lower bound.
         f"{'at least ' if by_hand is None else ''}{gib(cell['by_hand']['peak'])}",
     ]
 

@@ -1,17 +1,17 @@
-"""How good suggested meshes are: every mesh compiled, and compared with the one suggested.
+"""The quality of suggested meshes: every mesh is compiled and compared with the suggestion.
 
-The compilers come with JAX and need no device: the programs are compiled, and not run.
+The compilers come with JAX and need no device: the programs are compiled but not run.
 
     pip install -e ".[experiments]" "jax[cuda12]" "jax[tpu]"
     python experiments/benchmarks/meshes.py
 
-A program takes a few seconds on each mesh, for a TPU up to a minute. What was compiled is kept in
-a file, and a second call goes on from there.
+A program takes a few seconds on each mesh, and up to a minute for a TPU. Results are stored in a
+file, and a second call continues from there.
 """
 
 import os
 
-# No accelerator is looked for. JAX reads this when it is first imported.
+# Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 import dataclasses
@@ -29,9 +29,9 @@ from _workload import make_workload
 
 from redcoast.dryrun._job import factorisations, make_job
 from redcoast.dryrun._mesh_search import choose, price, suggest
-from redcoast.dryrun._place import elsewhere
+from redcoast.dryrun._place import target_place
 
-# Names of models, tokens of a sequence, and sequences of a batch.
+# The name of the model, the sequence length, and the batch size.
 CASES: tuple[tuple[str, int, int], ...] = (
     ("gpt2-small", 512, 32),
     ("llama3.2-1b", 1024, 8),
@@ -48,12 +48,12 @@ def main(
     targets: tuple[str, ...] = TARGETS,
     models: tuple[str, ...] = tuple(name for name, *_ in CASES),
 ) -> None:
-    """Prints a table with a line for each model and target, and what estimates are worth.
+    """Prints a table with a line for each model and target.
 
     Args:
-        results: A file of JSON that keeps what was compiled.
-        targets: The devices, by their names for `redcoast.suggest_mesh`.
-        models: Some of the models' names.
+        results: The JSON file that stores the results.
+        targets: Names of devices, as for `redcoast.suggest_mesh`.
+        models: Names of models.
     """
     rows: list[Row] = json.loads(results.read_text()) if results.exists() else []
     for target in targets:
@@ -68,9 +68,9 @@ def main(
 
 
 def measure(target: str, model: str, seq: int, rows: int) -> Row:
-    """What is suggested, and what every mesh comes to once it is compiled."""
+    """The suggested mesh, and the compiled figures of every mesh."""
     job = make_job(*make_workload(model, seq).arguments(rows))
-    place = elsewhere(target)
+    place = target_place(target)
     every = suggest(job, place, len(factorisations(len(place.devices))))
     known = {tuple(one.mesh.values()): one for one in every.candidates}
     priced = [price(job, place, one.mesh) for one in every.candidates]
@@ -95,7 +95,7 @@ HEAD += ("peak / estimated memory",)
 
 
 def line(row: Row) -> list[str]:
-    """The suggested mesh against the best of those that fit, by bytes sent and by time."""
+    """The suggested mesh compared with the best that fits, by bytes sent and by time."""
     compiled = [one for one in row["meshes"] if one["sent_bytes"] is not None]
     fit = [one for one in compiled if one["fits"]]
     mine = next(one for one in row["meshes"] if one["mesh"] == row["suggested"])

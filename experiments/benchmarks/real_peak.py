@@ -1,9 +1,9 @@
-"""The peak memory that a dry run predicts, against what a GPU of this machine reports.
+"""Compares the peak memory that a dry run predicts with the peak that a GPU reports.
 
     pip install "redcoast[cuda12]" && python experiments/benchmarks/real_peak.py
 
-Each model takes one training step (fp32, AdamW) in a process of its own, since a device reports
-the peak of a process. Without a GPU it says so, and measures nothing.
+Each model takes one training step (fp32, AdamW) in a separate process, because a device reports the
+peak of a process. Without a GPU, the script prints a message and measures nothing.
 """
 
 import functools as ft
@@ -42,12 +42,12 @@ def main(
     """Prints a table with a line for each model.
 
     Args:
-        models: Their names, as `dry_run.py` takes them.
-        seq: Tokens of a sequence.
-        batch: Sequences of the step.
-        target: What the dry run is of, such as a100-80gb:1; by default what the GPU is called.
+        models: Names of models, as for `dry_run.py`.
+        seq: The sequence length in tokens.
+        batch: The number of sequences in the step.
+        target: The target of the dry run, such as a100-80gb:1; by default from the GPU's name.
         out: Directory for the results as JSON.
-        task: Does one of the two here, for the first of the models, and prints it as JSON.
+        task: Only measure or predict the first model, and print JSON; used for child processes.
     """
     if task is not None:
         workload = make_workload(models[0], seq)
@@ -58,7 +58,7 @@ def main(
     for model in models:
         real = apart("measure", model, seq, batch)
         if "kind" not in real:
-            print("This machine has no GPU that JAX can use: nothing is measured.")
+            print("This machine has no GPU that JAX can use: nothing was measured.")
             return
         name = target or target_of(real["kind"])
         predicted = apart("predict", model, seq, batch, name, JAX_PLATFORMS="cpu")
@@ -72,19 +72,19 @@ def main(
 def apart(
     task: str, model: str, seq: int, batch: int, target: str | None = None, **variables: str
 ) -> dict[str, Any]:
-    """A task in a process of its own, which takes no more memory than it needs."""
+    """Runs a task in a separate process, without preallocation of memory."""
     command = [sys.executable, __file__, "--task", task, "--models", model]
     command += ["--seq", str(seq), "--batch", str(batch)]
     command += [] if target is None else ["--target", target]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        raise SystemExit(f"{' '.join(command)} failed, with what it says above.")
+        raise SystemExit(f"{' '.join(command)} failed; see its output above.")
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure(workload: Workload, batch: int) -> dict[str, Any]:
-    """The peak that the device reports behind one step; nothing where there is no GPU."""
+    """The peak that the device reports after one step; an empty dict without a GPU."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return {}
@@ -94,7 +94,7 @@ def measure(workload: Workload, batch: int) -> dict[str, Any]:
     mesh = rc.make_mesh(devices=[device])
     shardings = rc.infer_shardings(state_shapes, mesh)
     step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
-    # Compiled before there is a state: what the compiler takes to try kernels is not of the step.
+    # Compiled before the state exists: memory for autotuning kernels does not belong to the step.
     compiled = rc.compile_step(step, shardings).lower(state_shapes, shapes).compile()
     arrays = split(make(shardings=shardings))[0]
     tokens = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
@@ -111,11 +111,13 @@ def predict(workload: Workload, batch: int, *, target: str | None) -> dict[str, 
 
 
 def target_of(kind: str) -> str:
-    """The name of one such GPU among the targets."""
+    """The target of one GPU of this kind."""
     squeezed = re.sub(r"[^a-z0-9]", "", kind.lower())
     found = [name for name in CHIPS if all(part in squeezed for part in name.split("-"))]
     if not found:
-        raise SystemExit(f"{kind!r} is none of {', '.join(CHIPS)}. Say which is like it: --target.")
+        raise SystemExit(
+            f"{kind!r} is none of {', '.join(CHIPS)}. Choose the most similar with --target."
+        )
     return f"{max(found, key=len)}:1"
 
 

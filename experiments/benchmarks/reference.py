@@ -1,4 +1,4 @@
-"""SmolLM2-135M here and in `transformers`, with the same weights, in one process."""
+"""SmolLM2-135M in redcoast and in `transformers`, with the same weights, in one process."""
 
 # pyright: reportMissingImports=false
 
@@ -25,7 +25,7 @@ THREADS = len(os.sched_getaffinity(0))
 
 
 def both_models(**options: Any) -> tuple[Any, Any]:
-    """The model of `redcoast.models`, with these options, and that of `transformers`."""
+    """The redcoast model, loaded with these options, and the `transformers` model."""
     torch.set_num_threads(THREADS)
     ours = rc.load_pretrained(smollm2(), dtype=jnp.float32, **options)
     with tempfile.TemporaryDirectory() as directory:
@@ -37,8 +37,8 @@ def both_models(**options: Any) -> tuple[Any, Any]:
 
 
 def take_turns(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """The median seconds of each, and the median of theirs over ours in the same round."""
-    for run in (ours, theirs):  # compiles
+    """The median seconds of each, and the median over rounds of the ratio theirs / ours."""
+    for run in (ours, theirs):  # compiles, and fills caches
         run()
     times = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
     return {

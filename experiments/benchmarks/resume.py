@@ -1,8 +1,8 @@
-"""How long a run takes to start where it was: step 10 million of 100 million examples.
+"""The time to resume a run at step 10 million of 100 million examples.
 
-The examples are a function of their index, as those of a memory map would be. What is measured is
-the time from the call of `rc.fit` to the end of the first step, less that of the same run from
-step 0, which compiles just as much; and the memory that is allocated meanwhile.
+The examples are a function of their index, like those of a memory map. The script measures the time
+from the call of `rc.fit` to the end of the first step, less that of the same run from step 0, which
+compiles the same programs; and the memory that is allocated meanwhile.
 
     python experiments/benchmarks/resume.py
 """
@@ -65,7 +65,7 @@ def peak_megabytes() -> float:
 
 
 def main(step: int = 10_000_000, count: int = 100_000_000, batch_size: int = 32) -> None:
-    """Prints seconds and memory, and fails where they are more than promised.
+    """Prints time and memory, and fails if they exceed 2 s or 50 MB.
 
     Args:
         step: The step to resume at.
@@ -73,7 +73,7 @@ def main(step: int = 10_000_000, count: int = 100_000_000, batch_size: int = 32)
         batch_size: The number of examples in a step.
     """
     examples = Examples(count)
-    seconds_to_first_step(0, examples, batch_size)  # imports, and the first compilation
+    seconds_to_first_step(0, examples, batch_size)  # warms up imports and the first compilation
     fresh = statistics.median(seconds_to_first_step(0, examples, batch_size) for _ in range(5))
     before = peak_megabytes()
     late = statistics.median(seconds_to_first_step(step, examples, batch_size) for _ in range(5))

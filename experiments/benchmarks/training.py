@@ -1,10 +1,10 @@
-"""A training step here against torch's eager mode: SmolLM2-135M on the CPU.
+"""The time of a training step, compared with torch's eager mode: SmolLM2-135M on the CPU.
 
-Both have the same weights in float32 and the same threads, and take turns in one process at steps
-of AdamW on 4 sequences of 256 tokens. A ratio above 1 means that the step here is faster. Here the
-backward pass computes all but the products with weights again (`remat="dots"`): on a CPU that takes
-less time than to write it all to memory and to read it again. Needs torch, transformers and gguf
-(`nox -s bench_torch`).
+Both have the same weights in float32 and the same number of threads, and take turns in one process
+at AdamW steps on 4 sequences of 256 tokens. A ratio above 1 means that redcoast is faster. Its
+backward pass recomputes everything except products with weights (`remat="dots"`): on a CPU that
+takes less time than writing the activations to memory and reading them. Needs torch, transformers
+and gguf (`nox -s bench_torch`).
 
     python experiments/benchmarks/training.py
 """
@@ -29,10 +29,10 @@ from redcoast import losses
 
 @dataclass(frozen=True)
 class Config:
-    batch_size: int = 4  # sequences in a batch
-    seq: int = 256  # tokens of a sequence
-    remat: Literal["none", "dots", "full"] = "dots"  # what the step here computes again
-    rounds: int = 7  # how often each takes its turn
+    batch_size: int = 4  # number of sequences in a batch
+    seq: int = 256  # sequence length in tokens
+    remat: Literal["none", "dots", "full"] = "dots"  # rematerialisation in redcoast's step
+    rounds: int = 7  # number of measurements of each
 
 
 def main(c: Config) -> None:
@@ -71,7 +71,7 @@ def main(c: Config) -> None:
 
     times = take_turns(step_here, step_there, c.rounds)
     print(
-        f"{times['ours']:.2f} s a step here, {times['theirs']:.2f} s there, ratio "
+        f"redcoast {times['ours']:.2f} s per step, torch {times['theirs']:.2f} s, ratio "
         f"{times['ratio']:.2f} (at least 1.0); losses of the last step {seen['ours'][-1]:.4f} and "
         f"{seen['theirs'][-1]:.4f}"
     )

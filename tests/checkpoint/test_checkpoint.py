@@ -79,7 +79,7 @@ def test_part_of_a_checkpoint(tmp_path):
     np.testing.assert_array_equal(weight, state.model.layers[0].weight)
     layer = rc.load_checkpoint(tmp_path / "a", state.model.layers[1], subtree="model/layers/1")
     assert_same(layer, state.model.layers[1])
-    with pytest.raises(ValueError, match="at the top it has key, model, opt_state, step"):
+    with pytest.raises(ValueError, match="its top level has key, model, opt_state, step"):
         rc.load_checkpoint(tmp_path / "a", subtree="modell")
 
 
@@ -132,7 +132,7 @@ def test_metadata_and_no_pickle(tmp_path):
 
 
 def test_metadata_that_is_no_json_leaves_nothing_behind(tmp_path):
-    with pytest.raises(TypeError, match="`metadata` holds a set"):
+    with pytest.raises(TypeError, match="`metadata` contains a set"):
         rc.save_checkpoint(tmp_path / "a", make_state(), metadata={"tags": {1}})
     assert not list(tmp_path.iterdir())
 

@@ -107,9 +107,9 @@ def edit(path, **changes):
     ("changes", "words"),
     [
         ({"format": 2}, "format 2.*reads up to format 1"),
-        ({"format": "two"}, "not of redcoast"),
-        ({"format": None}, "not of redcoast"),
-        ({"prng_keys": [1]}, "not of redcoast"),
+        ({"format": "two"}, "not written by redcoast"),
+        ({"format": None}, "not written by redcoast"),
+        ({"prng_keys": [1]}, "not written by redcoast"),
         ({"checksums": "blake3"}, "checksums.json is missing"),
     ],
 )

@@ -71,7 +71,7 @@ def train(disk, *, free_at=None):
 
 
 def failures(caplog):
-    text = "could not be saved, and training goes on"
+    text = "could not be saved, and training continues"
     return [message for message in caplog.messages if text in message]
 
 
@@ -94,7 +94,7 @@ def test_saving_begins_again_when_there_is_space(disk, caplog):
 def test_a_disk_that_stays_full_is_an_error_at_the_end(disk, caplog):
     with caplog.at_level(logging.WARNING, "redcoast"), pytest.raises(rc.CheckpointNotSaved) as end:
         train(disk)
-    assert "The state after step 12, the last, could not be saved in" in str(end.value)
+    assert "The final state, after step 12, could not be saved in" in str(end.value)
     assert "No space left" in str(end.value)
     assert len(failures(caplog)) == 5
     (disk / "others").unlink()

@@ -52,5 +52,5 @@ def test_one_process_that_cannot_save(tmp_path, broken):
     for finished in run_processes(SCRIPT, tmp_path, broken, processes=2):
         assert finished.returncode == 0, finished.output
         assert "The checkpoint of step 4 could not be saved" in finished.output
-        assert "NOT SAVED\nThe state after step 6" in finished.output
+        assert "NOT SAVED\nThe final state, after step 6" in finished.output
         assert "at the end ['6', '8']" in finished.output

@@ -92,7 +92,7 @@ def runs():
 
 
 def failures(run):
-    return [m for m in run["messages"] if "could not be saved, and training goes on" in m]
+    return [m for m in run["messages"] if "could not be saved, and training continues" in m]
 
 
 @pytest.mark.parametrize("name", ["full", "denied"])
@@ -126,7 +126,7 @@ def test_metrics_are_one_warning(runs):
 def test_the_end_says_that_the_last_state_is_not_saved(runs):
     run = runs["full at the end"]
     assert run["newest"] == "2"
-    assert "The state after step 12, the last, could not be saved in" in run["error"]
+    assert "The final state, after step 12, could not be saved in" in run["error"]
     assert "The newest checkpoint is" in run["error"]
     assert len(failures(run)) == 5
 

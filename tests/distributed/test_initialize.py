@@ -59,7 +59,8 @@ def test_processes_join_by_environment_and_once():
     for number, (code, output) in enumerate(finished):
         assert code == 0, output
         assert f"sum 6.0 of 4 in {number}" in output
-        assert "with processes=2 already, and cannot join again with processes=3" in output
+        assert "has already joined its job with processes=2, and cannot join again with " in output
+        assert "again with processes=3" in output
         assert "again with coordinator='elsewhere:1'" in output
         assert "again with local_devices=1" in output
 
@@ -350,7 +351,7 @@ def test_processes_that_disagree_about_their_number_are_told():
     outcomes = meet_in_threads([(3, 0), (2, 1)], free_port())
     for error in outcomes.values():
         assert isinstance(error, ValueError)
-        assert "was started as one of 2 processes, and process 0 " in str(error)
+        assert "was started as one of 2 processes, but process 0 " in str(error)
 
 
 def test_two_with_one_number_are_told():
@@ -418,21 +419,24 @@ time.sleep(300)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"processes": 0}, "at least one process"),
-        ({"processes": 2}, "Give coordinator and process_id too, or set REDCOAST_COORDINATOR and"),
+        ({"processes": 0}, "`processes` must be at least 1, but is 0"),
+        ({"processes": 2}, "Pass coordinator and process_id too, or set REDCOAST_COORDINATOR and"),
         ({"coordinator": "a:1"}, "only coordinator='a:1' is known"),
         ({"process_id": 0}, "only process_id=0 is known"),
-        ({"processes": 1, "process_id": 1}, "no process 1 of 1 processes: they count from 0 to 0"),
+        (
+            {"processes": 1, "process_id": 1},
+            "no process 1 of 1 processes: `process_id` counts from 0 to 0",
+        ),
         ({"processes": 2, "process_id": -1}, "There is no process -1 of 2"),
-        ({"process_id": -1}, "no process -1: they count from 0"),
-        (JOB | {"coordinator": "machine"}, "'machine' is not"),
-        (JOB | {"coordinator": "machine:http"}, "'machine:http' is not"),
-        (JOB | {"coordinator": "machine:0"}, "'machine:0' is not"),
-        (JOB | {"coordinator": "machine:65536"}, "'machine:65536' is not"),
-        (JOB | {"coordinator": ":1234"}, "':1234' is not"),
-        (JOB | {"coordinator": "fe80::1:1234"}, "'fe80::1:1234' is not"),
-        ({"local_devices": 0}, "at least one device"),
-        ({"timeout": 0}, "timeout=0 s is not positive"),
+        ({"process_id": -1}, "no process -1: `process_id` counts from 0"),
+        (JOB | {"coordinator": "machine"}, "It is 'machine'."),
+        (JOB | {"coordinator": "machine:http"}, "It is 'machine:http'."),
+        (JOB | {"coordinator": "machine:0"}, "It is 'machine:0'."),
+        (JOB | {"coordinator": "machine:65536"}, "It is 'machine:65536'."),
+        (JOB | {"coordinator": ":1234"}, "It is ':1234'."),
+        (JOB | {"coordinator": "fe80::1:1234"}, "It is 'fe80::1:1234'."),
+        ({"local_devices": 0}, "`local_devices` must be at least 1, but is 0"),
+        ({"timeout": 0}, "`timeout` must be positive, but is 0 s."),
         ({"local_devices": 3}, "only before JAX is first used"),
         (JOB | {"coordinator": "localhost:1234"}, "JAX was used in this process before"),
     ],
@@ -445,11 +449,11 @@ def test_bad_arguments(arguments, says):
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("PROCESSES", "two", "REDCOAST_PROCESSES is 'two', and not a whole number"),
+        ("PROCESSES", "two", "REDCOAST_PROCESSES must be an integer, but is 'two'"),
         ("PROCESS_ID", "1", "set REDCOAST_COORDINATOR and REDCOAST_PROCESSES"),
         ("COORDINATOR", "machine", "host:port"),
-        ("LOCAL_DEVICES", "0", "local_devices=0"),
-        ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES is 'two', and not a whole number"),
+        ("LOCAL_DEVICES", "0", "`local_devices` must be at least 1, but is 0"),
+        ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES must be an integer, but is 'two'"),
         ("JAX_NUM_PROCESSES", "2", "Give coordinator and process_id too"),
         ("JAX_COORDINATOR_ADDRESS", "machine", "host:port"),
     ],

@@ -46,7 +46,7 @@ def test_some_of_the_devices():
         ({"model": 3}, "there are 8.*model in \\[1, 2, 4, 8\\]"),
         ({"data": 2, "model": 2}, "product of 8.*data in \\[4\\] or model in \\[4\\]"),
         ({"data": 16}, "needs 16 devices"),
-        ({"model": 0}, "model=0"),
+        ({"model": 0}, "`model` must be at least 1, but is 0"),
         ({"data": -1, "model": -1}, "data and model"),
         ({"devices": []}, "empty"),
     ],
@@ -94,5 +94,5 @@ def test_devices_cannot_be_emulated_after_the_first_use():
     jax.devices()
     with pytest.raises(ValueError, match="top of the script"):
         rc.emulate_devices(4)
-    with pytest.raises(ValueError, match="not 0"):
+    with pytest.raises(ValueError, match="`count` must be at least 1, but is 0"):
         rc.emulate_devices(0)

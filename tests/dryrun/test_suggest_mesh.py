@@ -14,7 +14,7 @@ from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import cheapest, choose, price, suggest
 from redcoast.dryrun._mesh_table import Candidate
-from redcoast.dryrun._place import Place, elsewhere, hardware_of_target
+from redcoast.dryrun._place import Place, hardware_of_target, target_place
 from redcoast.dryrun._target import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)
@@ -33,7 +33,7 @@ SMALL, WIDE = make_mlp(64, 128)(2048), make_mlp(256, 1024)(8)
 @pytest.fixture(scope="module")
 def every():
     """What each mesh of four devices comes to once it is compiled, for few and for many rows."""
-    place = elsewhere("cpu:4")
+    place = target_place("cpu:4")
     return {name: suggest(make_job(*case), place, 6) for name, case in cases()}
 
 
@@ -59,7 +59,7 @@ def test_many_rows_are_split_and_large_matrices_are(every):
 def test_what_is_returned_is_a_mapping_and_a_table(every):
     found = every["wide"]
     assert list(found) == ["data", "fsdp", "model"]
-    assert dict(rc.make_mesh(**found, devices=elsewhere("cpu:4").devices).shape) == dict(found)
+    assert dict(rc.make_mesh(**found, devices=target_place("cpu:4").devices).shape) == dict(found)
     assert found == {"data": 1, "fsdp": 1, "model": 4}
     assert isinstance(found, rc.MeshSuggestion)
     head, _, columns, *rows = str(found).splitlines()
@@ -159,7 +159,7 @@ def test_a_mesh_on_which_the_compiler_fails_is_shown_and_not_taken():
 
 def test_the_cheapest_by_the_plan_alone():
     """Of large matrices and few rows, and where there is less memory than whole ones take."""
-    place = elsewhere("cpu:4")
+    place = target_place("cpu:4")
     assert cheapest(make_job(*SMALL), place) == {"data": 4, "fsdp": 1, "model": 1}
     assert cheapest(make_job(*WIDE), place)["model"] == 4
     # With so many rows `model` would be used as `fsdp` is, and with so few `fsdp` as `model` is.
@@ -173,7 +173,7 @@ def test_the_cheapest_by_the_plan_alone():
 
 def test_a_target_is_weighed_by_its_figures():
     target = parse_target("h100:2x8")
-    devices = elsewhere("cpu:16").devices
+    devices = target_place("cpu:16").devices
     mesh = rc.make_mesh(data=2, model=8, devices=devices)
     chip = CHIPS["h100"]
     found = hardware_of_target(target, mesh, "bfloat16")

@@ -110,7 +110,9 @@ def test_two_processes_at_once():
         with start(ALLOW_MULTIPLE_LIBTPU_LOAD="0") as third:
             _, errors = third.communicate("\n", timeout=120)
             assert third.returncode == 1
-            assert re.search("Another process uses libtpu.*ALLOW_MULTIPLE_LIBTPU_LOAD=1", errors)
+            assert re.search(
+                "Another process has locked libtpu.*ALLOW_MULTIPLE_LIBTPU_LOAD=1", errors
+            )
         first.communicate("\n", timeout=120)
 
 

@@ -91,7 +91,7 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
 def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_path, capsys):
     config = GPT2Config(vocab=64, width=32, layers=1, heads=2, hidden=64, positions=16)
     (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
-    said = "The published model has 16 learned positions; here 32."
+    said = "The pretrained model has 16 learned positions; here it has 32."
     options = {"model": str(tmp_path), "target": "cpu:1", "seq": 32}
     assert dry_run(**options) == 0
     assert said in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_model_that_fits_nowhere_ends_as_one_that_does_not_fit(config_json, mo
     module = script("dry_run")
     monkeypatch.setattr(module, "attempt", lambda *args: type("Run", (), {"fits": False}))
     assert dry_run(model=str(config_json), target="v5e", smallest=True) == 1
-    assert "fits on no number of v5e" in capsys.readouterr().err
+    assert "does not fit on any number of v5e" in capsys.readouterr().err
 
 
 def fitting(config_json, monkeypatch, first, others, usable=None):
@@ -200,18 +200,21 @@ def test_other_meshes_are_compiled_where_the_cheapest_does_not_fit(config_json, 
         ({"model": "opt-67b"}, r"no model 'opt-67b'.* opt-66b.*The named models are llama-7b"),
         ({"model": "nowhere/config.json"}, "no config.json at that path"),
         ({"smallest": True, "longest": True}, "Only one of"),
-        ({"smallest": True, "mesh": "fsdp=2"}, "leave --mesh out"),
-        ({"mesh": "fsdp:2"}, "data=1,fsdp=4,model=2, and not as fsdp:2"),
-        ({"mesh": "pipe=2"}, "and not as pipe=2"),
+        ({"smallest": True, "mesh": "fsdp=2"}, "leave out --mesh"),
+        ({"mesh": "fsdp:2"}, "data=1,fsdp=4,model=2, but is fsdp:2"),
+        ({"mesh": "pipe=2"}, "but is pipe=2"),
         ({"target": "v9:2x2"}, "no target 'v9:2x2'"),
-        ({"model": "vit-base", "seq": 128}, "vit-base reads images of .*leave --seq out"),
-        ({"seq": -1}, "at least one token"),
-        ({"model": "vit-base", "longest": True}, "reads images, and no texts"),
-        ({"table1": True, "rows": ("opt-175b",)}, "There is no opt-175b.*opt-66b"),
-        ({"table1": True, "columns": ("fp8",)}, "There is no fp8.*bfloat16"),
+        ({"model": "vit-base", "seq": 128}, "vit-base reads images of .*leave out --seq"),
+        ({"seq": -1}, "--seq must be at least 1, but is -1"),
+        (
+            {"model": "vit-base", "longest": True},
+            "reads images: --longest needs a model that reads text",
+        ),
+        ({"table1": True, "rows": ("opt-175b",)}, "Unknown: opt-175b.*opt-66b"),
+        ({"table1": True, "columns": ("fp8",)}, "Unknown: fp8.*bfloat16"),
         ({"table1": True, "model": "opt-66b", "remat": "none"}, "leave out --model, --remat"),
-        ({"rows": ("opt-66b",)}, "Without --table1 .* leave out --rows"),
-        ({"model": "vit-base", "chunk": 0}, "--chunk is 0"),
+        ({"rows": ("opt-66b",)}, "need --table1: leave out --rows"),
+        ({"model": "vit-base", "chunk": 0}, "--chunk must be at least 1, but is 0"),
         ({"target": "v9", "smallest": True}, "no target 'v9'"),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_process_that_dies_is_named_and_all_resume(who, tmp_path):
     left = finished[1 - who]
     assert left.returncode in (1, 70)  # by itself, or from a wait that nothing else would end
     assert f"Process {who} on " in left.output.strip().splitlines()[-1]
-    assert "has died: no sign of life for 20 s." in left.output
+    assert "has died: no heartbeat for 20 s." in left.output
     resumed = results(run(2, 1, **shared))[0]
     began = resumed["metrics"][0][0]
     assert began > 1

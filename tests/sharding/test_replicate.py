@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast.dryrun._place import elsewhere, hardware_there
+from redcoast.dryrun._place import planner_hardware, target_place
 from redcoast.dryrun.hlo import collectives
 from redcoast.sharding.solver._hardware import hardware_of
 
@@ -162,8 +162,8 @@ def test_a_batch_that_goes_over_model_keeps_parameters_split():
 def test_emulated_devices_say_nothing_of_their_memory():
     mesh = rc.make_mesh(data=2, model=4)
     assert hardware_of(mesh).memory is None
-    place = elsewhere("cpu:8")
-    assert hardware_there(place, place.mesh({"data": 2, "model": 4})).memory is None
+    place = target_place("cpu:8")
+    assert planner_hardware(place, place.mesh({"data": 2, "model": 4})).memory is None
     assert plan().report["device_memory"] == 80e9
     assert plan(2e9).report["device_memory"] == 2e9
 

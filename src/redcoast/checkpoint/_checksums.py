@@ -1,7 +1,7 @@
 """Sizes and checksums of a checkpoint's files.
 
-Without them a flipped bit in the arrays would mostly read as another number: what compresses them
-keeps no checksum.
+The compression of the arrays has no checksum of its own, so a flipped bit would usually be read
+as a different number.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any
 from ..core._json import read_json
 
 FILE = "checksums.json"
-# Against decay, not against forgery: it reads as fast as memory, in threads beside Python's.
+# Detects corruption, not tampering. It runs at memory speed and releases the GIL.
 ALGORITHM = "crc32"
 BLOCK_BYTES = 2**20
 THREADS = 4
 
 
 def write_checksums(directory: Path) -> None:
-    """Writes down the files in the directories of a checkpoint as they are now."""
+    """Records the sizes and checksums of all files in a checkpoint's directories."""
     names = sorted(_files(directory))
     sums = dict(zip(names, _measure_all(directory, names), strict=True))
     document = {"algorithm": ALGORITHM, "files": sums, "of_this": _seal(sums)}
@@ -30,9 +30,16 @@ def write_checksums(directory: Path) -> None:
 
 
 def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint: a sentence that names one of them, or nothing.
+    """Compares the files of a checkpoint with their checksums.
 
-    All files are looked for; each of several `parts` reads its share of them.
+    **Arguments:**
+
+    - `directory`: the checkpoint.
+    - `part`, `parts`: which share of the files to read. The sizes of all files are compared.
+
+    **Returns:**
+
+    A sentence that names the first damaged file, or `None`.
     """
     try:
         found = _files(directory)
@@ -43,33 +50,35 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
         if name not in found:
             return f"{directory / name} is missing."
         if found[name] != size:
-            return f"{directory / name} has {found[name]} bytes, and was written with {size}."
+            return f"{directory / name} has {found[name]} bytes, but was written with {size}."
     share = sorted(listed)[part::parts]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
         for name, now in zip(
             share, pool.map(lambda n: _measure(directory / n), share), strict=True
         ):
             if now != listed[name]:
-                return f"{directory / name} is not what was written: its checksum differs."
+                return f"{directory / name} has changed since it was written: its checksum differs."
     return None
 
 
 def kind_of_checksums(directory: Path) -> Any:
-    """Which checksums a checkpoint has: those of older versions have none (`None`)."""
+    """The checksum algorithm of a checkpoint; `None` for older versions, which have none."""
     file = directory / FILE
     return read_json(file).get("algorithm") if file.is_file() else None
 
 
 def _listed(directory: Path) -> dict[str, list[Any]]:
-    """Size and checksum of each file as they were written, if they are of the kind known here."""
+    """The recorded size and checksum of each file, if they use the algorithm of this version."""
     if kind_of_checksums(directory) != ALGORITHM:
         return {}
     document = read_json(directory / FILE)
     listed = document.get("files")
     if not isinstance(listed, dict) or document.get("of_this") != _seal(listed):
-        raise ValueError(f"{directory / FILE} is not what was written: its checksum differs.")
+        raise ValueError(
+            f"{directory / FILE} has changed since it was written: its checksum differs."
+        )
     if not all(isinstance(x, list) and len(x) == 2 for x in listed.values()):
-        raise ValueError(f"{directory / FILE} does not list files.")
+        raise ValueError(f"{directory / FILE} is not a list of files with sizes and checksums.")
     return listed
 
 
@@ -78,12 +87,13 @@ def _seal(listed: dict[str, Any]) -> str:
 
 
 def _files(directory: Path) -> dict[str, int]:
-    """The files in the directories of a checkpoint, with their sizes. What lies beside these
-    directories is Orbax's own, which changes it at the end, and is not read.
+    """The files in the subdirectories of a checkpoint, with their sizes.
+
+    Files at the top level are skipped: they belong to Orbax, which changes them when it finishes.
 
     **Raises:**
 
-    `ValueError` if something leads out of the checkpoint, or is no file that can be read.
+    `ValueError` if a link points outside the checkpoint, or an entry is not a regular file.
     """
     inside = directory.resolve()
     found = {}
@@ -98,7 +108,7 @@ def _files(directory: Path) -> dict[str, int]:
 
 def _walk(directory: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(directory):
-        # Links to directories are not followed, so that they are handed out to be refused.
+        # `os.walk` does not follow links to directories: they are yielded so as to be rejected.
         links = [name for name in folders if (Path(root) / name).is_symlink()]
         if Path(root) != directory:
             yield from (Path(root) / name for name in files)
@@ -111,7 +121,7 @@ def _measure_all(directory: Path, names: list[str]) -> list[list[Any]]:
 
 
 def _measure(path: Path) -> list[Any]:
-    """Size and checksum of a file, a block at a time."""
+    """The size and checksum of a file, read one block at a time."""
     size, value = 0, 0
     block = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Copies of arrays in the host's memory, begun at once and finished in the background."""
+"""Asynchronous copies of arrays to host memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# XLA lets a process pin 64 GiB for GPUs unless told otherwise, of which a save takes no more than
-# half.
+# By default XLA lets a process pin 64 GiB of host memory for GPUs. A save takes at most half of it.
 MOST_BYTES = 2**35
 
 
 def can_copy(arrays: Mapping[Any, Any]) -> bool:
-    """Whether `copy_to_host` does, and may take the memory: elsewhere Orbax copies, and waits."""
+    """Whether `copy_to_host` supports these arrays; otherwise Orbax copies them synchronously."""
     known = (NamedSharding, SingleDeviceSharding)
     on_device = [x for x in arrays.values() if isinstance(x, jax.Array)]
     return (
@@ -24,10 +23,10 @@ def can_copy(arrays: Mapping[Any, Any]) -> bool:
 
 
 def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same arrays in the host's memory, split as they are, of which their first replica.
+    """Copies one replica of each shard to host memory, keeping the sharding.
 
-    Nothing is waited for. What is computed next may be put in the place of the originals: the
-    runtime lets it wait for the copies.
+    It returns before the copies are finished. The originals may be donated at once: the runtime
+    makes later computations wait for the copies.
     """
     copies = {name: np.copy(x) for name, x in arrays.items() if not isinstance(x, jax.Array)}
     first = {name: _first_replica(x) for name, x in arrays.items() if name not in copies}
@@ -36,7 +35,7 @@ def copy_to_host(arrays: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _kind(x: jax.Array) -> str:
-    # On CPUs, what is called pinned is copied tens of times more slowly.
+    # On CPUs, a copy to `pinned_host` is tens of times slower.
     return "unpinned_host" if _device(x).platform == "cpu" else "pinned_host"
 
 
@@ -49,7 +48,7 @@ def _device(x: jax.Array) -> Any:
 
 
 def _first_replica(x: jax.Array) -> jax.Array:
-    """The same shards, without those that other devices hold as well; nothing is copied."""
+    """The array without its duplicate shards; nothing is copied."""
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         return x
@@ -68,6 +67,6 @@ def _first_replica(x: jax.Array) -> jax.Array:
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
-    """The axes of the mesh over which an array is split."""
+    """The mesh axes over which an array is sharded."""
     parts = [part if isinstance(part, tuple) else (part,) for part in spec]
     return {axis for part in parts for axis in part if axis is not None}

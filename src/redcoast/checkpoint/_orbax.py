@@ -1,4 +1,4 @@
-"""Arrays in a nested dict, to and from Orbax."""
+"""Saves and restores nested dicts of arrays with Orbax."""
 
 import contextlib
 import functools as ft
@@ -17,25 +17,24 @@ from ._checksums import write_checksums
 ARRAYS = "state"
 METADATA = "metadata"
 Names = tuple[str, ...]
-# What arrays may take in memory beyond this times their bytes on disk, and a gigabyte, are no
-# arrays that were saved: zstd makes zeros smaller than that by no more.
+# Arrays that claim more memory than this factor times their bytes on disk, plus one gigabyte, were
+# not saved by redcoast: zstd compresses even zeros by no more than this factor.
 MOST_COMPRESSED, SPARE_BYTES = 2**16, 2**30
 
 
 class CheckpointDamaged(ValueError):
-    """A checkpoint of which something is missing, or is not as it was written."""
+    """A file of the checkpoint is missing, or has changed since it was written."""
 
 
 def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
-    """An Orbax checkpointer that leaves checksums in what it writes.
+    """Makes an Orbax checkpointer that adds checksums to each checkpoint.
 
-    `barrier(key=..., timeout_ms=...)` is where all processes wait for each other in the background,
-    in the place of Orbax's.
+    `barrier(key=..., timeout_ms=...)` replaces Orbax's barrier between processes in the background.
     """
     import orbax.checkpoint as ocp
 
-    # Made in the background, directories that cannot be made would leave threads behind that wait
-    # for them for twenty minutes, and the process with them.
+    # If Orbax cannot create a directory in the background, its threads wait for that directory for
+    # twenty minutes and keep the process from exiting.
     how = ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=barrier)
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(async_options=how)
@@ -43,12 +42,12 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
     finish = handler.finalize
 
     def finalize(directory: Any) -> None:
-        # All processes have written, and process 0 alone is here, before the checkpoint gets its
-        # name; in the background, if it is saved there.
+        # Only process 0 gets here: after all processes have written their files, and before the
+        # checkpoint is renamed to its final name.
         finish(directory)
         write_checksums(Path(directory))
 
-    # A subclass would have to be registered with Orbax, and its name be in the checkpoints.
+    # A subclass would have to be registered with Orbax, which writes its name into checkpoints.
     handler.finalize = finalize
     if background:
         return ocp.AsyncCheckpointer(handler, async_options=how)
@@ -56,7 +55,7 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
 
 
 def orbax_args(flat: Mapping[Names, Any], document: dict[str, Any]) -> Any:
-    """What Orbax is to write: the arrays in a nested dict, and the JSON beside them."""
+    """The Orbax arguments that save the arrays as a nested dict, and the JSON metadata."""
     import orbax.checkpoint as ocp
 
     return ocp.args.Composite(
@@ -65,7 +64,7 @@ def orbax_args(flat: Mapping[Names, Any], document: dict[str, Any]) -> Any:
 
 
 def saved_arrays(path: Path) -> dict[Names, Any]:
-    """Shapes and dtypes of all the arrays in a checkpoint."""
+    """The shapes and dtypes of all arrays in a checkpoint."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -74,15 +73,15 @@ def saved_arrays(path: Path) -> dict[Names, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     found = {tuple(jax.tree_util.keystr((k,), simple=True) for k in p): x for p, x in leaves}
     for names, x in found.items():
-        if not hasattr(x, "shape"):  # what Orbax makes of a type that it does not know
-            raise CheckpointDamaged(f"{path / ARRAYS} says of {'/'.join(names)} no shape.")
+        if not hasattr(x, "shape"):  # Orbax does not know the type
+            raise CheckpointDamaged(f"{path / ARRAYS} has no shape for {'/'.join(names)}.")
     return found
 
 
 def read_arrays(
     path: Path, wanted: Mapping[Names, tuple[Any, Sharding | None] | None]
 ) -> dict[str, Any]:
-    """Reads arrays, each to where it is wanted; as NumPy arrays where nothing is said."""
+    """Reads arrays, each with the given sharding, or as a NumPy array without one."""
     import orbax.checkpoint as ocp
     from etils import epath
 
@@ -101,8 +100,11 @@ def read_arrays(
 
 @contextlib.contextmanager
 def reading(path: Path, *, verified: bool) -> Iterator[None]:
-    """Says of what Orbax raises on unexpected files which checkpoint it was. If their checksums
-    are right, that is no damage, and the checkpoint before it may not be used in its place."""
+    """Adds the path of the checkpoint to errors that Orbax raises on unexpected files.
+
+    If the checksums of the files are correct (`verified`), the checkpoint does not count as
+    damaged, so that `fit` does not fall back to the checkpoint before it.
+    """
     try:
         yield
     except (CheckpointDamaged, MemoryError, jax.errors.JaxRuntimeError):
@@ -110,12 +112,14 @@ def reading(path: Path, *, verified: bool) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         if verified:
-            raise ValueError(f"{path} cannot be read, although it is whole: {reason}") from error
+            raise ValueError(
+                f"{path} cannot be read, although its checksums are correct: {reason}"
+            ) from error
         raise CheckpointDamaged(f"{path} is damaged: {reason}") from error
 
 
 def check_size(path: Path, arrays: Mapping[Names, Any]) -> None:
-    """Refuses arrays that claim more memory than files so small can fill."""
+    """Rejects arrays that claim more memory than their files can hold."""
     stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     claimed = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays.values())
     if claimed > stored * MOST_COMPRESSED + SPARE_BYTES:
@@ -125,8 +129,7 @@ def check_size(path: Path, arrays: Mapping[Names, Any]) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Reads the files of JSON that Orbax would read without bounds, and refuses names that are
-    paths to somewhere else."""
+    """Bounds the JSON files that Orbax reads without limits, and rejects names that are paths."""
     file = path / ARRAYS / "_METADATA"
     for other in (path / ARRAYS).glob("array_metadatas/*"):
         read_json(other)
@@ -134,8 +137,10 @@ def _check_names(path: Path) -> None:
         read_json(path / ARRAYS / "_sharding")
     for entry in read_json(file)["tree_metadata"].values():
         for key in entry["key_metadata"]:
-            if {"/", "\0"} & set(str(key["key"])):  # ours have "%2F" in their place
-                raise ValueError(f"{file} names an array {key['key']!r}, which leads elsewhere")
+            if {"/", "\0"} & set(str(key["key"])):  # redcoast writes "%2F" for a slash
+                raise ValueError(
+                    f"{file} names an array {key['key']!r}, which is a path to another directory"
+                )
 
 
 def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they are, which is the newest whole one, and which are kept."""
+"""The checkpoints of a run: where they are, which one is restored, and which ones are kept."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,20 @@ class Checkpoints:
 
     **Arguments:**
 
-    - `directory`: the directory of the run. Checkpoints go to `checkpoints/<step>` below it, and
-        the metrics to `metrics.jsonl`.
-    - `every`: after how many steps to save; at each evaluation or end of an epoch by default. The
-        end of training is always saved.
-    - `keep`: how many of the newest to keep.
-    - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept as
-        well; one is then made at each evaluation that is the best so far.
-    - `mode`: whether the `"min"` or the `"max"` of `best` is the best.
-    - `resume`: whether to go on from the newest checkpoint in `directory`, if there is one. With
+    - `directory`: the directory of the run. Checkpoints are written to `checkpoints/<step>` inside
+        it, and the metrics to `metrics.jsonl`.
+    - `every`: the number of steps between checkpoints. By default `fit` saves at each evaluation
+        and at the end of each epoch. It always saves at the end of training.
+    - `keep`: the number of newest checkpoints to keep.
+    - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept too.
+        `fit` then also saves at each evaluation that is the best so far.
+    - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is.
+    - `resume`: whether to resume from the newest checkpoint in `directory`, if it has one. With
         `False`, a directory that holds checkpoints is an error.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument has the wrong type or an impossible value.
 
     !!! Example
 
@@ -68,7 +72,7 @@ class Checkpoints:
 
     @property
     def metric(self) -> str:
-        """The name of the best-metric, as evaluation reports it."""
+        """The name of the metric `best`, as the evaluation reports it."""
         return (self.best or "").removeprefix("eval/")
 
     @property
@@ -77,7 +81,7 @@ class Checkpoints:
 
 
 def saved_steps(checkpoints: Checkpoints) -> list[int]:
-    """The steps of which there is a checkpoint, oldest first."""
+    """The steps that have a checkpoint, oldest first."""
     path = checkpoints.path
     names = [p.name for p in path.iterdir()] if path.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
@@ -96,8 +100,15 @@ def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
 def restore_newest(
     checkpoints: Checkpoints, like: PyTree, shardings: PyTree
 ) -> tuple[PyTree, dict[str, Any]] | None:
-    """The newest whole checkpoint of a run and its metadata; nothing if there is none yet."""
-    # All processes take those that process 0 sees, whatever the others see of a shared directory.
+    """Restores the newest undamaged checkpoint of a run and its metadata; `None` without one.
+
+    Damaged checkpoints that are newer are renamed to `<step>.damaged`.
+
+    **Raises:**
+
+    `ValueError` if there are checkpoints and `resume=False`, or if all of them are damaged.
+    """
+    # All processes use the list of process 0: a shared directory may look different to others.
     steps = decide("list of checkpoints", saved_steps(checkpoints))
     if steps and not checkpoints.resume:
         raise ValueError(
@@ -116,14 +127,14 @@ def restore_newest(
         damaged.append(path)
     if damaged:
         raise ValueError(
-            f"All checkpoints in {checkpoints.path} are damaged. Choose another directory to begin "
-            "anew, or look into this one."
+            f"All checkpoints in {checkpoints.path} are damaged. Choose another directory to start "
+            "a new run, or inspect this one."
         )
     return None
 
 
 def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
-    """The state and the metadata of a checkpoint, or how it is damaged."""
+    """The state and the metadata of a checkpoint, or a sentence that says how it is damaged."""
     problems = [
         problem for problem in exchange("verdict on a checkpoint", _damage(path)) if problem
     ]
@@ -132,13 +143,13 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
     document = read_metadata(path)
     try:
         tree = load_arrays(path, document, like, shardings=shardings)
-    except CheckpointDamaged as error:  # of an older version, without checksums
+    except CheckpointDamaged as error:  # written by an older version, without checksums
         return str(error)
     return tree, document["metadata"]
 
 
 def _damage(path: Path) -> str | None:
-    """How a checkpoint is damaged, as far as this process reads it: its share of the files."""
+    """A sentence about the first damaged file in this process's share of a checkpoint's files."""
     try:
         check_whole(path, part=jax.process_index(), parts=jax.process_count())
         read_metadata(path)
@@ -148,32 +159,32 @@ def _damage(path: Path) -> str | None:
 
 
 def _move_aside(damaged: list[Path], used: Path) -> None:
-    # Their steps will be saved again, and what is left of them may still be of use.
+    # Their steps will be saved again, and the damaged files may still be of use.
     for path in damaged:
         names = (f"{path.name}.damaged{count or ''}" for count in itertools.count())
         aside = next(p for p in map(path.with_name, names) if not (p.exists() or p.is_symlink()))
         path.rename(aside)
-        logger.warning("%s was moved to %s, and %s is used.", path, aside, used)
+        logger.warning("%s was moved to %s, and %s is used instead.", path, aside, used)
 
 
 def best_metrics(checkpoints: Checkpoints) -> dict[int, float]:
-    """The best-metric of each checkpoint that was evaluated."""
+    """The value of the metric `best` at each checkpoint that was evaluated."""
     found = {}
     for step in saved_steps(checkpoints) if checkpoints.best is not None else []:
-        with contextlib.suppress(OSError, ValueError):  # damaged, and not needed now
+        with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint does not count
             metrics = read_metadata(checkpoints.path / str(step))["metadata"].get("metrics", {})
             found[step] = metric_of(checkpoints, metrics)
     return {step: value for step, value in found.items() if not math.isnan(value)}
 
 
 def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
-    """The value of the best-metric; not a number if it was not evaluated."""
+    """The value of the metric `best`; NaN if it was not evaluated."""
     value = metrics.get(checkpoints.metric, math.nan)
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
-    """Whether a value of the best-metric is better than those of all checkpoints."""
+    """Whether a value of the metric `best` is better than those of all checkpoints."""
     sign = -1.0 if checkpoints.mode == "min" else 1.0
     best = max((sign * x for x in values.values()), default=-math.inf)
     return checkpoints.best is not None and sign * value > best
@@ -182,7 +193,7 @@ def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float])
 def steps_to_delete(
     checkpoints: Checkpoints, steps: Iterable[int], values: Mapping[int, float]
 ) -> list[int]:
-    """Which of the saved steps the policy does not keep: all but the newest, and the best."""
+    """The saved steps to delete: all except the newest `keep` and the best one."""
     steps = sorted(steps)
     sign = -1.0 if checkpoints.mode == "min" else 1.0
     evaluated = [step for step in steps if step in values]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, saved in the background."""
+"""Saves the checkpoints of a run in the background."""
 
 import contextlib
 import itertools
@@ -25,10 +25,10 @@ _rounds = itertools.count()
 
 
 class Together:
-    """The saves of all processes, which each begins as often as the others do.
+    """Coordinates a save between all processes, each of which takes part in every save.
 
-    With Orbax's own barrier, the failure of one process would keep the others waiting for twenty
-    minutes, since it never gets there.
+    With Orbax's own barrier, the other processes would wait twenty minutes for a process whose save
+    failed.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Together:
         self._key = self._next()
 
     def fail(self, reason: str) -> None:
-        """Tells the others, whose barriers then fail too."""
+        """Reports a failed save to the other processes, whose barriers then fail too."""
         if jax.process_count() > 1:
             key = f"{self._key}/failed/{jax.process_index()}"
             key_value_store().key_value_set(key, reason, allow_overwrite=True)
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
-        """What Orbax calls in its thread where all processes have to have come."""
+        """Waits for all processes; Orbax calls it in its own thread."""
         store, here = key_value_store(), f"{self._key}/{key}"
         store.key_value_set(f"{here}/{jax.process_index()}", "here")
         end = time.monotonic() + timeout_ms / 1000
@@ -56,10 +56,10 @@ class Together:
                 if failed := [text for _, text in store.key_value_dir_get(f"{self._key}/failed")]:
                     raise OSError(f"Another process could not save: {failed[0]}")
                 if time.monotonic() > end:
-                    raise TimeoutError(f"Process {other} is not done saving.")
+                    raise TimeoutError(f"Timed out waiting for process {other} to finish saving.")
 
     def outcome(self, failed: str | None) -> str | None:
-        """Why the save failed, on any of the processes, if it did."""
+        """Why the save failed on any of the processes; `None` if all succeeded."""
         return next((text for text in exchange("a save", failed) if text), None)
 
 
@@ -80,9 +80,9 @@ UNFINISHED = re.compile(r"\d+(\.orbax-checkpoint-tmp.*|\.deleting)")
 
 
 class CheckpointNotSaved(OSError):
-    """Raised by [`redcoast.fit`][] at its end if the last state could not be saved.
+    """Raised at the end of [`redcoast.fit`][] if the final state could not be saved.
 
-    Its cause says why. The checkpoint before it is whole.
+    Its `__cause__` is the error of the save. The checkpoint before it is complete.
 
     !!! Example
 
@@ -98,8 +98,11 @@ class CheckpointNotSaved(OSError):
 
 
 class Saver:
-    """Saves in the background, deletes what the policy does not keep, and waits at the end. A save
-    that fails is a warning; if it is the last, an error at the end."""
+    """Saves checkpoints in the background and deletes those that the policy does not keep.
+
+    On exit it waits for the save in progress. A failed save is a warning, or `CheckpointNotSaved`
+    on exit if it was the last one.
+    """
 
     def __init__(self, checkpoints: Checkpoints):
         self._checkpoints = checkpoints
@@ -116,11 +119,11 @@ class Saver:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether checkpoints are to be compared by an evaluation."""
+        """Whether the policy keeps the checkpoint with the best evaluation metric."""
         return self._checkpoints.best is not None
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
-        """Whether the policy asks for a checkpoint at a step, and after an evaluation if any."""
+        """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""
         if self._checkpoints.every is None:
             return epoch_ended or bool(metrics)
         value = metric_of(self._checkpoints, metrics)
@@ -128,7 +131,7 @@ class Saver:
         return step % self._checkpoints.every == 0 or best
 
     def save(self, step: int, tree: PyTree, metadata: Mapping[str, Any]) -> None:
-        """Begins to save a tree; its arrays may be donated as soon as this returns."""
+        """Starts saving a tree; its arrays may be donated as soon as this returns."""
         self._settle()
         if step == self._last and not self._failed:
             return
@@ -145,7 +148,7 @@ class Saver:
             self._save_together(path, orbax_args(arrays, document))
 
     def _save_alone(self, path: Path, args: Any) -> Exception | None:
-        """Saves copies in the background, for most of what Orbax would do first is not copying."""
+        """Saves host copies in the background, since Orbax's preparation is slower than copying."""
         if (problem := _unwritable(path)) is not None:
             return OSError(problem)
         try:
@@ -155,7 +158,7 @@ class Saver:
         return self._finish()
 
     def _save_together(self, path: Path, args: Any) -> None:
-        """Lets Orbax copy the arrays, and all processes agree with it when to begin."""
+        """Starts a save by Orbax, which copies the arrays, in all processes at once."""
         self._together.begin()
         if (problem := self._together.outcome(_unwritable(path))) is not None:
             self._fail(OSError(problem))
@@ -169,7 +172,7 @@ class Saver:
             self._pending = self._thread.submit(self._finish)
 
     def _finish(self) -> Exception | None:
-        """Waits until a checkpoint has its name, and only then deletes others."""
+        """Waits until a checkpoint has its final name, and only then deletes others."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:
@@ -177,12 +180,12 @@ class Saver:
             return error
         if is_main():
             delete_old(self._checkpoints, self._values)
-            # Threads of a save that failed may have gone on writing after it was removed.
+            # Threads of an earlier failed save may have written files after its removal.
             remove_unfinished(self._checkpoints.path)
         return None
 
     def _settle(self, *, alone: bool = False) -> None:
-        """Waits for the save under way, of all processes if not alone."""
+        """Waits for the save in progress, and unless `alone`, for its result in all processes."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -199,12 +202,12 @@ class Saver:
         self._failed = self._last, error
         self._values.pop(self._last, None)
         logger.warning(
-            "The checkpoint of step %d could not be saved, and training goes on: %s %s",
+            "The checkpoint of step %d could not be saved, and training continues: %s %s",
             self._last,
             _reason(error),
             _newest(self._checkpoints),
         )
-        # What is left of it would be in the way of the next, in the directory and in Orbax.
+        # Its remains, on disk and in Orbax, would make the next save fail.
         with contextlib.suppress(Exception):
             self._checkpointer.close()
         if is_main():
@@ -219,15 +222,15 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Waits for what is being saved."""
-        # After an error the other processes may be somewhere else.
+        """Waits for the save in progress."""
+        # After an error, the other processes may not be waiting here.
         self._settle(alone=kind is not None)
         self._thread.shutdown()
         self._checkpointer.close()
         if self._failed and kind is None:
             step, error = self._failed
             raise CheckpointNotSaved(
-                f"The state after step {step}, the last, could not be saved in "
+                f"The final state, after step {step}, could not be saved in "
                 f"{self._checkpoints.path}: {_reason(error)} "
                 f"{_newest(self._checkpoints)}"
             ) from error
@@ -238,25 +241,25 @@ def delete_old(checkpoints: Checkpoints, values: Mapping[int, float]) -> None:
     try:
         steps = saved_steps(checkpoints)
     except OSError as error:
-        logger.warning("%s cannot be tidied up: %s", checkpoints.path, error)
+        logger.warning("Old checkpoints in %s cannot be deleted: %s", checkpoints.path, error)
         return
     for old in steps_to_delete(checkpoints, steps, values):
         delete(checkpoints.path / str(old))
 
 
 def remove_unfinished(path: Path) -> None:
-    """Removes what saves and deletions that were interrupted have left."""
-    with contextlib.suppress(OSError):  # said when it is in the way of a save
+    """Removes the remains of interrupted saves and deletions."""
+    with contextlib.suppress(OSError):  # if it matters, the next save reports it
         for entry in path.iterdir():
             if UNFINISHED.fullmatch(entry.name):
                 delete(entry)
 
 
 def delete(path: Path) -> None:
-    """Deletes a checkpoint, which loses its name first: half of one never looks like a whole."""
+    """Deletes a checkpoint; it is renamed first, so that no partial one has a valid name."""
     try:
         if path.is_symlink():
-            path.unlink()  # and not what it leads to
+            path.unlink()  # only the link, not its target
             return
         if path.suffix != DELETING:
             path = path.replace(path.with_name(path.name + DELETING))
@@ -266,7 +269,7 @@ def delete(path: Path) -> None:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why process 0 cannot make a directory there, before all begin to wait for it."""
+    """Why process 0 cannot create a directory there; checked before all processes wait for it."""
     if not is_main():
         return None
     probe = path.with_name(path.name + DELETING)
@@ -287,6 +290,6 @@ def _newest(checkpoints: Checkpoints) -> str:
 
 def _reason(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0]
-    # What failed stands at the beginning, and why at the end.
+    # The operation is named at the beginning of the message, and the reason at its end.
     text = text if len(text) < 500 else f"{text[:250]} ... {text[-250:]}"
     return f"{type(error).__name__}: {text}."

@@ -1,4 +1,4 @@
-"""Checkpoints are nested dicts of arrays that Orbax writes, and a page of JSON."""
+"""Saves and loads PyTrees as nested dicts of arrays, with Orbax, and a JSON document."""
 
 import contextlib
 import errno
@@ -35,31 +35,32 @@ FORMAT = 1
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-ROOT = "value"  # the name of an array that is the whole tree
+ROOT = "value"  # the name of an array that is the entire tree
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint that is whole, but not of the tree it was asked for."""
+    """An undamaged checkpoint that does not match the requested tree."""
 
 
 def save_checkpoint(
     path: str | Path, tree: PyTree, *, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves the arrays of a tree as a nested dict, with Orbax.
+    """Saves the arrays of a PyTree as a nested dict, with Orbax.
 
-    The checkpoint does not depend on how the arrays are split, and reads back with Orbax alone.
-    It appears under its name only when it is whole. What is no array (functions, sizes, Python
-    numbers) belongs to the code and is not saved.
+    The checkpoint does not depend on the sharding of the arrays, and can be read with Orbax alone.
+    It appears under its name only when it is complete. Leaves that are not arrays (functions,
+    sizes, Python numbers) belong to the code and are not saved.
 
     **Arguments:**
 
     - `path`: a directory that does not exist yet.
     - `tree`: any PyTree; typed PRNG keys are saved as their data.
-    - `metadata`: what else to keep, as JSON can hold it.
+    - `metadata`: additional values to save, of types that JSON supports.
 
     **Raises:**
 
-    `ValueError` if something stands at `path` already, or if the tree holds no array.
+    `ValueError` if `path` exists already, or if the tree has no arrays. `TypeError` if an array or
+    a value of the metadata has a type that cannot be saved.
 
     !!! Example
 
@@ -80,15 +81,16 @@ def save_checkpoint(
 def arrays_and_document(
     tree: PyTree, metadata: Mapping[str, Any]
 ) -> tuple[dict[Names, Any], dict[str, Any]]:
-    """What is to be written of a tree: its arrays, and the JSON beside them."""
+    """The arrays of a tree, and the JSON document that is saved next to them."""
     flat = flatten_arrays(tree)
     if not flat:
-        raise ValueError("The tree holds no array, so that there is nothing to save.")
+        raise ValueError("The tree has no arrays, so there is nothing to save.")
     flat = {_full((), names): x for names, x in flat.items()}
     for names, x in flat.items():
         if not _is_key(x) and x.dtype.kind in "OSU":
             raise TypeError(
-                f"{'/'.join(names)} is an array of {x.dtype}. Only numbers and booleans are saved."
+                f"{'/'.join(names)} is an array of {x.dtype}. Only numbers and booleans can be "
+                "saved."
             )
     keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
     document = {
@@ -106,13 +108,14 @@ def _as_number(x: Any) -> Any:
     if hasattr(x, "item") and np.ndim(x) == 0:  # metrics are often scalars of NumPy or JAX
         return x.item()
     raise TypeError(
-        f"`metadata` holds a {type(x).__name__}, which JSON cannot hold. Use numbers and text."
+        f"`metadata` contains a {type(x).__name__}, which JSON does not support. Use numbers and "
+        "text."
     )
 
 
 @ft.cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    # Looking them up takes longer than all else that a save makes the loop wait for.
+    # Looking them up takes longer than everything else in a save that blocks the loop.
     return tuple((name, importlib.metadata.version(name)) for name in LIBRARIES)
 
 
@@ -123,27 +126,28 @@ def load_checkpoint(
     shardings: PyTree[NamedSharding | None] | None = None,
     subtree: str | None = None,
 ) -> PyTree:
-    """Loads a checkpoint, whole or in part, onto any mesh.
+    """Loads a checkpoint, or a part of one, onto any mesh.
 
     **Arguments:**
 
     - `path`: the directory of the checkpoint.
-    - `like`: a tree of the structure that was saved, concrete or abstract
-        (`eqx.filter_eval_shape`). Its arrays say shapes and dtypes; all else is taken from it.
-    - `shardings`: where to put the arrays, as [`redcoast.infer_shardings`][] says for `like`.
-        Without, arrays go where those of `like` are.
-    - `subtree`: a path inside the checkpoint such as `"model"` or `"model/layers/0"`: only what
-        is below is read, and `like` is of the structure of that part.
+    - `like`: a tree with the structure that was saved, concrete or abstract
+        (`eqx.filter_eval_shape`). Its arrays give the shapes and dtypes. Its other leaves are
+        copied to the result.
+    - `shardings`: the shardings of the arrays, as [`redcoast.infer_shardings`][] returns them for
+        `like`. By default each array gets the sharding of the array in `like`.
+    - `subtree`: a path inside the checkpoint such as `"model"` or `"model/layers/0"`. Only this
+        part is read, and `like` must have its structure.
 
     **Returns:**
 
-    A tree like `like`. Without `like`, the nested dict, of NumPy arrays.
+    A tree with the structure of `like`; without `like`, a nested dict of NumPy arrays.
 
     **Raises:**
 
-    `ValueError` if there is no checkpoint; if it is damaged, of which the message names the file;
-    if `subtree` is not in it; or if structure, shapes or dtypes differ from those of `like`: the
-    message names the paths that differ.
+    `ValueError` if there is no checkpoint at `path`; if it is damaged (the message names the file);
+    if it has no `subtree`; or if the structure, shapes or dtypes differ from those of `like` (the
+    message names the paths that differ).
 
     !!! Example
 
@@ -152,7 +156,7 @@ def load_checkpoint(
         ```
     """
     path = Path(path).expanduser().absolute()
-    # All of it, as this may be one process of several.
+    # All files, because the other processes may not be loading this checkpoint.
     check_whole(path)
     return load_arrays(path, read_metadata(path), like, shardings=shardings, subtree=subtree)
 
@@ -165,7 +169,7 @@ def load_arrays(
     shardings: PyTree[NamedSharding | None] | None = None,
     subtree: str | None = None,
 ) -> PyTree:
-    """Loads a checkpoint of which the files are known to be whole, and the metadata are read."""
+    """Loads a checkpoint whose files have been checked and whose metadata has been read."""
     verified = document.get("checksums") is not None
     with reading(path, verified=verified):
         everything = saved_arrays(path)
@@ -173,7 +177,7 @@ def load_arrays(
     saved = {p: x for p, x in everything.items() if p[: len(prefix)] == prefix}
     if not saved:
         tops = ", ".join(sorted({p[0] for p in everything}))
-        raise CheckpointMismatch(f"{path} has nothing at {subtree!r}; at the top it has {tops}.")
+        raise CheckpointMismatch(f"{path} has no subtree {subtree!r}; its top level has {tops}.")
     if like is None:
         check_size(path, saved)
         with reading(path, verified=verified):
@@ -194,26 +198,26 @@ def load_arrays(
 
 
 def _fill(like: PyTree, read: Mapping[Names, Any]) -> PyTree:
-    """A tree with the arrays that were read in their places."""
+    """Replaces the arrays of a tree by those that were read."""
     return jax.tree_util.tree_map_with_path(lambda p, x: read.get(_names(p), x), like)
 
 
 def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
-    """Reads a checkpoint, or one of so many parts of it, and compares with what was written.
+    """Compares the files of a checkpoint, or one of `parts` shares of them, with their checksums.
 
     **Raises:**
 
-    `CheckpointDamaged`, a `ValueError`, that names the file.
+    `CheckpointDamaged`, a `ValueError` that names the file.
     """
     if not (path / ARRAYS).is_dir():
         raise CheckpointDamaged(
-            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the directory "
-            "that `save_checkpoint` was given, or one of those below a run's `checkpoints`."
+            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the path that "
+            "was given to `save_checkpoint`, or a step's directory inside a run's `checkpoints`."
         )
     try:
         problem = find_damage(path, part=part, parts=parts)
     except OSError as error:
-        # All other errors, such as a missing permission, say nothing of the checkpoint.
+        # Other errors, such as a missing permission, do not mean that the checkpoint is damaged.
         if error.errno not in DAMAGE:
             raise
         problem = str(error)
@@ -225,12 +229,12 @@ def _if_newer(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         form = read_json(path / METADATA / METADATA).get("format")
         if type(form) is int and form > FORMAT:
-            return f" It says that it is of format {form}; this version reads up to {FORMAT}."
+            return f" It has format {form}, but this version reads formats up to {FORMAT}."
     return ""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The JSON of a checkpoint."""
+    """Reads the JSON document of a checkpoint."""
     file = path / METADATA / METADATA
     try:
         document = read_json(file)
@@ -238,10 +242,12 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"The checkpoint {path} is damaged: {error}") from error
     form, parts = document.get("format"), ("versions", "prng_keys", "metadata")
     if type(form) is not int or not all(isinstance(document.get(part), dict) for part in parts):
-        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {file} is not of redcoast.")
+        raise CheckpointDamaged(
+            f"The checkpoint {path} is damaged: {file} was not written by redcoast."
+        )
     if form > FORMAT:
         raise CheckpointMismatch(
-            f"{path} is of format {form}, written by redcoast "
+            f"{path} has format {form}, written by redcoast "
             f"{document['versions'].get('redcoast')}; this version reads up to format {FORMAT}. "
             "Install that version or a newer one."
         )
@@ -251,18 +257,23 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
-    """The arrays of a tree, by the names along their paths."""
+    """The arrays of a tree, by the names along their paths.
+
+    **Raises:**
+
+    `ValueError` if two arrays would be saved under the same name.
+    """
     flat: dict[Names, Any] = {}
     joined_before: set[str] = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, kinds):
             continue
         names = _names(path)
-        # Orbax joins the names with dots.
+        # Orbax joins names with dots.
         if (joined := ".".join(names)) in joined_before:
             raise ValueError(
-                f"Two arrays would be saved as {joined}: keys of dicts that differ only in '.', "
-                "'/' or '%2F'. Rename one of them."
+                f"Two arrays would be saved as {joined}, because dict keys on their paths differ "
+                "only in '.', '/' or '%2F'. Rename one of them."
             )
         joined_before.add(joined)
         flat[names] = leaf
@@ -270,7 +281,7 @@ def flatten_arrays(tree: PyTree, kinds: Any = ARRAY_TYPES) -> dict[Names, Any]:
 
 
 def _names(path: tuple[Any, ...]) -> Names:
-    # A slash inside a key must not read as a level of its own.
+    # A slash inside a key must not be read as a path separator.
     return tuple(jax.tree_util.keystr((k,), simple=True).replace("/", "%2F") for k in path)
 
 
@@ -288,12 +299,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _stored(x: Any) -> Any:
-    """Shape and dtype of an array in the checkpoint: a PRNG key is its data."""
+    """The shape and dtype of an array as it is saved: PRNG keys are saved as their data."""
     return jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
 
 
 def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
-    """What to read, and where to: a NumPy array stays one where nothing else is said."""
+    """What to read, and the sharding to read it with; `None` reads a NumPy array."""
     if sharding is None and not isinstance(x, (np.ndarray, np.generic)):
         sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return _stored(x), sharding
@@ -304,7 +315,7 @@ def _typed(like: Any, found: Any, impl: str | None) -> Any:
 
 
 def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
-    """Names what differs between the checkpoint and the tree that it is to fill."""
+    """Raises `CheckpointMismatch` if the names, shapes or dtypes of the arrays differ."""
     show = lambda names: "/".join(names)
     missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or extra:
@@ -312,8 +323,8 @@ def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
             f"{path} does not have the structure of `like`. "
             + f"Only in `like`: {_some(map(show, missing))}. "
             + f"Only in the checkpoint: {_some(map(show, extra))}. "
-            + "Build the model and the optimizer as they were when it was saved, or read a part "
-            "of it with `subtree`."
+            + "Build the model and the optimizer as they were when the checkpoint was saved, or "
+            "load a part of it with `subtree`."
         )
     kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
     stored = {names: _stored(x) for names, x in wanted.items()}
@@ -323,7 +334,9 @@ def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
         if (tuple(saved[names].shape), saved[names].dtype) != (tuple(x.shape), x.dtype)
     ]
     if differ:
-        raise CheckpointMismatch(f"{path} holds other arrays than `like`: {_some(differ, '; ')}.")
+        raise CheckpointMismatch(
+            f"The arrays in {path} differ from those of `like`: {_some(differ, '; ')}."
+        )
 
 
 def _some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""What arguments must be, in sentences. The functions above say the rest themselves."""
+"""Argument checks that raise errors in full sentences, and notes added to errors."""
 
 import contextlib
 import operator
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuses what cannot be called."""
+    """Raises `TypeError` if a value is not callable."""
     for name, fn in functions.items():
         if not callable(fn):
             raise TypeError(f"`{name}` is {_short(fn)}. It must be a function.")
@@ -37,7 +37,7 @@ def check_optimizer(optimizer: Any) -> None:
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     raise TypeError(
-        f"`optimizer` is {_short(optimizer)}. It must be an optimizer of optax, such as "
+        f"`optimizer` is {_short(optimizer)}. It must be an optax optimizer, such as "
         "`optax.adamw(3e-4)`."
     )
 
@@ -54,12 +54,12 @@ def check_key(key: Any) -> None:
 def check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
-            f"`mesh` is {_short(mesh)}. It must be a mesh, as `redcoast.make_mesh` gives."
+            f"`mesh` is {_short(mesh)}. It must be a mesh, as `redcoast.make_mesh` returns."
         )
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
-    """Refuses what is not of a kind, which the words describe."""
+    """Raises `TypeError` unless `value` is an instance of `kind`, described by `words`."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}` is {_short(value)}. It must be {words}.")
 
@@ -78,7 +78,7 @@ def _short(value: Any) -> str:
 
 @contextlib.contextmanager
 def noting(note: str | Callable[[], str]) -> Iterator[None]:
-    """Adds a note to what is raised inside, unless it has it already."""
+    """Adds a note to any exception that is raised inside, unless it has the note already."""
     try:
         yield
     except BaseException as error:
@@ -90,6 +90,6 @@ def noting(note: str | Callable[[], str]) -> Iterator[None]:
 
 
 def listed(items: list[int], most: int = 32) -> str:
-    """`[1, 2, 3]`, or the first of many and how many more there are."""
+    """Formats a list as `[1, 2, 3]`; a long one as its first items and the number of the rest."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return f"{items[:most]}{more}"

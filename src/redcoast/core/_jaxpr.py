@@ -5,9 +5,9 @@ from jax.extend.core import JaxprEqn
 
 
 def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """The results of an equation's primitive on other inputs: one step of an interpreter."""
+    """Binds an equation's primitive to other inputs, as one step of a jaxpr interpreter."""
     params = equation.primitive.get_bind_params(equation.params)
-    # Functions to call are among the parameters in newer versions of JAX, and beside them in older.
+    # Older versions of JAX return the functions to call separately from the parameters.
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager:
         found = equation.primitive.bind(*subfuns, *inputs, **params)

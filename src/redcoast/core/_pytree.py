@@ -1,4 +1,4 @@
-"""Leaves of a tree by their paths, such as `layers/wq`."""
+"""Partitions of a PyTree into arrays and everything else, and leaves by path."""
 
 from typing import Any
 
@@ -14,11 +14,14 @@ NUMBERS = (*ARRAYS, int, float, complex)
 
 
 class Static:
-    """All of a tree but its arrays; `jax.jit` compiles once for each."""
+    """The hashable, static part of a tree: everything except its arrays.
+
+    `jax.jit` compiles once for each distinct value.
+    """
 
     def __init__(self, structure: Any, leaves: tuple[Any, ...]):
         self.structure = structure
-        self.leaves = leaves  # `None`, which is no leaf, stands where an array was
+        self.leaves = leaves  # `None`, which is not a leaf, in the place of each array
         self._hash: int | None = None
 
     def __hash__(self) -> int:
@@ -38,8 +41,11 @@ class Static:
 
 
 def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
-    """Parts a tree into its arrays and all else; `numbers` counts Python's as arrays."""
-    # `jax.jit` on a flat list costs half of what it does on a tree of modules.
+    """Splits a tree into its arrays and its static part.
+
+    With `numbers=True`, Python numbers count as arrays.
+    """
+    # Calling a jitted function takes half as long on a flat list as on a tree of modules.
     kinds = NUMBERS if numbers else ARRAYS
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
@@ -56,8 +62,8 @@ def join(arrays: list[Any], static: Static) -> PyTree:
 
 
 def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
-    """Parts a model into what the optimizer trains and all else, as `eqx.partition`."""
-    # The running averages of stateful layers are floating arrays, but no parameters.
+    """Partitions a model into its trainable leaves and all others, as `eqx.partition` does."""
+    # The running averages of stateful layers are floating-point arrays, but not parameters.
     try:
         selected, _ = eqx.partition(model, trainable)
     except ValueError as error:
@@ -99,12 +105,12 @@ def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
 
 
 def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
-    """For each array of a tree, abstract or not, whether the optimizer trains it."""
+    """Whether the optimizer trains each array of a tree, concrete or abstract."""
     arrays, static = split(tree)
     found: list[bool] = []
 
     def look(arrays: list[Any]) -> None:
-        # Filters such as `eqx.is_inexact_array` know abstract arrays only while they are traced.
+        # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
         selected, _ = partition_trainable(join(arrays, static), trainable)
         kept = {id(leaf) for leaf in jax.tree.leaves(selected)}
         found.extend(id(array) in kept for array in arrays)
@@ -114,7 +120,7 @@ def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
 
 
 def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
-    """The leaves of these kinds, by path."""
+    """Returns the leaves that are instances of `kinds`, by path, such as `layers/wq`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
     show = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
     return {show(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}

@@ -1,4 +1,4 @@
-"""Arrays of the host on the devices; of several processes, each puts what its devices hold."""
+"""Places host arrays on devices. Each process provides the shards that its own devices hold."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ._mesh import batch_sharding
 
 
 def own_rows(mesh: Mesh, rows: int) -> list[int]:
-    """Which of a batch's rows the devices of this process hold."""
+    """The indices of a batch's rows that the devices of this process hold."""
     if jax.process_count() == 1:
         return list(range(rows))
     held = batch_sharding(mesh, rows).addressable_devices_indices_map((rows,)).values()
@@ -23,7 +23,18 @@ def own_rows(mesh: Mesh, rows: int) -> list[int]:
 
 
 def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
-    """A batch of `rows`, of which the arrays hold this process' own, split over the devices."""
+    """Places a batch, sharded over the devices of all processes.
+
+    **Arguments:**
+
+    - `arrays`: the rows of this process (`own_rows`), along the first dimension of each array.
+    - `mesh`: the mesh to place them on.
+    - `rows`: the number of rows of the global batch.
+
+    **Returns:**
+
+    Global arrays with `rows` rows.
+    """
     if jax.process_count() == 1:
         return place_batch(arrays, mesh, kinds=(np.ndarray, jax.Array))
     sharding = batch_sharding(mesh, rows)
@@ -33,7 +44,7 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
         host = _on_host(x)
 
         def part(index: Any) -> np.ndarray:
-            # The rows of a device follow each other in the batch, and so here.
+            # The rows of a device are contiguous in the batch, and therefore in `host` too.
             start, stop, _ = index[0].indices(rows)
             return host[place_of[start] : place_of[start] + stop - start]
 
@@ -43,7 +54,10 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
 
 
 def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> PyTree:
-    """Arrays that are whole on each process, split along the first dimension where it divides."""
+    """Shards arrays along the first dimension where its size is divisible; replicates others.
+
+    Each process passes the complete arrays, with the same values in all processes.
+    """
 
     def place(x: Any) -> Any:
         sharding = _batch_place(x, mesh, kinds)
@@ -53,7 +67,7 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
 
 
 def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
-    """What `place_batch` makes of arrays, in shapes alone; abstract ones are taken for NumPy's."""
+    """The shapes and shardings that `place_batch` gives; abstract arrays count as NumPy arrays."""
 
     def describe(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
@@ -65,18 +79,18 @@ def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
 
 
 def abstract_array(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of an array, abstract or not, that is placed as the sharding says."""
+    """The abstract value of an array, abstract or not, with a sharding."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     weak = getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
 
 
 def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:
-    """Where `place_batch` puts an array; `None` leaves it where it is."""
-    # On a single CPU there is nowhere to move them; a jitted function takes them as they are.
+    """The sharding that `place_batch` gives an array; `None` leaves the array where it is."""
+    # On a single CPU device, jitted functions take NumPy arrays without a copy.
     alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
-        # What is on one process alone, a key say, has to be on all devices of all.
+        # Process-local arrays, such as a key, have to be replicated over all devices.
         return NamedSharding(mesh, P()) if _is_local(x) else None
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):
         return None  # abstract keys: NumPy has none
@@ -84,19 +98,19 @@ def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None
 
 
 def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
-    """An array that is whole on each process, the same on all, where the sharding says."""
+    """Places an array with a sharding; all processes pass the complete array, with equal values."""
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not _is_local(x)):
         return jax.device_put(x, sharding, may_alias=may_alias)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    # Not `device_put`, which has all processes compare their values each time.
+    # Not `device_put`, which compares the values of all processes each time.
     host = _on_host(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree:
-    """Puts the arrays of a tree where the shardings say; what is no array stays."""
+    """Places the leaves of a tree with their shardings; leaves whose sharding is `None` stay."""
     refuse_deleted(
         tree,
         "The model, or the state that it is a part of,",
@@ -114,7 +128,7 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
 
 
 def whole(x: Any) -> np.ndarray:
-    """An array on the host, all of it; of one that processes share, all have to ask."""
+    """Copies a complete array to the host; a collective if processes hold different shards."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -126,5 +140,5 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _is_local(x: Any) -> bool:
-    """Whether an array is on the devices of this process, of several, alone."""
+    """Whether there are several processes and only this one's devices hold the array."""
     return jax.process_count() > 1 and isinstance(x, jax.Array) and x.is_fully_addressable

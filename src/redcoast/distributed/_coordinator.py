@@ -1,7 +1,7 @@
-"""JAX's coordination service, in a process of its own.
+"""Runs JAX's coordination service in a separate process.
 
-Where it runs in process 0, its end is the end of all: JAX aborts the others before they could learn
-who it was. Here it outlives process 0 for long enough.
+If it ran inside process 0 and that process died, JAX would abort all other processes before they
+could report which process was lost. The separate process outlives process 0 by `LINGER` seconds.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leave_on_error() -> None:
-    """Lets an uncaught exception end this process although the others have not ended.
+    """Makes an uncaught exception end this process without waiting for the others.
 
-    At exit, JAX waits for all processes to end as well, while they wait for this one in a
-    collective. Without its farewell they notice that it is gone.
+    At exit, JAX waits for all processes at a barrier, while the others wait for this one in a
+    collective. Skipping the barrier lets them detect the failure.
     """
     before = sys.excepthook
 
@@ -30,18 +30,18 @@ def leave_on_error() -> None:
         before(*error)
         state = distributed.global_state
         for connection in (state.client, state.service):
-            # What is never freed does not wait in its destructor either.
+            # The destructor waits at the barrier, so the object must never be freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
         state.client = state.service = None
 
     sys.excepthook = leave
 
 
-LINGER = 30  # seconds that it outlives process 0
+LINGER = 30  # seconds that the service outlives process 0
 _PROGRAM = """
 import json, os, signal, sys, time
 
-# Schedulers send them to all processes of a job, and the others have to hear of what follows.
+# Schedulers send these to all processes of a job, which still need the service afterwards.
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 from jax._src.lib import _jax
@@ -49,7 +49,7 @@ from jax._src.lib import _jax
 address, count, linger, options = json.loads(sys.argv[1])
 service = _jax.get_distributed_runtime_service(address, count, **options)
 print("ready", flush=True)
-# The others may still be taking their leave; or have to find out that process 0 is gone.
+# The others may still be disconnecting, or have yet to detect that process 0 is gone.
 time.sleep(5 if sys.stdin.readline() else linger)
 service.shutdown()
 os._exit(0)
@@ -57,10 +57,10 @@ os._exit(0)
 
 
 class _Service:
-    """What stands for the service in process 0."""
+    """The handle of the service in process 0."""
 
     def __init__(self, address: str, count: int, **options: Any):
-        # The others need not hear from JAX that one is gone, for they watch each other.
+        # Lost processes are detected by heartbeats between the processes, not by JAX.
         asked = json.dumps([address, count, LINGER, {**options, "recoverable": True}])
         command = [sys.executable, "-c", _PROGRAM, asked]
         pipe, quiet = subprocess.PIPE, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -79,16 +79,16 @@ class _Service:
 
 
 def wait_for_all() -> None:
-    """At exit: whoever leaves first would take the others' means to talk away."""
+    """Waits at exit until all processes are done, since they need each other to communicate."""
     client = distributed.global_state.client
     if client is not None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # one may have died
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process may have died
             client.wait_at_barrier("redcoast/end", 300_000)
 
 
 @contextlib.contextmanager
 def service_apart() -> Iterator[None]:
-    """Has `jax.distributed.initialize` start its service in a process of its own."""
+    """Makes `jax.distributed.initialize` start its service in a separate process."""
     before = _jax.get_distributed_runtime_service
     _jax.get_distributed_runtime_service = _Service
     try:

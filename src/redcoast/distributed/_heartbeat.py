@@ -1,4 +1,4 @@
-"""What the processes of a run know of each other: who lives, what they do, and why one ended."""
+"""Heartbeats between the processes of a run, and notices of failures."""
 
 import contextlib
 import json
@@ -13,24 +13,24 @@ from typing import Any
 
 import jax
 
-from ._kv_store import ProcessLost, failures, key_value_store, tell_failure, turn_page
+from ._kv_store import ProcessLost, failures, key_value_store, report_failure, reset_failures
 
 logger = logging.getLogger("redcoast")
 
-BEAT = 1.0  # seconds between two signs of life
-DEAD = 20.0  # seconds without one
-SLOW = 60.0  # seconds in the user's code, or in reading data, until the others hear of it
-GRACE = 10.0  # seconds for the main thread to end by itself, when another process is lost
-LOST = 70  # what a process then exits with: EX_SOFTWARE of sysexits.h
+BEAT = 1.0  # seconds between heartbeats
+DEAD = 20.0  # seconds without a heartbeat until a process counts as dead
+SLOW = 60.0  # seconds in the user's code, or in reading data, until the others warn about it
+GRACE = 10.0  # seconds for the main thread to end by itself after another process is lost
+LOST = 70  # the exit code after that: EX_SOFTWARE of sysexits.h
 _KEY = "redcoast/watch"
 
-# What each thread of this process is doing, and since when.
+# The current activity of each thread of this process, and when it started.
 _doing: dict[int, tuple[str, float]] = {}
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Says what this thread does, for the others to read if it takes long."""
+    """Publishes what this thread is doing, so that the other processes can warn if it is slow."""
     thread = threading.get_ident()
     before = _doing.get(thread)
     _doing[thread] = (what, time.monotonic())
@@ -44,8 +44,14 @@ def doing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """In a run of several processes, ends this one with an error that names another which has
-    failed or died; warns of one that is slow; and lets the others know of an error here."""
+    """Monitors the other processes of a run, and reports an error of this process to them.
+
+    Warns about a process that is slow. Does nothing if there is only one process.
+
+    **Raises:**
+
+    `ProcessLost` that names another process which has failed or died.
+    """
     if jax.process_count() == 1:
         yield
         return
@@ -58,60 +64,60 @@ def watching() -> Iterator[None]:
             reason = watch.reason(wait=_is_consequence(error))
             if reason is not None:
                 raise ProcessLost(reason) from error
-            tell_failure(error)
+            report_failure(error)
             raise
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether it may have come from a collective that another process has left."""
+    """Whether an error may come from a collective that another process has left."""
     fault = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
     return fault and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 def _leave(reason: str) -> None:
-    print(f"redcoast: {reason} This process ends.", file=sys.stderr, flush=True)
+    print(f"redcoast: {reason} This process exits.", file=sys.stderr, flush=True)
     os._exit(LOST)
 
 
 class _Watch:
-    """The thread that watches, for as long as this is entered."""
+    """A context in which a thread monitors the other processes."""
 
     def __init__(self):
         self._thread = threading.Thread(target=self._run, name="redcoast-watch", daemon=True)
         self._ended = threading.Event()
         self._found = threading.Event()
         self._reason: str | None = None
-        self._seen: dict[int, tuple[int, float]] = {}  # beats, and when the last one was new
+        self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and when it was new
         self._hosts: dict[int, str] = {}
         self._warned: dict[int, float] = {}
 
     def reason(self, *, wait: bool) -> str | None:
-        """Why this process cannot go on, if that is another's fault."""
+        """Why this process cannot continue, if another one is the cause."""
         if wait:
             self._found.wait(DEAD + 5 * BEAT)
         return self._reason
 
     def __enter__(self) -> "_Watch":
-        turn_page()
+        reset_failures()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The run is over here: no sign of life means nothing from now on.
+        # The run is over in this process: from now on a missing heartbeat is not a failure.
         self._ended.set()
         self._thread.join(5)
-        turn_page()
+        reset_failures()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _say({"beat": -1})
+            _publish({"beat": -1})
 
     def _run(self) -> None:
         for beat in range(sys.maxsize):
             try:
-                _say({"beat": beat, "host": socket.gethostname(), "doing": _longest()})
+                _publish({"beat": beat, "host": socket.gethostname(), "doing": _longest()})
                 reason = self._look()
             except jax.errors.JaxRuntimeError as error:
                 reason = (
-                    "Process 0, which coordinates the others, is not to be reached any more: "
+                    "Process 0, which coordinates the others, can no longer be reached: "
                     + str(error).splitlines()[0]
                 )
             if reason is not None:
@@ -120,7 +126,7 @@ class _Watch:
                 return
 
     def _look(self) -> str | None:
-        """Why this run cannot go on, if another process is lost."""
+        """Why this run cannot continue, if another process is lost."""
         for other, text in failures().items():
             return f"{self._call(other)} has failed: {text}"
         now = time.monotonic()
@@ -136,7 +142,7 @@ class _Watch:
             self._warn(other, said["doing"])
         for other, (_, since) in self._seen.items():
             if now - since > DEAD:
-                return f"{self._call(other)} has died: no sign of life for {now - since:.0f} s."
+                return f"{self._call(other)} has died: no heartbeat for {now - since:.0f} s."
         return None
 
     def _warn(self, other: int, said: tuple[str, float] | None) -> None:
@@ -147,7 +153,7 @@ class _Watch:
             return
         self._warned[other] = 2 * seconds
         logger.warning(
-            "%s has been in %s for %.0f s, and the others wait for it.",
+            "%s has been in %s for %.0f s, and the other processes are waiting for it.",
             *(self._call(other), what, seconds),
         )
 
@@ -160,11 +166,11 @@ class _Watch:
         self._found.set()
         if self._ended.wait(GRACE):
             return
-        # The main thread waits in a collective, for ever, and nothing else can end it.
+        # The main thread waits for ever in a collective, and nothing else can end it.
         _leave(reason)
 
 
-def _say(what: dict[str, Any]) -> None:
+def _publish(what: dict[str, Any]) -> None:
     key = f"{_KEY}/{jax.process_index()}"
     key_value_store().key_value_set(key, json.dumps(what), allow_overwrite=True)
 

@@ -13,17 +13,17 @@ from ._rendezvous import is_loopback, meet, split_address
 
 logger = logging.getLogger("redcoast")
 
-# A process that dies without a word is noticed after so many seconds.
+# Seconds without a heartbeat until JAX considers a process dead.
 _HEARTBEAT = 30
-_NO_PROXY = "no_grpc_proxy"  # gRPC reads it in small letters
-# The variables that JAX's own names stand in, as Kubeflow Trainer sets them.
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads the lower-case variable
+# JAX's own variables, which Kubeflow Trainer sets.
 _OF_JAX = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# Variables that say how many processes a launcher has started, or on how many machines; and those
-# that say which of them this one is.
+# Variables with the number of processes or machines of a launcher, the launcher's name, and the
+# variable with the index of this process.
 _LAUNCHERS = {
     "WORLD_SIZE": ("torchrun", "RANK"),
     "JAX_PROCESS_COUNT": ("a launcher of JAX", "JAX_PROCESS_INDEX"),
@@ -43,13 +43,13 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class _Job:
-    """Where the processes of a job meet, how many they are, and which this one is."""
+    """The coordinator of a job, its number of processes, and the index of this one."""
 
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
     local_devices: int | None = None
-    # Among those of its machine, where a launcher starts one for each of the accelerators.
+    # The index on its machine, if the launcher starts one process for each accelerator.
     local_id: int | None = None
 
 
@@ -61,48 +61,49 @@ def initialize(
     local_devices: int | None = None,
     timeout: int | float = 300,
 ) -> None:
-    """Joins this process with the others of its job, so that a mesh can hold all their devices.
+    """Connects this process to the other processes of its job, so that a mesh has all devices.
 
-    Each process runs the same script, with this call before anything that uses JAX's devices.
-    What is not given is taken from the environment variables `REDCOAST_COORDINATOR`,
+    Each process runs the same script, and calls this before anything that uses JAX's devices.
+    Arguments that are not given are read from the environment variables `REDCOAST_COORDINATOR`,
     `REDCOAST_PROCESSES`, `REDCOAST_PROCESS_ID` and `REDCOAST_LOCAL_DEVICES`; then from
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, as Kubeflow Trainer sets
-    them; then from torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and
-    `LOCAL_RANK`; and then from SLURM, Open MPI, Cloud TPU, or Kubernetes, as far as
-    `jax.distributed` knows them.
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, which Kubeflow Trainer
+    sets; then from torchrun's `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` and `LOCAL_RANK`;
+    and otherwise from SLURM, Open MPI, Cloud TPU or Kubernetes, as far as `jax.distributed`
+    supports them.
 
-    A process that is alone joins nothing, so that the same script runs on one machine; it is a
-    warning if variables of a launcher say that there are several, and `processes=1` was not given.
-    A second call does nothing.
+    If the job has only one process, nothing is connected, so that the same script also runs on one
+    machine. If a launcher's variables name several processes all the same, and `processes=1` was
+    not given, this is a warning. A second call does nothing.
 
     **Arguments:**
 
-    - `coordinator`: `host:port`, the machine of process 0 as the others see it, and a port that
-        is free there.
-    - `processes`: how many there are, at least 1.
-    - `process_id`: which of them this is, from 0.
-    - `local_devices`: lets the CPU of each process stand for so many devices, as
+    - `coordinator`: `host:port`: an address of process 0's machine that the others can reach, and
+        a free port on it.
+    - `processes`: the number of processes, at least 1.
+    - `process_id`: the index of this process, from 0.
+    - `local_devices`: emulates this many CPU devices in each process, as
         [`emulate_devices`][redcoast.emulate_devices] does. By default a process has the devices
-        that JAX finds; where SLURM, Open MPI or torchrun start several on a machine, one each.
-    - `timeout`: in seconds, how long the others may take to come.
+        that JAX finds. If SLURM, Open MPI or torchrun start several processes on a machine, each
+        has one of its accelerators.
+    - `timeout`: how long to wait for the other processes, in seconds.
 
     **Raises:**
 
-    - `ValueError` if arguments are wrong or incomplete, if the processes disagree about how many
-        they are, or if JAX has been used already.
-    - `TimeoutError` on all that came if others did not; it names the missing.
-    - `ConnectionError` if process 0 cannot be reached; it says where and why.
+    - `ValueError` if arguments are wrong or incomplete, if the processes disagree about their
+        number, or if JAX has been used already.
+    - `TimeoutError` in all connected processes if others are missing; it names the missing ones.
+    - `ConnectionError` if process 0 cannot be reached; it gives the address and the reason.
     - `OSError` if process 0 cannot listen on its port.
 
     !!! Example
 
         ```python
-        rc.initialize()  # on a laptop, or in each of the tasks that `srun` starts
+        rc.initialize()  # on a laptop, or in each task that `srun` starts
         mesh = rc.make_mesh(fsdp=-1, data=1)
         ```
     """
     if not timeout > 0:
-        raise ValueError(f"The others need some time to come: timeout={timeout} s is not positive.")
+        raise ValueError(f"`timeout` must be positive, but is {timeout} s.")
     asked = _Job(coordinator, processes, process_id, local_devices)
     _check(asked)
     if jax.distributed.is_initialized():
@@ -120,19 +121,19 @@ def _check(job: _Job) -> None:
     if job.coordinator is not None:
         split_address(job.coordinator)
     if job.processes is not None and job.processes < 1:
-        raise ValueError(f"A job has at least one process, but processes={job.processes}.")
+        raise ValueError(f"`processes` must be at least 1, but is {job.processes}.")
     if job.process_id is not None and not 0 <= job.process_id < (job.processes or 1 << 31):
         of = "" if job.processes is None else f" of {job.processes} processes"
         last = "" if job.processes is None else f" to {job.processes - 1}"
-        raise ValueError(f"There is no process {job.process_id}{of}: they count from 0{last}.")
-    if job.local_devices is not None and job.local_devices < 1:
         raise ValueError(
-            f"A process has at least one device, but local_devices={job.local_devices}."
+            f"There is no process {job.process_id}{of}: `process_id` counts from 0{last}."
         )
+    if job.local_devices is not None and job.local_devices < 1:
+        raise ValueError(f"`local_devices` must be at least 1, but is {job.local_devices}.")
 
 
 def _check_same(asked: _Job) -> None:
-    """A process joins once: what a second call says is what the first has done."""
+    """Raises `ValueError` if a second call differs from the first."""
     state = distributed.global_state
     joined = {
         "coordinator": state.coordinator_address,
@@ -143,13 +144,13 @@ def _check_same(asked: _Job) -> None:
     for name, value in joined.items():
         if getattr(asked, name) not in (None, value):
             raise ValueError(
-                f"This process has joined its job with {name}={value!r} already, and cannot join "
+                f"This process has already joined its job with {name}={value!r}, and cannot join "
                 f"again with {name}={getattr(asked, name)!r}. Call `initialize` once."
             )
 
 
 def _with_variables(job: _Job) -> _Job:
-    """What is not given, as far as REDCOAST_ variables say it, and then those with JAX's names."""
+    """Fills in missing arguments from the variables of REDCOAST_, and then from those of JAX."""
     names = ("coordinator", "processes", "process_id", "local_devices")
     ours = {name: f"REDCOAST_{name.upper()}" for name in names}
     for variables in (ours, _OF_JAX):
@@ -167,11 +168,11 @@ def _number(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{variable} is {text!r}, and not a whole number.") from None
+        raise ValueError(f"{variable} must be an integer, but is {text!r}.") from None
 
 
 def _complete(job: _Job, timeout: int | float) -> _Job:
-    """What is still missing, as far as the launcher of this process says it."""
+    """Fills in missing arguments from the launcher that started this process."""
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
     # Inside of a job of SLURM, say, torchrun may have started several processes for each task.
@@ -182,8 +183,8 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
         known = ", ".join(f"{name}={parts[name]!r}" for name in parts if name not in missing)
         variables = " and ".join(f"REDCOAST_{name.upper()}" for name in missing)
         raise ValueError(
-            f"A process joins a job by coordinator, processes and process_id, all three, but of "
-            f"this job only {known} is known. Give {' and '.join(missing)} too, or set {variables}."
+            "Joining a job needs `coordinator`, `processes` and `process_id`, but only "
+            f"{known} is known. Pass {' and '.join(missing)} too, or set {variables}."
         )
     _check(job)
     return job
@@ -214,7 +215,7 @@ def _with_launcher(job: _Job, timeout: int | float) -> _Job:
         return job
     launcher = next((env for env in clusters.ClusterEnv._cluster_types if _started(env)), None)
     if launcher is None:
-        # Open MPI from version 5 on says this much, but not where process 0 is.
+        # Since version 5, Open MPI sets the number and rank, but not the address of process 0.
         return _with_open_mpi(job)
     processes = launcher.get_process_count() if job.processes is None else job.processes
     if processes == 1:
@@ -229,7 +230,7 @@ def _with_launcher(job: _Job, timeout: int | float) -> _Job:
 
 
 def _started(launcher: Any) -> bool:
-    # A pod outside an Indexed Job, such as a notebook's, is alone.
+    # A pod outside an Indexed Job, such as that of a notebook, has no other processes.
     alone = launcher.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
     return not alone and not launcher.opt_in_only_method and launcher.is_env_present()
 
@@ -281,21 +282,21 @@ def _join(job: _Job, timeout: int | float) -> None:
     assert number is not None
     if xla_bridge.backends_are_initialized():
         raise ValueError(
-            "JAX was used in this process before `initialize`, and has chosen its devices. Call "
-            "`initialize` at the top of the script, before anything that makes an array or "
+            "JAX was used in this process before `initialize`, and has already chosen its devices. "
+            "Call `initialize` at the top of the script, before anything that makes an array or "
             "asks for devices."
         )
     host, _ = split_address(coordinator)
     here = meet(coordinator, processes, number, timeout)
     _emulate(job.local_devices)
-    # A collective of several processes blocks a thread of XLA's pool, and there may be more than
-    # one at a time: on a machine with few cores they would wait for each other.
+    # A collective between processes blocks a thread of XLA's pool, and several may run at a time:
+    # on a machine with few cores they would deadlock.
     os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
     if not jax.config.jax_cpu_collectives_implementation:  # pyright: ignore
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would take SIGTERM away from us, and from the default, which is to end.
+    # JAX's preemption service would replace our SIGTERM handler, and the default one.
     jax.config.update("jax_enable_preemption_service", False)
-    # gRPC would ask a proxy of the environment for the way to the coordinator, which we found.
+    # gRPC would connect through a proxy of the environment; `meet` has connected directly.
     direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
     os.environ[_NO_PROXY] = f"{direct},{host}" if direct else host
     jax.config.update("jax_check_proxy_envs", False)
@@ -306,7 +307,7 @@ def _join(job: _Job, timeout: int | float) -> None:
             number,
             local_device_ids=_local_device_ids(job.local_id, here),
             cluster_detection_method="deactivate",
-            initialization_timeout=60,  # all are there
+            initialization_timeout=60,  # seconds; `meet` has waited for all processes
             coordinator_bind_address=coordinator if is_loopback(host) else None,
             heartbeat_timeout_seconds=_HEARTBEAT,
         )
@@ -315,8 +316,8 @@ def _join(job: _Job, timeout: int | float) -> None:
 
 
 def _local_device_ids(local_id: int | None, here: int) -> list[int] | None:
-    """The one accelerator of a process that shares its machine with others of the job."""
+    """The accelerator of this process, if it shares its machine with others of the job."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # The launcher may have given each its own already.
+    # The launcher may have assigned one to each process already.
     alone = here == 1 or (visible != [""] and len(visible) < here)
     return None if local_id is None or alone else [local_id]

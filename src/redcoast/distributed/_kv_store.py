@@ -1,4 +1,4 @@
-"""What processes tell each other on the host, without the devices: small values, as JSON."""
+"""Exchanges small JSON values between processes through the coordinator's key-value store."""
 
 import contextlib
 import itertools
@@ -11,36 +11,40 @@ import jax
 
 from ._rendezvous import name_processes
 
-# How often each topic was exchanged: all processes count alike, for they run the same program.
+# How often each topic was exchanged. All processes count alike, since they run the same program.
 _rounds: defaultdict[str, itertools.count] = defaultdict(itertools.count)
-TIMEOUT = 600.0  # seconds: the others may still compile, or read their data
-# How often a run has begun or ended here: an error that all have survived is none of the next.
+TIMEOUT = 600.0  # seconds; the other processes may still be compiling or reading data
+# How often a run has started or ended here. A failure in one run must not end the next.
 _runs = itertools.count()
 _run = next(_runs)
 
 
 class ProcessLost(RuntimeError):
-    """Raised in a run of several processes if another of them has failed, died or hangs."""
+    """Raised in a run with several processes if another process has failed or died."""
 
 
 def is_main() -> bool:
-    """Whether this is the process that prints, logs and decides."""
+    """Whether this is process 0, which prints, logs and decides."""
     return jax.process_index() == 0
 
 
 def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """The values of all processes, in their order. All must call this, as often as each other.
+    """Gathers a value from all processes. All of them must call this equally often.
 
     **Arguments:**
 
-    - `topic`: what it is about, for the message if a process does not answer.
-    - `value`: what JSON can hold.
-    - `timeout`: after how many seconds to give up.
+    - `topic`: what the value is, for the message if a process does not respond.
+    - `value`: the value of this process, of a type that JSON supports.
+    - `timeout`: the number of seconds to wait.
+
+    **Returns:**
+
+    The values of all processes, in the order of their indices.
 
     **Raises:**
 
-    `ProcessLost` that names a process which has failed meanwhile. `TimeoutError` that names those
-    which did not say theirs in time.
+    `ProcessLost` that names a process which has failed meanwhile. `TimeoutError` that names the
+    processes which did not respond in time.
     """
     count, own = jax.process_count(), jax.process_index()
     if count == 1:
@@ -52,33 +56,34 @@ def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
     found = [_wait(store, f"{key}/{other}", deadline) for other in range(count)]
     if missing := [other for other, text in enumerate(found) if text is None]:
         raise TimeoutError(
-            f"Of {name_processes(missing)} there was no word within {timeout:g} s about {topic}. "
-            "It may have ended, hang, or run another program: its own output tells."
+            f"No response from {name_processes(missing)} within {timeout:g} s about {topic}. A "
+            "process that does not respond may have ended, may hang, or may run another program: "
+            "look at its own output."
         )
-    # Whoever is here has read all of the round before, so that nobody needs that any more.
+    # Every process has read all values of the previous round, so they can be deleted.
     if number:
         store.key_value_delete(f"redcoast/{topic}/{number - 1}/{own}")
     return [json.loads(text or "null") for text in found]
 
 
-def tell_failure(error: BaseException) -> None:
-    """Lets the other processes know why this one ends."""
+def report_failure(error: BaseException) -> None:
+    """Reports to the other processes why this one ends."""
     text = (str(error).splitlines() or [""])[0][:1000]
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be the coordinator that is gone
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
         store = key_value_store()
         key = f"{_failed()}/{jax.process_index()}"
         store.key_value_set(key, f"{type(error).__name__}: {text}", allow_overwrite=True)
 
 
 def failures() -> dict[int, str]:
-    """What other processes have said of why they end."""
+    """The failures that other processes have reported, by process."""
     found = key_value_store().key_value_dir_get(_failed())
     said = {int(key.rsplit("/", 1)[1]): text for key, text in found}
     return {other: text for other, text in said.items() if other != jax.process_index()}
 
 
-def turn_page() -> None:
-    """A run begins, or ends: what failed until now is over."""
+def reset_failures() -> None:
+    """Discards the failures reported so far; called when a run starts or ends."""
     global _run
     _run = next(_runs)
 
@@ -88,11 +93,12 @@ def _failed() -> str:
 
 
 def agree(values: dict[str, Any], *, timeout: float = TIMEOUT) -> None:
-    """Makes sure that all processes have the same values.
+    """Checks that all processes have the same values.
 
     **Raises:**
 
-    `ValueError` on all of them if not, which names what differs, and who has what.
+    `ValueError` in all processes if not. It names the values that differ and the processes that
+    have them.
     """
     everyone = exchange("configuration", values, timeout=timeout)
     first = json.loads(json.dumps(values)) if len(everyone) == 1 else everyone[0]
@@ -108,12 +114,12 @@ def agree(values: dict[str, Any], *, timeout: float = TIMEOUT) -> None:
 
 
 def decide(topic: str, value: Any) -> Any:
-    """What process 0 says, on all processes."""
+    """Returns the value of process 0 in all processes."""
     return exchange(topic, value if is_main() else None)[0]
 
 
 def key_value_store() -> Any:
-    """The store that the coordinator keeps for all processes."""
+    """The coordinator's key-value store, which all processes share."""
     # JAX has no public name for it.
     from jax._src import distributed
 
@@ -135,7 +141,7 @@ def _wait(store: Any, key: str, deadline: float) -> str | None:
 
 
 def _difference(name: str, values: list[Any]) -> str:
-    """Who has what of one value."""
+    """Lists which processes have which version of one value."""
     who: dict[str, list[int]] = {}
     for process, value in enumerate(values):
         who.setdefault(json.dumps(value), []).append(process)

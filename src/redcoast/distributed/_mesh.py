@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ..core._errors import check_mesh
 
 AXES = ("data", "fsdp", "model")
-# Axes that a batch is split over: both hold different examples.
+# The axes that a batch is sharded over.
 BATCH_AXES = ("data", "fsdp")
 
 
@@ -22,24 +22,26 @@ def make_mesh(
 
     **Arguments:**
 
-    - `data`: over how many groups of devices the batch is split, each with its own copy of
-        the model.
-    - `fsdp`: over how many devices parameters and optimizer state are stored split, to be
-        gathered where they are used. The batch is split over them too.
-    - `model`: over how many devices each large matrix, and the arithmetic with it, is split.
-    - `devices`: the devices to arrange; all of `jax.devices()` by default.
+    - `data`: the number of data-parallel groups. The batch is sharded over them, and each has its
+        own copy of the model.
+    - `fsdp`: the number of devices over which parameters and optimizer state are FSDP-sharded
+        (ZeRO-3), to be all-gathered where they are used. The batch is sharded over them too.
+    - `model`: the degree of tensor parallelism: the number of devices over which each large
+        matrix, and the computation with it, is sharded.
+    - `devices`: the devices to arrange; `jax.devices()` by default.
 
-    One of the three sizes may be -1: it takes the devices that the others leave.
+    One of the three sizes may be -1, which stands for all devices that the others leave.
 
     **Returns:**
 
-    A `jax.sharding.Mesh` of three axes, always all of them, of type `AxisType.Auto`.
-    Devices that talk fast (those of one host or one slice) are neighbours on `model`, and
-    slower links fall on `data`.
+    A `jax.sharding.Mesh` with all three axes (of size 1 if unused), of type `AxisType.Auto`.
+    Devices with fast links (those of one host or one slice) are neighbours along `model`; slower
+    links connect the devices along `data`.
 
     **Raises:**
 
-    `ValueError` if the sizes do not use up the devices exactly.
+    `ValueError` if the product of the sizes is not the number of devices; `TypeError` if a size is
+    not an integer or `devices` is not a list.
 
     !!! Example
 
@@ -48,23 +50,23 @@ def make_mesh(
         ```
     """
     if not isinstance(devices, Iterable | None):
-        raise TypeError(f"`devices` is {devices!r}. It must be a list of devices of JAX.")
+        raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve({"data": data, "fsdp": fsdp, "model": model}, len(devices))
     return Mesh(_arrange(devices, shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
-    """The sizes, with -1 replaced by what is left of `count` devices."""
+    """Replaces -1 by the number of devices that the other sizes leave of `count`."""
     if count == 0:
-        raise ValueError("A mesh needs at least one device, and `devices` is empty.")
+        raise ValueError("A mesh needs at least one device, but `devices` is empty.")
     for axis, size in sizes.items():
         if not isinstance(size, int | np.integer):
-            raise TypeError(f"A mesh axis has a whole number of devices, and not {axis}={size!r}.")
+            raise TypeError(f"`{axis}` must be an integer, but is {size!r}.")
         if size < 1 and size != -1:
             raise ValueError(
-                f"A mesh axis has at least one device, but {axis}={size} was asked for. "
-                "Use a positive size, or -1 for the devices that the other axes leave."
+                f"`{axis}` must be at least 1, but is {size}. Use a positive size, or -1 for the "
+                "devices that the other axes leave."
             )
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -97,7 +99,7 @@ def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]
 def _options(
     sizes: dict[str, int], axis: str, count: int, divisors: list[int], free: bool
 ) -> list[int]:
-    """Sizes of one axis that would fit, the other sizes staying as they are."""
+    """The sizes of one axis that would fit with the other sizes unchanged."""
     others = math.prod(size for name, size in sizes.items() if name != axis and size != -1)
     if count % others:
         return []
@@ -105,12 +107,12 @@ def _options(
 
 
 def _arrange(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """An array of devices whose last axis varies over the fastest links."""
+    """Arranges devices so that the fastest links are along the last axis."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     if devices[0].platform == "tpu" and len(devices) > 1:
         return _arrange_tpu(devices, shape, len(slices))
-    # In row-major order the last axis takes neighbours: first the devices of one process,
-    # then those of the next, so that only the leading axes cross hosts.
+    # Sorted by process and in row-major order, neighbours are along the last axis, and only the
+    # leading axes cross hosts.
     ordered = sorted(devices, key=_locality)
     array = np.empty(len(devices), dtype=object)
     array[:] = ordered
@@ -122,7 +124,7 @@ def _locality(device: Any) -> tuple[int, int, int]:
 
 
 def _arrange_tpu(devices: list[Any], shape: tuple[int, ...], slices: int) -> np.ndarray:
-    """Follows the torus inside a slice, and lets the leading axes cross slices."""
+    """Follows the torus inside a slice; the leading axes cross slices."""
     from jax.experimental import mesh_utils
 
     if slices == 1:
@@ -134,7 +136,7 @@ def _arrange_tpu(devices: list[Any], shape: tuple[int, ...], slices: int) -> np.
 
 
 def _split_off(shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Factors `shape` into `count` groups, taken from the leading axes, and the rest."""
+    """Factors `shape` into a shape of `count` slices, from the leading axes first, and the rest."""
     across = []
     for size in shape:
         part = math.gcd(size, count)
@@ -142,24 +144,24 @@ def _split_off(shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tup
         count //= part
     if count > 1:
         raise ValueError(
-            f"A mesh of shape {shape} cannot be laid over {math.prod(across) * count} slices: "
+            f"A mesh of shape {shape} does not divide over {math.prod(across) * count} slices: "
             f"a factor of {count} is left over. Make `data` a multiple of the number of slices."
         )
     return tuple(across), tuple(size // part for size, part in zip(shape, across, strict=True))
 
 
 def batch_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Over how many groups of devices a batch is split."""
+    """The number of shards of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
-    """Splits the first dimension, if it divides; a ragged last batch is whole on all."""
+    """Shards the first dimension if its size is divisible; otherwise replicates the batch."""
     return NamedSharding(mesh, P(BATCH_AXES) if rows % batch_shards(mesh) == 0 else P())
 
 
 def ambient_or_default(mesh: Mesh | None) -> Mesh:
-    """The given mesh, or else the ambient one, or else all devices as `data`."""
+    """Returns `mesh`; by default the ambient mesh, or else all devices along `data`."""
     if mesh is not None:
         check_mesh(mesh)
         return mesh
@@ -168,7 +170,7 @@ def ambient_or_default(mesh: Mesh | None) -> Mesh:
 
 
 def emulate_devices(count: int) -> None:
-    """Lets the CPU of this machine stand for several devices, to try a mesh without them.
+    """Emulates several devices on the CPU of this machine, to try a mesh without accelerators.
 
     **Arguments:**
 
@@ -176,8 +178,8 @@ def emulate_devices(count: int) -> None:
 
     **Raises:**
 
-    `ValueError` if `count` is not positive or if JAX has been used already in this process, for
-    it chooses its devices when it is first used.
+    `ValueError` if `count` is not positive, or if JAX has already been used in this process: it
+    chooses its devices when it is first used. `TypeError` if `count` is not an integer.
 
     !!! Example
 
@@ -187,11 +189,11 @@ def emulate_devices(count: int) -> None:
         ```
     """
     if not isinstance(count, int):
-        raise TypeError(f"`count` is {count!r}. It must be a whole number of devices.")
+        raise TypeError(f"`count` is {count!r}. It must be an integer.")
     if count < 1:
-        raise ValueError(f"At least one device can be emulated, not {count}.")
-    # A device blocks a thread of XLA's pool in each collective that it waits in, and there may
-    # be several at once: with one thread for each device (the default), they deadlock.
+        raise ValueError(f"`count` must be at least 1, but is {count}.")
+    # A device blocks a thread of XLA's pool in each collective that it waits for, and may wait for
+    # several at once: with one thread for each device (the default), they deadlock.
     os.environ.setdefault("NPROC", str(4 * count))
     try:
         jax.config.update("jax_platforms", "cpu")

@@ -1,8 +1,8 @@
-"""The processes of a job meet before JAX connects them.
+"""A rendezvous of all processes of a job before JAX connects them.
 
-JAX's own service ends a process with a C++ abort when somebody does not come, and does not say who.
-Here process 0 listens on the coordinator's port for as long as not all have said that they are
-there, and everyone learns why it did not work.
+JAX's own service aborts a process in C++ if another one is missing, without naming it. Here
+process 0 listens on the coordinator's port until all others have connected, and every process
+learns what went wrong.
 """
 
 import contextlib
@@ -13,12 +13,28 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_LONGEST = 65536  # bytes of a message; what is longer was not written here
-_PATIENCE = 5.0  # seconds for one attempt to connect, and for a newcomer to say who it is
+_LONGEST = 65536  # bytes of a message
+_PATIENCE = 5.0  # seconds for one attempt to connect, and for a new connection to identify itself
 
 
 def meet(coordinator: str, processes: int, process_id: int, timeout: int | float) -> int:
-    """Waits until all processes are there, and gives how many of them this machine has."""
+    """Waits until all processes have connected.
+
+    **Arguments:**
+
+    - `coordinator`: `host:port` of process 0.
+    - `processes`, `process_id`: the number of processes, and the index of this one.
+    - `timeout`: the number of seconds to wait.
+
+    **Returns:**
+
+    The number of processes on this machine.
+
+    **Raises:**
+
+    `ValueError`, `TimeoutError`, `ConnectionError` or `OSError`, as documented in
+    [`redcoast.initialize`][].
+    """
     end = time.monotonic() + timeout
     host, port = split_address(coordinator)
     me = {"process_id": process_id, "processes": processes, "host": socket.gethostname()}
@@ -28,7 +44,7 @@ def meet(coordinator: str, processes: int, process_id: int, timeout: int | float
         with _listen(coordinator, is_loopback(host), port, end) as server:
             accept = lambda: accepted.enter_context(server.accept()[0])
             members = _gather(server, accept, me, end, timeout)
-        # The port is free again when they hear of it: JAX's service takes it now.
+        # The socket is closed before the others are notified: JAX's service needs its port now.
         count = Counter([me["host"], *(host for _, host in members.values())])
         for connection, host in members.values():
             _tell([connection], start=count[host])
@@ -36,14 +52,14 @@ def meet(coordinator: str, processes: int, process_id: int, timeout: int | float
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of `host:port`; the host of an IPv6 address stands in brackets."""
+    """Splits `host:port`; an IPv6 address is written in brackets."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     number = int(port) if port.isascii() and port.isdigit() else 0
     if not colon or not bare or (":" in bare and host == bare) or not 0 < number < 65536:
         raise ValueError(
-            f"The coordinator is host:port, such as 10.0.0.1:1234 or [fe80::1]:1234: the machine "
-            f"of process 0 and a port that is free there. {address!r} is not."
+            "`coordinator` must be host:port, such as 10.0.0.1:1234 or [fe80::1]:1234: the machine "
+            f"of process 0 and a free port on it. It is {address!r}."
         )
     return bare, number
 
@@ -53,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def name_processes(numbers: Sequence[int]) -> str:
-    """`process 3`, `processes 1 and 2`, or of many the first few."""
+    """Formats indices as `process 3` or `processes 1 and 2`; of many, names the first few."""
     names = [str(i) for i in numbers[:8]]
     more = [f"{len(numbers) - 8} more"] if len(numbers) > 8 else []
     *first, last = names + more
@@ -64,7 +80,7 @@ Members = dict[int, tuple[socket.socket, str]]
 
 
 def _listen(coordinator: str, loopback: bool, port: int, end: float) -> socket.socket:
-    """A server's socket; what an earlier run leaves on the port has a moment to go away."""
+    """Opens the server's socket; retries while the port may still be in use by an earlier run."""
     end = min(end, time.monotonic() + 2 * _PATIENCE)
     six = not loopback and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if six or "[" in coordinator else socket.AF_INET
@@ -78,8 +94,8 @@ def _listen(coordinator: str, loopback: bool, port: int, end: float) -> socket.s
             if time.monotonic() > end:
                 raise OSError(
                     f"Process 0 could not listen on port {port} of this machine, "
-                    f"{socket.gethostname()}, for the others to join at {coordinator}: {error}. "
-                    "Another program has it; give all processes a coordinator with another port."
+                    f"{socket.gethostname()}, for the others to join at {coordinator}: {error}. If "
+                    "another program uses it, give all processes a coordinator with another port."
                 ) from error
         time.sleep(0.2)
 
@@ -114,31 +130,31 @@ def _missing(
     them = name_processes(missing)
     return (
         f"{them[0].upper()}{them[1:]} of {me['processes']} did not join within {timeout:g} s. "
-        f"Process 0 waited on port {server.getsockname()[1]} of {me['host']}. Look at what the "
-        "missing printed: they may not have started, have failed before `initialize`, or reach "
-        "another machine under the coordinator's address."
+        f"Process 0 waited on port {server.getsockname()[1]} of {me['host']}. Look at the output "
+        "of the missing processes: they may not have started, may have failed before "
+        "`initialize`, or may reach another machine at the coordinator's address."
     )
 
 
 def _admit(connection: socket.socket, me: dict[str, Any], members: Members) -> None:
-    """Takes a newcomer in, if it is one of the job."""
+    """Adds a new connection to the members if it comes from a process of this job."""
     connection.settimeout(_PATIENCE)
     try:
         other = _read(connection.makefile("rb"))
         number, count, host = int(other["process_id"]), other["processes"], str(other["host"])
     except (OSError, ValueError, TypeError, KeyError):
-        return connection.close()  # someone who looks at ports
+        return connection.close()  # another program, such as a port scanner
     wrong = ""
     if count != me["processes"]:
         wrong = (
-            f"Process {number} on {host} was started as one of {count} processes, and process 0 "
-            f"on {me['host']} as one of {me['processes']}. Start all with the same number."
+            f"Process {number} on {host} was started as one of {count} processes, but process 0 "
+            f"on {me['host']} as one of {me['processes']}. Start all with the same `processes`."
         )
     elif number == 0 or (number in members and _is_there(members[number][0])):
         also = members[number][1] if number else me["host"]
         wrong = (
             f"Two processes were started as process {number}, on {also} and on {host}. Give each "
-            "its own `process_id`."
+            "process its own `process_id`."
         )
     if wrong:
         _tell([connection], error=wrong, wrong=True)
@@ -152,7 +168,7 @@ def _is_there(connection: socket.socket) -> bool:
     try:
         return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
-        return True  # members say nothing after their greeting, and wait
+        return True  # members wait silently after their first message
     except OSError:
         return False
 
@@ -190,17 +206,18 @@ def _join(coordinator: str, me: dict[str, Any], end: float, timeout: int | float
         raise TimeoutError(
             f"Process 0 waits at {coordinator}, but {answer['missing']} of "
             f"{me['processes']} did not join within {timeout:g} s of the start of process "
-            f"{me['process_id']}. Look at what the missing printed, or give a longer `timeout`."
+            f"{me['process_id']}. Look at the output of the missing processes, or pass a longer "
+            "`timeout`."
         )
     raise ConnectionError(
         f"Process {me['process_id']}, on {me['host']}, did not reach process 0 at {coordinator} "
-        f"within {timeout:g} s: {reason}. The coordinator is the address of process 0's machine "
-        "as the others see it, and a port that no firewall closes between them."
+        f"within {timeout:g} s: {reason}. The coordinator must be an address of process 0's "
+        "machine that the others can reach, and a port that no firewall between them blocks."
     )
 
 
 def _answer(connection: socket.socket, end: float) -> dict[str, Any]:
-    """The last word of process 0: `start`, `error`, or who was missing when time was up."""
+    """The final message of process 0: `start`, `error`, or who was missing at the timeout."""
     stream, message = connection.makefile("rb"), {}
     while (left := end - time.monotonic()) > 0 and "missing" in (message or {"missing": ""}):
         connection.settimeout(left)

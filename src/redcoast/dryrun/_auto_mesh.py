@@ -1,4 +1,4 @@
-"""The mesh that `fit` takes if it is left to it."""
+"""The mesh that `fit(..., mesh="auto")` uses."""
 
 import logging
 from typing import Any
@@ -14,10 +14,10 @@ from ..tracking._run import say
 from ..train._step import TrainState
 from ._job import Job
 from ._mesh_search import suggest
-from ._place import at_hand
+from ._place import attached_place
 
 logger = logging.getLogger("redcoast")
-COMPILED = 3
+COMPILED = 3  # the number of meshes to compile
 
 
 def auto_mesh(
@@ -28,24 +28,24 @@ def auto_mesh(
     quiet: bool,
     **options: Any,
 ) -> Mesh:
-    """The best mesh of all devices for a run's steps, the same in all processes.
+    """The best mesh of all devices for a run's training step; the same in all processes.
 
     **Arguments:**
 
-    - `state`: what the run begins with; it may be abstract.
+    - `state`: the initial state of the run, concrete or abstract.
     - `optimizer`, `options`: as for [`redcoast.fit`][].
-    - `batch`: the shapes of a batch.
-    - `quiet`: whether to print no table.
+    - `batch`: the shapes of a global batch.
+    - `quiet`: whether to skip printing the table of meshes.
     """
     if jax.device_count() == 1:
         return make_mesh()
     abstract = eqx.filter_eval_shape(lambda: state)
     job = Job(abstract, batch, optimizer=optimizer, **options)
-    found = suggest(job, at_hand(), COMPILED)
+    found = suggest(job, attached_place(), COMPILED)
     if not quiet:
         say(str(found))
     if not found.fits:
         logger.warning(
-            "The step fits on none of the meshes compiled; %s is next to it.", dict(found)
+            "The step fits on none of the compiled meshes; %s needs the least memory.", dict(found)
         )
     return make_mesh(**found)

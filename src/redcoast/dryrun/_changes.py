@@ -1,4 +1,4 @@
-"""The smallest changes with which a step fits that is too large."""
+"""Finds the smallest changes that make a training step fit in memory."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from ._job import Job
 from ._report import Change, DryRun
 
 Run = Callable[[Job, Mapping[str, int]], Compiled]
-MESHES = 3  # of others that are compiled
+MESHES = 3  # the number of other meshes to compile
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be changed of a step without another model, batch or optimizer."""
+    """The settings of a step that can change while model, batch and optimizer stay the same."""
 
     mesh: dict[str, int]
     remat: bool
@@ -39,10 +39,15 @@ def find_changes(
     others: Sequence[dict[str, int]],
     again: Run,
 ) -> Iterator[Change]:
-    """Single changes that fit, one of each kind; if there are none, several at once.
+    """Yields single changes with which the step fits, one of each kind; else a combination of them.
 
-    `make(init_fn, accumulate=..., compute_dtype=...)` makes another step, `others` are other
-    meshes, the likeliest first, and `again` compiles.
+    **Arguments:**
+
+    - `make`: `make(init_fn, accumulate=..., compute_dtype=...)` makes the changed step.
+    - `init_fn`: makes the model.
+    - `job`, `run`: the step that does not fit, and its dry run.
+    - `others`: the sizes of other meshes, the most promising first.
+    - `again`: compiles a step on a mesh.
     """
     now = Settings(run.mesh, False, job.accumulate, job.compute_dtype)
 
@@ -51,7 +56,7 @@ def find_changes(
         options = {"accumulate": settings.accumulate, "compute_dtype": settings.compute_dtype}
         try:
             found = again(make(changed, **options), settings.mesh)
-        # An override, say, does not divide on that mesh; or the compiler fails.
+        # For example, an override does not divide on that mesh, or the compiler fails.
         except (ValueError, RuntimeError):
             return None
         if found.refused or found.peak > run.memory["usable"]:
@@ -73,14 +78,14 @@ def first(found: Iterable[Change | None]) -> Change | None:
 
 
 def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
-    """Of each kind of change, the smaller before the larger."""
+    """The changes of each kind, smaller ones first."""
     change = dataclasses.replace
     found = [[change(now, mesh=sizes) for sizes in others[:MESHES]]]
     if can_rematerialise(job.state.model):
         found.append([change(now, remat=True)])
     shards = now.mesh["data"] * now.mesh["fsdp"]
     counts = [now.accumulate * 2**n for n in range(1, 4)]
-    # Microbatches that do not divide over the devices would be computed whole on each.
+    # Microbatches that do not divide over the devices would be replicated.
     counts = [count for count in counts if job.rows % (count * shards) == 0]
     found.append([change(now, accumulate=count) for count in counts])
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
@@ -91,11 +96,11 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[li
 def _together(
     now: Settings, kinds: list[list[Settings]], tried: Callable[[Settings], Change | None]
 ) -> Change | None:
-    """Several changes: more and more of them, and then without those that are not needed."""
+    """Adds one kind of change after another until the step fits, then drops those not needed."""
     settings, made, found = now, [], None
     for options in kinds:
         name = next(f for f in _FIELDS if getattr(options[0], f) != getattr(now, f))
-        # Of meshes the likeliest is the first; of numbers of microbatches the last saves most.
+        # The first mesh is the most promising; the last number of microbatches saves the most.
         settings = _with(settings, options[0 if name == "mesh" else -1], name)
         made.append((name, options))
         if len(made) > 1 and (found := tried(settings)) is not None:
@@ -103,7 +108,7 @@ def _together(
     if found is None:
         return None
     for name, options in made:
-        # Without the last of them it did not fit.
+        # The last change cannot be dropped: without it the step did not fit.
         less_of_it = [now] * (name != made[-1][0]) + options[:-1] * (name != "mesh")
         for less in less_of_it:
             if (better := tried(_with(settings, less, name))) is not None:
@@ -130,15 +135,15 @@ def _words(now: Settings, settings: Settings) -> str:
 
 
 def can_rematerialise(model: PyTree) -> bool:
-    """Whether a model of `redcoast.models` in it could compute more of its layers again."""
+    """Whether the tree contains a model of `redcoast.models` with less than `remat="full"`."""
     return any(_keeps_some(module) for module in _modules(model))
 
 
 def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the same model with `remat="full"` in its configuration."""
+    """Wraps `init_fn` so that the model's configuration has `remat="full"`."""
 
     def init(key: Any) -> PyTree:
-        # A copy, since modules cannot be changed from outside: only what was just made is.
+        # Modules are frozen. A copy is changed, so that no module outside is affected.
         model = jax.tree.map(lambda x: x, init_fn(key))
         for module in _modules(model):
             if _keeps_some(module):
@@ -155,7 +160,7 @@ def _keeps_some(module: Any) -> bool:
 
 
 def _modules(tree: Any) -> Iterator[Any]:
-    """All Equinox modules in a tree, outer ones first."""
+    """All Equinox modules in a tree, outermost first."""
     if isinstance(tree, eqx.Module):
         yield tree
         inside = [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]

@@ -1,4 +1,4 @@
-"""The accelerators that can be asked about, with their published figures."""
+"""The supported accelerators, with their published specifications."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,32 +6,36 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 GiB = 2**30
-# Of the memory that CUDA reports, the part that JAX can be told to take: the rest is for CUDA's
-# own context and for libraries.
+# The share of the memory reported by CUDA that JAX can allocate: the rest is for CUDA's context and
+# for libraries.
 SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device of a kind, as JAX counts devices: figures of the maker, in bytes and seconds.
+    """The manufacturer's specifications of one device, as JAX counts devices.
 
     **Attributes:**
 
+    - `name`: The name of the chip in targets, such as `"v4"`.
+    - `kind`: `"tpu"`, `"gpu"` or `"cpu"`.
     - `memory`: Bytes of memory, as published.
-    - `usable`: Bytes that a program can have: what its compiler says (TPU), or 95 % of what CUDA
-        reports, which JAX takes with `XLA_PYTHON_CLIENT_MEM_FRACTION=.95` (GPU).
-    - `flops`: Peak of dense contractions, by the dtype of their operands, in JAX's default
-        precision: of float32 on TPU that is one pass in bfloat16, from Ampere on TF32.
+    - `usable`: Bytes that a program can use: the limit of the compiler (TPU), or 95 % of what CUDA
+        reports, which JAX allocates with `XLA_PYTHON_CLIENT_MEM_FRACTION=.95` (GPU).
+    - `flops`: Peak floating point operations per second of dense contractions, by the dtype of
+        their operands, in JAX's default precision. For float32 that is one pass in bfloat16 on
+        TPUs, and TF32 on GPUs since Ampere.
     - `memory_bandwidth`: Bytes read and written per second.
     - `link_bandwidth`: Bytes per second in one direction: over one link to a neighbour (TPU), or
         from a card to all others of its host (GPU).
     - `host_bandwidth`: Bytes per second that a device sends to devices of other hosts (GPU), or
         of other slices (TPU).
-    - `per_host`: Devices of a host, of GPUs the most.
-    - `source`: Where the maker publishes them.
-    - `device_kind`: What JAX calls the device.
-    - `cores`: Devices that share the links of one package: two in TPU7x, of two halves.
-    - `torus`: Dimensions of the network of links; 0 where every device reaches all others.
+    - `per_host`: The number of devices in a host; for GPUs the maximum.
+    - `source`: Where the manufacturer publishes the specifications.
+    - `device_kind`: JAX's name for the device.
+    - `cores`: The number of devices that share the links of one package; 2 for TPU7x.
+    - `torus`: The number of dimensions of the network of links; 0 if all devices of a host are
+        connected to each other.
     """
 
     name: str
@@ -63,8 +67,9 @@ def _gpu(
     return Chip(name, "gpu", *sizes, rates, **{"per_host": 8, **other})
 
 
-# Of TPUs, `usable` is what libtpu 0.0.42 names when it refuses a program, and the bandwidth of a
-# link is that of the chip, published for both directions together, by its links and by two.
+# For TPUs, `usable` is the limit that libtpu 0.0.42 names when it rejects a program. The bandwidth
+# of a link is the published bandwidth of the chip, divided by its number of links and by two,
+# because it is published for both directions together.
 _TPUS = (
     _tpu(
         "v4",
@@ -114,7 +119,7 @@ _TPUS = (
         torus=2,
         source="https://cloud.google.com/tpu/docs/v6e",
     ),
-    # JAX counts each of a chip's two halves as a device: half of all that is published of a chip.
+    # JAX counts the two halves of a chip as devices, so the published figures are halved.
     _tpu(
         "tpu7x",
         memory=192 / 2,
@@ -130,12 +135,13 @@ _TPUS = (
         source="https://cloud.google.com/tpu/docs/tpu7x",
     ),
 )
-# Of GPUs, rates are without sparsity (datasheets since Ampere print twice as much), links are half
-# of what is published for both directions, and `reported`, in GiB, is what CUDA says of a card
-# (what its driver and error correction take is gone): no maker publishes it, and they are what
-# programs report that ran out of it, to 0.05 GiB. Between hosts: the network card that the maker's
-# servers have for each GPU (A100: 200 Gb/s, H100 and H200: 400 Gb/s); 12.5 Gb/s is what Google's
-# machines with L4 have, and 10 Gb/s a usual port of a workstation.
+# For GPUs, the rates are without sparsity (datasheets since Ampere print twice as much), and link
+# bandwidths are half of the figures published for both directions. `reported` is the memory in GiB
+# that CUDA reports, without what the driver and error correction take. No manufacturer publishes
+# it: these figures, to 0.05 GiB, are from the messages of programs that ran out of memory. Between
+# hosts, the bandwidth is that of the network card per GPU in the manufacturer's servers (A100:
+# 200 Gb/s, H100 and H200: 400 Gb/s), 12.5 Gb/s for Google's machines with L4, and 10 Gb/s for the
+# usual port of a workstation.
 _A100 = {
     "float32": 156e12,
     "bfloat16": 312e12,
@@ -209,7 +215,7 @@ _GPUS = (
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/"
         "nvidia-ada-gpu-architecture.pdf",
     ),
-    # It has no units for bfloat16, which the compiler turns into float32.
+    # It has no units for bfloat16, which the compiler converts to float32.
     _gpu(
         "1080ti",
         memory=11,
@@ -223,7 +229,8 @@ _GPUS = (
         source="https://www.nvidia.com/en-us/geforce/products/10series/geforce-gtx-1080-ti/",
     ),
 )
-# Nobody publishes figures of emulated devices: these are round ones, about a core of a server.
+# Emulated devices have no published specifications: these are round figures, about those of one
+# core of a server.
 _CPU = Chip(
     "cpu",
     "cpu",

@@ -1,4 +1,4 @@
-"""A step compiled for devices that may not be there, and what its program says of it."""
+"""Compiles a step ahead of time, and reads memory and communication from the program."""
 
 import re
 import time
@@ -16,33 +16,34 @@ from ._job import Job, trace_job
 from .hlo import collectives
 
 Traffic = dict[str, Any]
-# Less work on machine code; buffers and collectives are the same.
+# Generates machine code faster; buffers and collectives are the same.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
-# By default it lets all that can be done at once be done at once, which accelerators do not.
+# By default the CPU compiler schedules for concurrency, which takes more memory than accelerators
+# need.
 _STAND_IN = _CPU_OPTIONS | {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# The two ways in which a TPU's compiler says how much is needed. By the second it means arguments
-# and results too, and the least that it could come to.
+# The two messages in which the TPU compiler reports how much memory is needed. The second includes
+# arguments and results, and is a lower bound.
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler says: bytes on each device, and what is sent.
+    """The compiler's figures: bytes of memory on each device, and the communication.
 
-    Of a program that it refuses for want of memory it says no more than the least that `peak`
-    could come to.
+    If the compiler rejects the program because it needs too much memory (`refused`), only a lower
+    bound on `peak` is known.
     """
 
     peak: int
     temporaries: int | None  # at the peak
-    moved: int | None  # of arguments and results
+    moved: int | None  # arguments and results
     traffic: tuple[Traffic, ...] | None
     seconds: float
     refused: bool = False
     flops: dict[str, float] = field(default_factory=dict)  # of a device, by dtype
-    open_loops: int = 0  # of which nobody knows how often they run, counted once
+    open_loops: int = 0  # loops of unknown length, counted as one iteration
 
     @property
     def sent(self) -> Counter[str]:
@@ -54,9 +55,20 @@ class Compiled:
 
 
 def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) -> Compiled:
-    """Compiles the step for the mesh's devices; that it is too large for them is an answer too.
+    """Compiles the step for the mesh's devices.
 
-    `stands_in` says that they are the CPU's in the place of an accelerator's.
+    **Arguments:**
+
+    - `job`, `plan`, `mesh`: the step, its plan and the devices.
+    - `stands_in`: whether these are CPU devices in place of an accelerator's.
+
+    **Returns:**
+
+    The compiler's figures, also if the step needs too much memory.
+
+    **Raises:**
+
+    `RuntimeError` if the compiler fails for another reason.
     """
     traced = trace_job(job, plan, mesh)
     found = contractions(traced.jaxpr)
@@ -72,7 +84,7 @@ def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) ->
 def compile_for(
     lowered: jax.stages.Lowered, mesh: Mesh, cpu_options: Mapping[str, Any] = _CPU_OPTIONS
 ) -> Compiled:
-    """What the compiler says of a program."""
+    """Compiles a lowered program and reads the compiler's figures."""
     platform = mesh.devices.flat[0].platform
     begin = time.perf_counter()
     options = dict(cpu_options) if platform == "cpu" else None
@@ -82,19 +94,19 @@ def compile_for(
         peak = needed_bytes(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
         if peak is None:
             raise RuntimeError(
-                "The compiler failed on this program, which it may not do for another mesh or "
-                f"another batch. It said: {error}"
+                "The compiler failed on this program; it may succeed for another mesh or another "
+                f"batch. Its error was: {error}"
             ) from error
         return Compiled(peak, None, None, None, time.perf_counter() - begin, refused=True)
     seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    # Donated arguments hold results.
+    # Results overwrite donated arguments.
     held = arguments + results - memory.alias_size_in_bytes
     peak = held + memory.temp_size_in_bytes
     if platform == "tpu":
-        # Its temporaries may also lie where arguments are no longer needed, which this figure
-        # knows; that of other compilers has no temporaries.
+        # The TPU compiler may put temporaries in the memory of arguments that are no longer needed.
+        # This figure takes that into account; for other compilers it excludes temporaries.
         peak = memory.peak_memory_in_bytes
     return Compiled(
         peak=peak,
@@ -106,7 +118,7 @@ def compile_for(
 
 
 def needed_bytes(message: str) -> int | None:
-    """What a compiler says that a program needs on a device, as it refuses it."""
+    """The memory on a device that a compiler's out-of-memory message says a program needs."""
     found = _USED.search(message) or _TEMPORARIES.search(message)
     return found and _bytes(found)
 
@@ -116,7 +128,7 @@ def _bytes(found: re.Match[str]) -> int:
 
 
 def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
-    """What one device sends in a step, alike causes in one entry, the largest first."""
+    """The communication of one device in a step, grouped by axis, kind and cause, largest first."""
     times: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for one in collectives(text, mesh):
@@ -130,10 +142,10 @@ def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
 
 
 def cause(source: str | None) -> str:
-    """In words from which part of a step an operation is, by its name in the traced program."""
+    """Describes which part of a step an operation belongs to, by its name in the traced program."""
     if source is None:
         return "not named by the compiler"
-    # Of operations that were made one, all names stand in brackets: "while/body/(add:dot_general)".
+    # The names of merged operations are in brackets: "while/body/(add:dot_general)".
     merged = source.rpartition("(")[2].rstrip(")") if source.endswith(")") else ""
     last = [one.rpartition("/")[2] for one in (merged or source).split(":")]
     names = list(dict.fromkeys(name for name in last if re.fullmatch(r"[a-z][\w-]*", name)))

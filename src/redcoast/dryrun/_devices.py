@@ -1,4 +1,4 @@
-"""The devices of a target, for their compiler to compile for: none of them need be there."""
+"""The devices of a target to compile for; none of them need be present."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ from ._target import Target
 
 @dataclass(frozen=True)
 class _Processor:
-    """The processor on a card; sizes in bytes, of one multiprocessor where nothing else is said."""
+    """The processor of a card; sizes are in bytes and per multiprocessor, except `l2_cache`."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -44,7 +44,7 @@ _PROCESSORS = {
 
 
 def gpu_config(chip: Chip) -> str:
-    """A `GpuTargetConfig` in the text format of protocol buffers, for a chip of kind `"gpu"`."""
+    """The `GpuTargetConfig` of a chip of kind `"gpu"`, in protocol buffers' text format."""
     of = _PROCESSORS[chip.name]
     major, minor = of.capability
     figures = {
@@ -84,36 +84,36 @@ _COMMON = {
 }
 
 
-# What a TPU's compiler must not do where there is none: ask the network for its neighbours, or
-# refuse because another process compiles too.
+# Without a TPU, keeps its compiler from querying the network for neighbours, and from failing
+# because another process is compiling too.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# JAX's plugin for CUDA asks the driver for its version, and gives up if there is none.
+# Without a GPU, keeps JAX's CUDA plugin from failing because there is no driver.
 _NO_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-# As `experiments/benchmarks/cpu_bias.py` measured it.
+# Measured by `experiments/benchmarks/cpu_bias.py`.
 _BIAS = (
-    "Its figures are estimates. In float32, memory was 0 to 18 % too high, and 14 to 27 % with "
-    "`fsdp`, where it keeps another copy of what is stored split; and 1.2 to 2 times as much was "
-    "sent. What is to be in bfloat16 it computes in float32: memory was 8 to 44 % too high, and "
-    "2.5 to 4 times as much was sent. Of two programs that were far too large it was too low, by "
-    "2 and 8 % at least."
+    "Its figures are estimates. In float32, memory was 0 to 18 % too high (14 to 27 % with `fsdp`, "
+    "where it keeps a second copy of FSDP-sharded arrays), and 1.2 to 2 times as many bytes were "
+    "sent. It computes bfloat16 in float32: memory was 8 to 44 % too high, and 2.5 to 4 times as "
+    "many bytes were sent. For two programs that were far too large, its memory was at least 2 and "
+    "8 % too low."
 )
 _OLD = (
-    "The compiler still compiles for the 1080ti (compute capability 6.1), though not "
-    "`jax.nn.dot_product_attention` in 16 bits. The card has no units for bfloat16: it saves "
-    "memory, and no time."
+    "The compiler still supports the 1080ti (compute capability 6.1), but not "
+    "`jax.nn.dot_product_attention` in 16 bits. The card has no units for bfloat16, which "
+    "therefore saves memory but no time."
 )
 _NOMINAL = (
-    "Nobody publishes figures of emulated devices: their memory, rates and bandwidths are nominal, "
-    "about those of a core of a server."
+    "Emulated devices have no published specifications: their memory, rates and bandwidths are "
+    "rough guesses, about those of one core of a server."
 )
 _LOCK = (
-    " Another process uses libtpu, and keeps it for itself. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 "
-    "before this one starts: it compiles, and needs no TPU."
+    " Another process has locked libtpu. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before this process "
+    "starts: it only compiles, and needs no TPU."
 )
 
 
@@ -123,9 +123,9 @@ class Devices:
 
     **Attributes:**
 
-    - `devices`: As many as the target has, for `make_mesh`.
-    - `compiler`: Which compiler they belong to.
-    - `notes`: Sentences that a reader of its figures must know.
+    - `devices`: The devices, as many as the target has, for `make_mesh`.
+    - `compiler`: The compiler of these devices.
+    - `notes`: Caveats about its figures, as sentences.
     """
 
     devices: list[Any]
@@ -134,13 +134,13 @@ class Devices:
 
 
 def target_devices(target: Target) -> Devices:
-    """The devices of a target, or as many of the CPU if the target's compiler is not installed.
+    """The devices of a target, or as many CPU devices if the target's compiler is not installed.
 
-    It may be called in a process that has used JAX already, and leaves its devices alone.
+    It may be called in a process that has already used JAX, whose devices do not change.
 
     **Raises:**
 
-    `RuntimeError` if the compiler is installed, and fails.
+    `RuntimeError` if the compiler is installed but does not work.
     """
     if target.chip.kind == "cpu":
         return Devices(list(_cpu(target.count)), "cpu", (_NOMINAL,))
@@ -148,7 +148,7 @@ def target_devices(target: Target) -> Devices:
     if not _installed(compiler):
         note = (
             f"The compiler for {target.chip.name} is not installed "
-            f"(`pip install 'redcoast[{extra}]'`), so that of the CPU stood in. {_BIAS}"
+            f"(`pip install 'redcoast[{extra}]'`), so the CPU compiler was used instead. {_BIAS}"
         )
         return Devices(list(_cpu(target.count)), "cpu", (note,))
     try:
@@ -171,13 +171,13 @@ def _installed(compiler: str) -> bool:
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is there the package that it would be in
+    except ModuleNotFoundError:  # the package of the module does not exist either
         return False
 
 
 @lru_cache
 def _cpu(count: int) -> tuple[Any, ...]:
-    """A client of its own: JAX's has as many devices as were asked for when it was first used."""
+    """The devices of a separate client: the number of JAX's own devices cannot change any more."""
     return tuple(xla_client.make_cpu_client(num_devices=count).devices())
 
 
@@ -196,7 +196,11 @@ def _tpu(target: Target) -> list[Any]:
 
 @contextmanager
 def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
-    """Sets what compilers read when they are loaded, unless the user did or hardware is there."""
+    """Sets variables that compilers read when they are loaded.
+
+    Variables that the user has set do not change. If a file matches `present`, the hardware is
+    present and nothing is set.
+    """
     there = any(glob(pattern) for pattern in present)
     missing = [] if there else [name for name in variables if name not in os.environ]
     os.environ |= {name: variables[name] for name in missing}
@@ -217,7 +221,7 @@ def _cuda(target: Target) -> list[Any]:
         try:
             return describe().devices
         except NotImplementedError:
-            # JAX was used before, found no card, and left the plugin out.
+            # JAX has been used before, found no card, and did not load the plugin.
             _cuda_plugin().initialize()
             return describe().devices
 

@@ -1,4 +1,4 @@
-"""A training step without the devices it is for."""
+"""Compiles a training step without the devices it is for."""
 
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from ._compile import Compiled, compile_job
 from ._job import Job, batch_bytes, plan_job
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely
-from ._place import Place, elsewhere, hardware_there
+from ._place import Place, planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
 
@@ -34,8 +34,8 @@ def run(
     suggest: bool,
     **options: Any,
 ) -> DryRun:
-    """`make(init_fn, **options)` is the step."""
-    place = elsewhere(target)
+    """The dry run of the step that `make(init_fn, **options)` returns."""
+    place = target_place(target)
     job = make(init_fn, **options)
     sizes = cheapest(job, place) if mesh is None else _sizes(mesh)
     made = _mesh(sizes, place)
@@ -67,7 +67,7 @@ def _mesh(sizes: Mapping[str, int], place: Place) -> Mesh:
 
 
 def _compile(job: Job, place: Place, mesh: Mesh) -> tuple[Plan, Compiled]:
-    plan = plan_job(job, mesh, hardware_there(place, mesh))
+    plan = plan_job(job, mesh, planner_hardware(place, mesh))
     return plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
 
 
@@ -104,15 +104,15 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
 def _notes(compiled: Compiled) -> list[str]:
     if not compiled.open_loops:
         return []
-    loops = "A loop runs" if compiled.open_loops == 1 else f"{compiled.open_loops} loops run"
+    loops = "A loop has" if compiled.open_loops == 1 else f"{compiled.open_loops} loops have"
     return [
-        f"{loops} as often as the data says, and what is in there is counted as if it ran once: "
-        "there is more arithmetic than is said, and more may be sent."
+        f"{loops} a trip count that depends on the data, and is counted as one iteration: the real "
+        "arithmetic is more than the figure here, and the bytes sent may be."
     ]
 
 
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
-    """Bytes on each device, by what they hold."""
+    """Bytes of memory on each device, by use."""
     totals = plan.report["totals"]
     found = {
         "parameters": totals["parameter"]["bytes_per_device"],
@@ -147,28 +147,27 @@ def dry_run(
     trainable: PyTree = eqx.is_inexact_array,
     suggest: bool = True,
 ) -> DryRun:
-    """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be there.
+    """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be present.
 
-    No array is made: model, optimizer state and batch are shapes throughout. The figures are what
-    the accelerator's own compiler says of the program that it makes, if that compiler is installed
-    (`redcoast[tpu]`, `redcoast[cuda12]`; neither needs an accelerator), and else what the CPU's
-    says, with a note.
+    No arrays are created: model, optimizer state and batch are abstract. The figures are those of
+    the accelerator's own compiler, if it is installed (`redcoast[tpu]`, `redcoast[cuda12]`; neither
+    needs an accelerator). Otherwise they are those of the CPU compiler, with a note.
 
     **Arguments:**
 
     - `init_fn`: `init_fn(key)` makes the model; it is only traced.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the batch of a
-        step, over all devices.
+    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
+        of a step, over all devices.
     - `optimizer`: an optax optimizer.
     - `target`: the devices: a slice of TPUs such as `"v4:4x4x4"` or `"v5e:4x4"`, GPUs such as
-        `"a100-80gb:8"` or, hosts x cards, `"h100:8x8"`, or `"cpu:8"`.
-    - `mesh`: sizes such as `{"fsdp": 4, "model": 2}`, as [`redcoast.make_mesh`][] takes them, or a
-        mesh, whose sizes are taken. By default what the planner prices cheapest, of the meshes on
-        which the step fits by its estimate; [`redcoast.suggest_mesh`][] compiles several.
+        `"a100-80gb:8"` or (hosts x cards) `"h100:8x8"`, or emulated devices such as `"cpu:8"`.
+    - `mesh`: sizes such as `{"fsdp": 4, "model": 2}`, as for [`redcoast.make_mesh`][], or a mesh
+        with these sizes. By default the mesh with the lowest estimated cost, among those on which
+        the step fits by the planner's estimate; [`redcoast.suggest_mesh`][] compiles several.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
-    - `suggest`: whether, if it does not fit, to look for changes with which it does. Each is
+    - `suggest`: whether to look for changes that make the step fit, if it does not. Each of them is
         compiled.
 
     **Returns:**
@@ -177,9 +176,9 @@ def dry_run(
 
     **Raises:**
 
-    `ValueError` or `TypeError` if an argument cannot work, the target does not exist, or the mesh
-    does not match it; what `loss_fn` raises. `RuntimeError` if the target's compiler is installed,
-    and fails.
+    `ValueError` or `TypeError` if an argument is invalid, the target does not exist, or the mesh
+    does not match it; any error that `loss_fn` raises. `RuntimeError` if the target's compiler is
+    installed but fails.
 
     !!! example
 
@@ -195,7 +194,7 @@ def dry_run(
         print(rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4"))
         ```
     """
-    # Imported when it is first asked for, so that importing redcoast stays cheap.
+    # Imported here so that importing redcoast stays fast.
     from ._dry_run import run
     from ._job import make_job
 

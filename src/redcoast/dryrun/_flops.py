@@ -1,4 +1,4 @@
-"""The arithmetic of a traced program: its contractions, counted."""
+"""Counts the floating point operations of the contractions in a traced program."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +14,24 @@ from ._trip_counts import called, open_jaxpr, trip_count, unchanged, walk
 from .hlo._trip_counts import Value
 
 Flops = Counter[str]
-_OPEN = "open loops"  # beside the names of dtypes
-# Programs that stand beside the one that is run, by the names of parameters.
+_OPEN = "open loops"  # a key besides the names of dtypes
+# Parameters that hold programs which are not run with the equation, such as derivatives.
 _NOT_RUN = ("transpose", "jvp", "fwd", "bwd", "cond_jaxpr")
 
 
 @dataclass(frozen=True)
 class Contractions:
-    """Floating point operations of contractions, and how many loops were counted as if they ran
-    once, for how often they do depends on data."""
+    """The floating point operations of contractions, by dtype.
+
+    `open_loops` is the number of loops whose trip count depends on data, counted as one iteration.
+    """
 
     flops: dict[str, int]
     open_loops: int
 
 
 def count_contractions(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, int]:
-    """The floating point operations of a program's contractions, by the dtype of their operands.
+    """Counts the floating point operations of a program's contractions, by dtype of their operands.
 
     **Arguments:**
 
@@ -37,17 +39,18 @@ def count_contractions(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, int]:
 
     **Returns:**
 
-    Two for each multiply-add of dot products and convolutions (eight for complex numbers), of the
-    whole program on all devices, before it is split. What is not used is not counted; loops count
-    as often as they run, or once where that depends on data, and a choice as its dearest branch. Of
-    a convolution the zeros that pad its input count, and those that dilate it do not.
+    Two operations for each multiply-add of dot products and convolutions (eight for complex
+    numbers), of the entire program on all devices, before partitioning. Unused results are not
+    counted. A loop counts its trip count, or one iteration if that depends on data; a conditional
+    counts its most expensive branch. For convolutions, zeros that pad the input are counted, and
+    zeros that dilate it are not.
 
     !!! example
 
         ```python
         import jax
         import jax.numpy as jnp
-        from redcoast._dryrun.arithmetic import count_contractions
+        from redcoast.dryrun._flops import count_contractions
 
         x = jnp.ones((8, 8))
         count_contractions(jax.make_jaxpr(lambda x: x @ x)(x))  # {"float32": 1024}
@@ -57,9 +60,9 @@ def count_contractions(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, int]:
 
 
 def contractions(jaxpr: ClosedJaxpr | Jaxpr) -> Contractions:
-    """`count_contractions`, and how many loops were counted once for want of a number."""
+    """`count_contractions`, and the number of loops whose trip count is unknown."""
     inner = open_jaxpr(jaxpr)
-    # In rematerialised programs there is much that is computed and not used.
+    # Rematerialised programs contain many unused computations.
     live, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     if isinstance(jaxpr, ClosedJaxpr):
         live = ClosedJaxpr(live, jaxpr.consts)
@@ -75,7 +78,7 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Flops:
 
 
 def _of(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """What an equation takes, with all that it runs."""
+    """The operations of an equation, with those of all programs that it runs."""
     name = equation.primitive.name
     if name in _LEAVES:
         return _flops(equation, _LEAVES[name](equation))
@@ -106,7 +109,7 @@ def _times(count: int, flops: Flops) -> Flops:
 
 
 def _flops(equation: JaxprEqn, multiply_adds: int) -> Flops:
-    """By the wider of the operands' dtypes."""
+    """Operations for these multiply-adds, by the wider of the operands' dtypes."""
     dtypes = [aval.dtype for aval in map(_aval, equation.invars[:2])]
     dtype = max(dtypes, key=lambda one: one.itemsize)
     each = 8 if jnp.issubdtype(dtype, jnp.complexfloating) else 2
@@ -124,7 +127,7 @@ def _dot_general(equation: JaxprEqn) -> int:
 
 
 def _ragged_dot(equation: JaxprEqn) -> int:
-    """Each row belongs to one group, whichever of the dimensions the groups are of."""
+    """Each row belongs to one group, whichever dimension the groups are along."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     taken = {*summed, *batch, *numbers.rhs_group_dimensions}
@@ -140,7 +143,7 @@ def _convolution(equation: JaxprEqn) -> int:
 
 
 def _fused_attention(equation: JaxprEqn) -> int:
-    """cuDNN's: two products forward; backward five, the scores once more among them."""
+    """cuDNN attention: two products forward, five backward (the scores are recomputed)."""
     batch, queries, heads, head_dim = _aval(equation.invars[0]).shape
     keys = _aval(equation.invars[1]).shape[1]
     products = 5 if "bwd" in equation.primitive.name else 2
@@ -184,8 +187,10 @@ def _cond(equation: JaxprEqn, known: list[Value]) -> Flops:
 
 
 def _shard_map(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """Each device of the axes that something is split over runs what is inside for its part; along
-    other axes devices do the same, which is done once before anything is split."""
+    """Counts the inner program once for each device along the axes that something is sharded over.
+
+    Along other axes all devices compute the same, which counts once before partitioning.
+    """
     params = equation.params
     specs = (*params["in_specs"], *params["out_specs"])
     axes = {axis for spec in specs for entry in spec for axis in _names(entry)}
@@ -198,14 +203,14 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _pallas(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """A kernel runs once for each point of its grid."""
+    """A Pallas kernel runs once for each point of its grid."""
     grid = equation.params["grid_mapping"].grid
     points = prod(size for size in grid if isinstance(size, int))
     return _times(points, _count(equation.params["jaxpr"], _unknown(equation.params["jaxpr"])))
 
 
 def _linear_solve(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """What else belongs to it gives derivatives."""
+    """Counts the solve itself; the other programs of the equation are for derivatives."""
     solve: Any = equation.params["jaxprs"].solve
     return _count(solve, _unknown(solve))
 

@@ -1,4 +1,4 @@
-"""The very step that `fit` runs, planned and traced with nothing but shapes."""
+"""The training step that `fit` runs, planned and traced with abstract values."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * l
 
 @dataclass(frozen=True)
 class Job:
-    """A training step but for its devices."""
+    """A training step without its devices."""
 
     state: TrainState  # abstract
     batch: PyTree[jax.ShapeDtypeStruct]
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """How many examples the batch has, over all devices."""
+        """The number of examples in the global batch."""
         return jax.tree.leaves(self.batch)[0].shape[0]
 
 
@@ -59,14 +59,19 @@ def make_job(
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
 ) -> Job:
-    """Makes everything abstract: no array is made."""
+    """Makes an abstract training step from its parts; no arrays are created.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument is invalid; any error that `loss_fn` raises.
+    """
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype, training=True)
     make = ft.partial(init_state, init_fn, optimizer, trainable=trainable)
     batch = abstract_batch(batch)
-    # What is wrong with the loss is the same on all meshes, and said as it is.
+    # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
     with traced_over(_ANY_MESH):
         state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
@@ -84,10 +89,10 @@ def make_job(
 
 
 def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes of a batch, whose leaves all have the same number of rows."""
+    """The shapes and dtypes of a batch, whose leaves must all have the same number of rows."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise ValueError("`batch` holds no array. Pass arrays or `jax.ShapeDtypeStruct`s.")
+        raise ValueError("`batch` has no arrays. Pass arrays or `jax.ShapeDtypeStruct`s.")
     rows: dict[str, int] = {}
     for path, x in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
@@ -98,11 +103,13 @@ def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
             )
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"{name} in the batch is of dtype {x.dtype}. A batch holds numbers; keys are drawn "
-                "in the step."
+                f"{name} in the batch has dtype {x.dtype}. A batch must hold numbers; keys are "
+                "made in the step."
             )
         if not x.shape:
-            raise ValueError(f"{name} in the batch is a scalar. Its first dimension must be rows.")
+            raise ValueError(
+                f"{name} in the batch is a scalar. Its first dimension must be the batch."
+            )
         rows[name] = x.shape[0]
         if x.shape[0] == 0:
             raise ValueError(f"{name} in the batch has no rows: its shape is {x.shape}.")
@@ -117,7 +124,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
-    """The plan that `fit` makes for it."""
+    """The plan that `fit` makes for this step on a mesh."""
     return plan_step(
         job.state,
         job.loss_fn,
@@ -132,7 +139,7 @@ def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:
 
 
 def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
-    """The step as `fit` calls it: ready to be lowered for the mesh's devices."""
+    """Traces the step as `fit` calls it, ready to be lowered for the mesh's devices."""
     step = ft.partial(
         train_step,
         loss_fn=plan.constrain(job.loss_fn),
@@ -145,7 +152,7 @@ def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
 
 
 def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
-    """The batch with the sharding that it arrives with."""
+    """The batch with the sharding that `fit` gives it."""
     sharding = batch_sharding(mesh, job.rows)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), job.batch
@@ -159,7 +166,7 @@ def batch_bytes(job: Job, mesh: Mesh) -> int:
 
 
 def factorisations(count: int) -> list[dict[str, int]]:
-    """All sizes of data, fsdp and model whose product is the number of devices."""
+    """All sizes of data, fsdp and model whose product is `count`."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     return [
         {"data": count // (fsdp * model), "fsdp": fsdp, "model": model}

@@ -1,4 +1,4 @@
-"""How fast devices can send along each axis of a mesh that lies over a target's links."""
+"""The bandwidth along each axis of a mesh on a target's network of links."""
 
 import math
 from dataclasses import dataclass
@@ -12,27 +12,29 @@ from jaxtyping import Int
 from ..distributed._mesh import make_mesh
 from ._target import Target
 
-# The halves of a TPU7x are joined six times as fast as one link joins chips:
+# The link between the halves of a TPU7x is six times as fast as one link between chips:
 # https://cloud.google.com/tpu/docs/tpu7x
 _BETWEEN_HALVES = 6
 
 
 def axis_bandwidths(target: Target, mesh: Mesh) -> dict[str, float]:
-    """Bytes per second that one device can send, at most, along each axis of a mesh.
+    """The maximum bytes per second that one device can send along each axis of a mesh.
 
-    All groups of devices along an axis send at the same time. What a device sends is counted as
-    in a ring: `(n - 1) / n` of the bytes that `n` devices gather. Where several of a group sit in
-    one host (or on one chip), less of it has to leave than that, over the way out of each of them.
+    All groups of devices along an axis send at the same time. The bytes that a device sends are
+    counted as in a ring: `(n - 1) / n` of the bytes that `n` devices gather. If several devices of
+    a group are in one host (or on one chip), fewer bytes leave the host, and they are shared by the
+    links of all these devices.
 
     **Arguments:**
 
-    - `target`: What the mesh's devices are.
-    - `mesh`: Devices of the target, or of the CPU in their place.
+    - `target`: The target of the mesh's devices.
+    - `mesh`: A mesh of the target's devices, or of CPU devices in their place.
 
     **Returns:**
 
-    Bytes per second by axis, such as `"model"`, and by several together, such as `"data+fsdp"`,
-    over which there may be more ways than over either. Where nothing is sent, a link's.
+    Bytes per second by axis, such as `"model"`, and by several axes together, such as
+    `"data+fsdp"`, for which more links may be available than for either. An axis of size 1 has the
+    bandwidth of a link.
     """
     places = _places(target, mesh)
     return {
@@ -44,7 +46,7 @@ def axis_bandwidths(target: Target, mesh: Mesh) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Half:
-    """A device of a slice, as far as it matters where it goes in a mesh."""
+    """The attributes of a TPU device that decide its place in a mesh."""
 
     id: int
     coords: tuple[int, ...]
@@ -55,7 +57,7 @@ class _Half:
 
 
 def _places(target: Target, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensions"]:
-    """Of each device the coordinates of its chip (TPU), or the number of its host."""
+    """For each device, the coordinates of its chip (TPU) or the index of its host."""
     devices = mesh.devices
     if target.chip.kind != "tpu":
         return np.vectorize(lambda device: device.id // target.shape[1])(devices)[..., None]
@@ -84,7 +86,7 @@ def _halves(target: Target) -> list[Any]:
 def _slowest(
     target: Target, places: Int[np.ndarray, "*mesh dimensions"], axes: tuple[int, ...]
 ) -> float:
-    """The bandwidth of the worst placed group of devices along some axes."""
+    """The lowest bandwidth of all groups of devices along some axes."""
     size = math.prod(places.shape[axis] for axis in axes)
     last = range(-1 - len(axes), -1)
     groups = np.moveaxis(places, axes, last).reshape(-1, size, places.shape[-1])
@@ -99,7 +101,7 @@ def _bandwidth(target: Target, group: Int[np.ndarray, "n dimensions"]) -> float:
     if apart == 1:
         return within
     if chip.kind == "tpu":
-        # Those on a chip that are in other groups send over the chip's links too.
+        # Devices of the same chip in other groups use its links too.
         leaving = _torus(target, places) * together / chip.cores
     else:
         leaving = chip.host_bandwidth * together
@@ -108,12 +110,12 @@ def _bandwidth(target: Target, group: Int[np.ndarray, "n dimensions"]) -> float:
 
 
 def _torus(target: Target, chips: Int[np.ndarray, "chips dimensions"]) -> float:
-    """What one of a group of chips sends over its links: along all dimensions at once."""
+    """The bandwidth of one chip of a group over its links, along all dimensions at once."""
     total = 0.0
     for dimension, size in enumerate(target.shape):
         taken = np.unique(chips[:, dimension])
         if len(taken) > 1:
-            # If other groups lie in between, messages of as many groups share each link.
+            # If the chips of other groups are in between, all these groups share each link.
             step = int(np.diff(taken).min())
             ring = _wraps(target, size) and len(taken) * step == size
             total += target.chip.link_bandwidth * (2 if ring else 1) / step
@@ -123,8 +125,8 @@ def _torus(target: Target, chips: Int[np.ndarray, "chips dimensions"]) -> float:
 def _wraps(target: Target, size: int) -> bool:
     """Whether the last chip along a dimension is linked to the first.
 
-    Slices of whole cubes of 4 x 4 x 4 are closed in all dimensions; those of chips in a plane
-    only in dimensions as long as the pod's: https://cloud.google.com/tpu/docs/v4 and v5e.
+    Slices of complete 4 x 4 x 4 cubes wrap around in all dimensions; two-dimensional slices only in
+    dimensions as long as the pod's: https://cloud.google.com/tpu/docs/v4 and v5e.
     """
     if target.chip.torus == 2:
         return size == 16

@@ -1,4 +1,4 @@
-"""The best mesh for a training step: every factorisation priced, the best few compiled."""
+"""Finds the best mesh for a step: estimates every factorisation and compiles the best few."""
 
 import functools as ft
 from collections import Counter
@@ -15,19 +15,19 @@ from ..sharding.solver._memory import FILLED
 from ._compile import compile_job
 from ._job import Job, factorisations, plan_job
 from ._mesh_table import Candidate, MeshSuggestion
-from ._place import Place, hardware_of_target, hardware_there, rate_of, speeds_of
+from ._place import Place, hardware_of_target, planner_hardware, rate_of, speeds_of
 from ._roofline import bandwidth
 
 
 def price(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
-    """What the planner counts."""
+    """The planner's estimate of time and memory on a mesh of these sizes."""
     mesh = place.mesh(sizes)
-    hardware = hardware_there(place, mesh)
+    hardware = planner_hardware(place, mesh)
     if place.target is not None:
         hardware = hardware_of_target(place.target, mesh, dtype_of(job))
     try:
         plan = plan_job(job, mesh, hardware)
-    except ValueError as error:  # an override that does not divide, say
+    except ValueError as error:  # for example, an override that does not divide
         return Candidate(sizes, error=str(error))
     sent: Counter[str] = Counter()
     for one in plan.report.get("traffic", ()):
@@ -40,19 +40,19 @@ def price(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
 
 
 def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
-    """With what the compiler says of the step that `fit` runs on this mesh."""
+    """Adds the compiler's figures of the step that `fit` runs on this mesh."""
     mesh = place.mesh(one.mesh)
     found, wrong = None, None
     try:
-        plan = plan_job(job, mesh, hardware_there(place, mesh))
+        plan = plan_job(job, mesh, planner_hardware(place, mesh))
         found = compile_job(job, plan, mesh, stands_in=place.stands_in)
     except ValueError as error:
         wrong = str(error)
-    except RuntimeError as error:  # of one mesh: others may well be compiled
+    except RuntimeError as error:  # other meshes may still compile
         wrong = str(error)
     own = [wrong, found.peak, found.refused, dict(found.sent)] if found else [wrong, 0, False, {}]
-    # Compilers that try out what is fast may come to different results in different processes,
-    # which all have to choose the same mesh of the devices at hand.
+    # Compilers that autotune may produce different programs in different processes, all of which
+    # must choose the same mesh.
     everyone = exchange("a compiled step", own) if place.target is None else [own]
     if found is None or any(wrong for wrong, *_ in everyone):
         return replace(one, error=next(wrong for wrong, *_ in everyone if wrong))
@@ -72,14 +72,14 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
 def _seconds(
     place: Place, mesh: Mesh, flops: Mapping[str, int | float], sent: Mapping[str, int | float]
 ) -> int | float:
-    """Arithmetic at the peak rate, and what is sent at that of the links, one after the other."""
+    """Arithmetic at the peak rate plus communication at the full bandwidth, without overlap."""
     speeds = speeds_of(place, mesh)
     network = sum(size / bandwidth(axes, speeds) for axes, size in sent.items())
     return sum(count / rate_of(place, dtype) for dtype, count in flops.items()) + network
 
 
 def dtype_of(job: Job) -> str:
-    """The dtype that a step computes in: that of most of the parameters, unless it casts."""
+    """The dtype that a step computes in: `compute_dtype`, or that of most parameters."""
     if job.compute_dtype is not None:
         return str(jnp.dtype(job.compute_dtype))
     held: Counter[str] = Counter()
@@ -89,19 +89,21 @@ def dtype_of(job: Job) -> str:
     return held.most_common(1)[0][0]
 
 
-# Of what the planner estimated, compiled programs took this share of memory at the least.
+# The smallest share of the planner's memory estimate that compiled programs have needed.
 LEAST_SHARE = 0.8
 
 
 def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
-    """Prices all meshes, compiles the best, and says which it is."""
+    """Estimates all meshes, compiles the best few, and returns the best."""
     priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
     return choose(priced, ft.partial(compile_candidate, job, place), place, compiled)
 
 
 def cheapest(job: Job, place: Place) -> dict[str, int]:
-    """The sizes of the mesh that the planner prices cheapest, of those that fit by its estimate;
-    if none does, of that which needs the least memory."""
+    """The sizes of the mesh with the lowest estimated cost, among those that fit by the estimate.
+
+    If none fits, the sizes of the mesh that needs the least memory.
+    """
     priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
     possible = _tried(priced)
     if not possible:
@@ -112,8 +114,11 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
-    """The sizes of the meshes on which the step may fit, those first that are priced cheapest of
-    those which do by the planner's estimate, then those that need the least memory."""
+    """The sizes of all possible meshes, the most promising first.
+
+    Meshes on which the step fits by the planner's estimate come first, by their estimated cost; the
+    others follow, by their estimated memory.
+    """
     priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
     usable = inf if place.usable is None else FILLED * place.usable
     fits = lambda one: _memory_of(one) <= usable
@@ -131,7 +136,7 @@ def choose(
     place: Place,
     compiled: int,
 ) -> MeshSuggestion:
-    """The best of some meshes, of which up to twice `compiled` are compiled by `compiling`."""
+    """Chooses the best of the estimated meshes; compiles up to twice `compiled` of them."""
     left, done = [one for one in priced if one.error is None], []
     while left and not _enough(done, compiled):
         following = _following(left, done, place.usable, compiled)
@@ -160,7 +165,7 @@ def _enough(done: Sequence[Candidate], compiled: int) -> bool:
 def _following(
     left: Sequence[Candidate], done: Sequence[Candidate], usable: int | None, compiled: int
 ) -> Candidate:
-    """Which mesh to compile next: the cheapest that may fit, or else that needs least memory."""
+    """The mesh to compile next: the cheapest that may fit, or the one that needs least memory."""
     tried = _tried(done)
     shares = [
         one.peak_memory / one.estimated_memory
@@ -187,5 +192,5 @@ def _memory_of(one: Candidate) -> int | float:
 
 
 def _rank(one: Candidate) -> tuple[int, int | float]:
-    """Those that fit by their time, then those that do not by their memory."""
+    """Sorts meshes that fit by their time, and then those that do not by their memory."""
     return (0, one.seconds or 0) if one.fits else (1, one.peak_memory or 0)

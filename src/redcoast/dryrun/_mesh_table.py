@@ -1,4 +1,4 @@
-"""Meshes side by side: what each costs, and which is the best."""
+"""The result of a mesh search, and its table."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from ..sharding.report._text import paragraph
 
 @dataclass(frozen=True)
 class Candidate:
-    """One factorisation of the devices into data x fsdp x model, for one step and one device.
+    """One factorisation of the devices into data x fsdp x model; figures are per device and step.
 
     **Attributes:**
 
     - `mesh`: The sizes of the axes.
-    - `priced_seconds`: Arithmetic at the peak rate and what is sent at the links', one after the
-        other, as the planner counts them.
-    - `estimated_memory`: Bytes, as the planner counts them.
-    - `usual`: Whether the plan uses the axes as they are meant, and not `model` as `fsdp`, or the
-        other way round. Of meshes that cost the same, such a one is chosen.
-    - `sent_bytes`, `seconds`, `peak_memory`: What is sent in the compiled program, the time with
-        that, and the bytes of memory that it takes; `None` if it was not compiled.
-    - `fits`: Whether it does, or `None` if it was not compiled.
+    - `priced_seconds`: The planner's estimate of the time: arithmetic at the peak rate plus
+        communication at the full bandwidth of the links.
+    - `estimated_memory`: The planner's estimate of the memory, in bytes.
+    - `usual`: Whether the plan uses the axes for their purpose, and not `model` for FSDP or `fsdp`
+        for tensor parallelism. Among meshes of equal cost, such a mesh is preferred.
+    - `sent_bytes`, `seconds`, `peak_memory`: The bytes sent by the compiled program, the time
+        estimated from them, and the bytes of memory that it needs; `None` if it was not compiled.
+    - `fits`: Whether the compiled program fits in memory; `None` if it was not compiled.
     - `error`: Why the step cannot be run on this mesh, or `None`.
     """
 
@@ -47,12 +47,13 @@ class MeshSuggestion(Mapping[str, Any]):
 
     - `sizes`: The best mesh, as a dict.
     - `fits`: Whether the step fits on it.
-    - `target`: What it is for.
-    - `usable_memory`: Bytes of memory that a program can have on a device; `None` if not known.
+    - `target`: The name of the devices.
+    - `usable_memory`: Bytes of memory that a program can use on a device; `None` if not known.
     - `candidates`: All factorisations, the best first: those that were compiled, then the others
-        by their price. Each has `mesh`, `priced_seconds`, `estimated_memory`; if it was compiled,
-        `sent_bytes`, `seconds`, `peak_memory` and `fits`; and `error` if the step cannot be run.
-    - `notes`: What a reader of the figures must know.
+        by estimated cost. Each has `mesh`, `priced_seconds` and `estimated_memory`; if it was
+        compiled, also `sent_bytes`, `seconds`, `peak_memory` and `fits`; and `error` if the step
+        cannot be run.
+    - `notes`: Caveats about the figures, as sentences.
 
     !!! example
 
@@ -78,7 +79,7 @@ class MeshSuggestion(Mapping[str, Any]):
     candidates: tuple[Candidate, ...] = field(repr=False)
     notes: tuple[str, ...] = ()
 
-    def __getitem__(self, axis: str) -> Any:  # a size; so that `**` suits any argument
+    def __getitem__(self, axis: str) -> Any:  # not `int`: `**suggestion` must fit any argument
         return self.sizes[axis]
 
     def __iter__(self) -> Iterator[str]:
@@ -95,7 +96,7 @@ _HEADS = (*AXES, "priced ms", "est. GB", "sent MB", "ms", "peak GB", "")
 
 
 def draw(found: MeshSuggestion) -> str:
-    """The table, and in words what it comes to."""
+    """The table and the sentences below it."""
     rows = [_HEADS, *(_cells(one) for one in found.candidates)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
     lines = [_line(row, widths) for row in rows]
@@ -135,10 +136,10 @@ def _scaled(value: int | float | None, unit: int | float) -> str:
 def _words(found: MeshSuggestion) -> list[str]:
     usable = found.usable_memory
     best = found.candidates[0]
-    lines = [] if usable is None else [f"A program can have {usable / 1e9:.4g} GB on a device."]
+    lines = [] if usable is None else [f"A program can use {usable / 1e9:.4g} GB on a device."]
     if not found.fits and usable is not None and best.peak_memory is not None:
         lines.append(
-            f"WARNING: none of the meshes that were compiled fits. The first needs least: "
+            f"WARNING: none of the compiled meshes fits. The first needs the least memory: "
             f"{(best.peak_memory - usable) / 1e9:.3g} GB too much."
         )
     lines += found.notes

@@ -1,4 +1,4 @@
-"""Devices to find a mesh for, at hand or elsewhere, and what is known of them."""
+"""The devices to find a mesh for, attached or of a target, and what is known about them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,17 @@ from ._target import Target, parse_target
 
 @dataclass(frozen=True)
 class Place:
-    """Devices; `target` is what is known of them, and `usable` their bytes of memory."""
+    """Devices to compile for.
+
+    **Attributes:**
+
+    - `name`: The name of the devices, for tables.
+    - `devices`: The devices.
+    - `target`: The target they belong to; `None` for attached devices.
+    - `usable`: Bytes of memory that a program can use on each; `None` if not known.
+    - `notes`: Caveats about their figures, as sentences.
+    - `compiler`: The compiler of a target's devices.
+    """
 
     name: str
     devices: Sequence[Any]
@@ -30,7 +40,7 @@ class Place:
 
     @property
     def stands_in(self) -> bool:
-        """Whether these are devices of the CPU in the place of others."""
+        """Whether these are CPU devices in place of an accelerator's."""
         kind = "cpu" if self.target is None else self.target.chip.kind
         return kind != "cpu" and self.devices[0].platform == "cpu"
 
@@ -38,16 +48,16 @@ class Place:
         return make_mesh(**sizes, devices=self.devices)
 
 
-def elsewhere(name: str) -> Place:
-    """The devices of a target."""
+def target_place(name: str) -> Place:
+    """The devices of a target, which need not be present."""
     target = parse_target(name)
     found = target_devices(target)
     usable = target.chip.usable
     return Place(target.name, found.devices, target, usable, found.notes, found.compiler)
 
 
-def at_hand() -> Place:
-    """All devices of all processes, which must ask together."""
+def attached_place() -> Place:
+    """The attached devices of all processes; all processes must call this together."""
     devices = jax.devices()
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     everyone = [limit for own in exchange("the memory of devices", limits) for limit in own]
@@ -56,12 +66,12 @@ def at_hand() -> Place:
 
 
 def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Hardware:
-    """What the planner weighs by, from a target's figures and how a mesh lies on its links.
+    """The planner's hardware constants for a target, given the bandwidths along a mesh's axes.
 
     **Arguments:**
 
-    - `target`, `mesh`: the devices, and the mesh of them.
-    - `dtype`: of the operands of contractions.
+    - `target`, `mesh`: the target, and a mesh of its devices.
+    - `dtype`: the dtype of the operands of contractions.
     """
     speeds = axis_bandwidths(target, mesh)
     batch = [speeds[axis] for axis in BATCH_AXES if mesh.shape[axis] > 1]
@@ -77,19 +87,21 @@ def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Ha
     )
 
 
-def hardware_there(place: Place, mesh: Mesh) -> Hardware:
-    """What `fit` would plan by, if it ran on these devices: of them it knows the memory. What
-    stands in for their compiler does not matter."""
+def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
+    """The hardware constants that `fit` would use if it ran on these devices.
+
+    `fit` knows only their memory. A CPU compiler that stands in for theirs makes no difference.
+    """
     if place.target is None:
         return hardware_of(mesh)
     cpu = place.target.chip.kind == "cpu"
-    # Emulated devices do not say what they have.
+    # Emulated devices do not report their memory.
     memory = None if cpu else place.target.chip.usable
     return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
 
 
 def speeds_of(place: Place, mesh: Mesh) -> dict[str, float]:
-    """Bytes per second along each axis; the planner's default for devices of unknown links."""
+    """Bytes per second along each axis; the planner's default if the links are unknown."""
     if place.target is not None:
         return axis_bandwidths(place.target, mesh)
     return dict.fromkeys(mesh.axis_names, float(Hardware.model_bandwidth))

@@ -1,4 +1,4 @@
-"""What a dry run found, as data."""
+"""The result of a dry run, as data and as a table."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,13 +10,13 @@ from ._roofline import Bounds
 
 @dataclass(frozen=True)
 class Change:
-    """A change that makes a step fit, as its compiler confirmed.
+    """A change that makes a step fit, confirmed by compiling it.
 
     **Attributes:**
 
-    - `what`: In words, such as `"accumulate=4"`.
-    - `peak`: Bytes of memory that a device then needs.
-    - `mesh`, `remat`, `accumulate`, `compute_dtype`: The step's settings with it.
+    - `what`: A description, such as `"accumulate=4"`.
+    - `peak`: Bytes of memory that a device needs with the change.
+    - `mesh`, `remat`, `accumulate`, `compute_dtype`: The step's settings with the change.
     """
 
     what: str
@@ -29,32 +29,32 @@ class Change:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A training step compiled for devices that need not be there, and what that says of it.
+    """The figures of a training step that was compiled for devices that need not be present.
 
-    `str(run)` is a table. All figures are of one device and one step.
+    `str(run)` is a table. All figures are for one device and one step.
 
     **Attributes:**
 
-    - `target`, `devices`: The name of the devices, and how many they are.
-    - `compiler`: Whose figures these are: `"tpu"`, `"cuda"` or `"cpu"`.
-    - `notes`: Sentences that a reader of the figures must know.
+    - `target`, `devices`: The name of the devices, and their number.
+    - `compiler`: The compiler that the figures are from: `"tpu"`, `"cuda"` or `"cpu"`.
+    - `notes`: Caveats about the figures, as sentences.
     - `mesh`: The sizes of `data`, `fsdp` and `model`.
     - `fits`: Whether the peak is within the usable memory.
-    - `refused`: Whether the compiler refused the program for want of memory, as those for TPUs do.
-        It then says nothing of what is sent, and the peak is the least that it could come to.
+    - `refused`: Whether the compiler rejected the program because it needs too much memory, as TPU
+        compilers do. The communication is then unknown, and the peak is a lower bound.
     - `memory`: Bytes of `"parameters"` (and other floating-point arrays of the model),
-        `"optimizer_state"`, `"other"` arrays, `"batch"`, `"gradients"` (as planned; they are among
-        the temporaries), `"temporaries"` (all that is needed besides at the peak; missing if
-        refused), the `"peak"` and what is `"usable"`.
-    - `traffic`: What is sent, by mesh `axis`, `kind` and `cause`: how many `times`, and how many
-        `bytes`; the largest first. Empty if refused.
-    - `sent_bytes`: All of it; `None` if refused.
+        `"optimizer_state"`, `"other"` arrays, `"batch"`, `"gradients"` (as planned; included in the
+        temporaries), `"temporaries"` (everything else at the peak; missing if refused), the
+        `"peak"`, and the `"usable"` memory.
+    - `traffic`: The communication, by mesh `axis`, `kind` of collective and `cause`: the number of
+        `times`, and the `bytes` sent; the largest first. Empty if refused.
+    - `sent_bytes`: The total number of bytes sent; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
-    - `bounds`: The least seconds for arithmetic, memory and each network, which of them binds,
-        and the utilisation of the peak that it leaves; `None` if refused.
+    - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
+        is the largest, and the utilisation of the peak rate that it allows; `None` if refused.
     - `compile_seconds`: How long the compiler took.
     - `plan`: The [`redcoast.Plan`][].
-    - `changes`: If it does not fit, the smallest changes found with which it does.
+    - `changes`: If the step does not fit, the smallest changes found that make it fit.
 
     !!! example
 
@@ -92,7 +92,7 @@ class DryRun:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The same as plain data, that `json.dumps` takes."""
+        """The same as plain data, for `json.dumps`."""
         names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
         found = {name: getattr(self, name) for name in names}
         found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
@@ -110,7 +110,7 @@ class DryRun:
 
 
 _SHOWN = 8  # causes of traffic
-_LITTLE = 1e-3  # of the largest bound: a network that takes less is not shown
+_LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
 _COMPILERS = {
     "tpu": "the TPU compiler",
     "cuda": "the CUDA compiler",
@@ -154,7 +154,7 @@ def _memory(run: DryRun) -> list[str]:
             continue
         more = ""
         if name == "temporaries":
-            # Compilers may do without some that are planned.
+            # Compilers may need less memory for gradients than is planned.
             among = "are among them" if memory["gradients"] <= memory[name] else "if all were kept"
             more = f"  (gradients, {gib(memory['gradients'])}, {among})"
         lines.append(f"  {name.replace('_', ' '):<28}{gib(memory[name]):>10}{more}")
@@ -163,7 +163,7 @@ def _memory(run: DryRun) -> list[str]:
 
 def _traffic(run: DryRun) -> list[str]:
     if run.sent_bytes is None:
-        return ["What it would send is not known, since the compiler refused it."]
+        return ["The bytes sent are not known, because the compiler rejected the program."]
     if not run.traffic:
         return ["Nothing is sent between devices."]
     lines = [f"Sent by each device in a step: {megabytes(run.sent_bytes)} MB"]
@@ -213,7 +213,7 @@ def _changes(run: DryRun) -> list[str]:
     if not run.changes:
         return paragraph(
             "No change of mesh, remat, accumulation or precision that was compiled makes it fit: "
-            "it takes more devices, or a smaller batch."
+            "use more devices or a smaller batch."
         )
     lines = ["With one of these changes it fits, as the compiler confirmed:"]
     for change in run.changes:
@@ -222,6 +222,6 @@ def _changes(run: DryRun) -> list[str]:
 
 
 def gib(size: int | float) -> str:
-    """Two digits behind the point, more where it is little."""
+    """GiB with two decimals; sizes below one GiB with four."""
     size = size / 2**30
     return f"{size:,.2f}" if size >= 1 or not size else f"{size:.4f}"

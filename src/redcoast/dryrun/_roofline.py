@@ -1,4 +1,4 @@
-"""How little time a step can take: what its arithmetic, its memory and its networks allow."""
+"""Lower bounds on the time of a step, from its arithmetic, memory traffic and communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,16 +8,17 @@ from ._chips import Chip
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least seconds that a step takes, by what it needs on each device.
+    """Lower bounds on the seconds that a step takes on each device.
 
     **Attributes:**
 
-    - `arithmetic`: Contractions, at the chip's peak rate.
-    - `memory`: Each byte of the step's arguments and results, once.
-    - `network`: For each set of mesh axes, such as `"model"` or `"data+fsdp"`, what is sent over
-        them, one after the other.
-    - `binding`: The largest of these: `"arithmetic"`, `"memory"`, or `"network (model)"`.
-    - `utilisation`: Arithmetic's share of the largest: of the peak no larger share can be had.
+    - `arithmetic`: The time of the contractions at the chip's peak rate.
+    - `memory`: The time to access each byte of the step's arguments and results once.
+    - `network`: For each set of mesh axes, such as `"model"` or `"data+fsdp"`, the time of the
+        communication over them, without overlap.
+    - `binding`: The name of the largest bound: `"arithmetic"`, `"memory"`, or `"network (model)"`.
+    - `utilisation`: `arithmetic` divided by the largest bound: an upper bound on the utilisation of
+        the peak rate.
     """
 
     arithmetic: float
@@ -35,25 +36,25 @@ def time_bounds(
     chip: Chip,
     bandwidths: Mapping[str, int | float],
 ) -> Bounds:
-    """Bounds the time of a step from below; what a device does at the same time may overlap.
+    """Computes lower bounds on the time of a step, assuming that all of them overlap.
 
     **Arguments:**
 
     - `flops`: Floating point operations of a device, by the dtype of their operands.
     - `moved_bytes`: Bytes of the step's arguments and results on a device.
-    - `sent_bytes`: Bytes that a device sends, by the mesh axes, joined by `+`.
+    - `sent_bytes`: Bytes that a device sends, by mesh axes joined with `+`.
     - `chip`: The device.
-    - `bandwidths`: Bytes that it sends along each mesh axis, per second.
+    - `bandwidths`: Bytes per second that it can send along each mesh axis.
 
     **Returns:**
 
-    [`Bounds`][redcoast._dryrun.bounds.Bounds], in seconds.
+    `Bounds`, in seconds.
 
     !!! example
 
         ```python
-        from redcoast._dryrun.bounds import time_bounds
-        from redcoast._dryrun.chips import CHIPS
+        from redcoast.dryrun._chips import CHIPS
+        from redcoast.dryrun._roofline import time_bounds
 
         time_bounds(
             flops={"bfloat16": 2.75e14},
@@ -67,7 +68,7 @@ def time_bounds(
     arithmetic = sum(count / peak(chip, dtype) for dtype, count in flops.items())
     memory = moved_bytes / chip.memory_bandwidth
     network = {axes: size / bandwidth(axes, bandwidths) for axes, size in sent_bytes.items()}
-    # The first of equals: arithmetic.
+    # `max` returns the first of equal bounds: arithmetic.
     every = {"arithmetic": arithmetic, "memory": memory}
     every |= {f"network ({axes})": seconds for axes, seconds in network.items()}
     binding = max(every, key=lambda name: every[name])
@@ -76,15 +77,16 @@ def time_bounds(
 
 
 def peak(chip: Chip, dtype: str) -> int | float:
-    """Operations per second on operands of a dtype."""
+    """Peak operations per second on operands of a dtype."""
     if dtype.startswith(("float8", "int8", "uint8", "float4", "int4", "uint4")):
-        return 2 * chip.flops["bfloat16"]  # where they gain anything, twice the rate of 16 bits
-    # What is wider than float32 is not faster.
+        return 2 * chip.flops["bfloat16"]  # at most twice the rate of 16 bits
+    # Wider dtypes are at most as fast as float32.
     return chip.flops["bfloat16" if dtype in ("bfloat16", "float16") else "float32"]
 
 
 def bandwidth(axes: str, bandwidths: Mapping[str, int | float]) -> int | float:
-    """That along some axes together; of all of them, for a collective over other groups."""
+    """The bandwidth along some axes together; by default that of the fastest of these axes, or of
+    all axes if none of these is listed."""
     if axes in bandwidths:
         return bandwidths[axes]
     found = [bandwidths[axis] for axis in axes.split("+") if axis in bandwidths]

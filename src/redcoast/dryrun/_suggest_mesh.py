@@ -1,4 +1,4 @@
-"""Which mesh a training step is fastest on."""
+"""Finds the mesh on which a training step is fastest."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,22 +29,24 @@ def suggest_mesh(
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
-    Every factorisation of the devices into data x fsdp x model is planned, and priced by the plan:
-    arithmetic at the devices' peak rate, and what is sent at that of their links. The best few are
-    compiled, with nothing but shapes, and of those that fit the one wins whose compiled program
-    takes the least time for both. If none fits, it is the one that needs the least memory.
+    Every factorisation of the devices into data x fsdp x model is planned, and its time is
+    estimated from the plan: arithmetic at the devices' peak rate plus communication at the
+    bandwidth of their links. The best few are compiled, with abstract values. Among those that
+    fit, the mesh is chosen whose compiled program has the least estimated time. If none fits, it is
+    the mesh that needs the least memory.
 
     **Arguments:**
 
     - `init_fn`: `init_fn(key)` makes the model; it is only traced.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the batch of a
-        step, over all devices.
+    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
+        of a step, over all devices.
     - `optimizer`: an optax optimizer.
-    - `target`: the name of devices that need not be there, such as `"v4:2x2x2"`, `"a100-80gb:8"`,
-        or `"cpu:8"`; by default those at hand, of which only the memory is known.
-    - `compiled`: how many meshes to compile. If none of them fits, up to as many more are compiled
-        until one does, those first that are estimated to need the least memory.
+    - `target`: the name of devices that need not be present, such as `"v4:2x2x2"`,
+        `"a100-80gb:8"`, or `"cpu:8"`. By default the attached devices, of which only the memory is
+        known.
+    - `compiled`: the number of meshes to compile. If none of them fits, up to as many more are
+        compiled until one does, those with the least estimated memory first.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
 
@@ -55,8 +57,9 @@ def suggest_mesh(
 
     **Raises:**
 
-    `ValueError` or `TypeError` if an argument cannot work, or the target does not exist; what
-    `loss_fn` raises; and what is wrong with the step if it cannot be run on any mesh.
+    `ValueError` or `TypeError` if an argument is invalid, the target does not exist, or the step
+    cannot be run on any mesh; any error that `loss_fn` raises. `RuntimeError` if the target's
+    compiler is installed but does not work.
 
     !!! example
 
@@ -73,10 +76,10 @@ def suggest_mesh(
         print(found)
         ```
     """
-    # Imported when it is first asked for, so that importing redcoast stays cheap.
+    # Imported here so that importing redcoast stays fast.
     from ._job import make_job
     from ._mesh_search import suggest
-    from ._place import at_hand, elsewhere
+    from ._place import attached_place, target_place
 
     check_integer("compiled", compiled)
     with without_ambient_mesh():
@@ -90,4 +93,4 @@ def suggest_mesh(
             overrides=overrides,
             trainable=trainable,
         )
-        return suggest(job, at_hand() if target is None else elsewhere(target), compiled)
+        return suggest(job, attached_place() if target is None else target_place(target), compiled)

@@ -1,4 +1,4 @@
-"""From the name of a target to its devices: which chip, how many, and how they are arranged."""
+"""Parses the name of a target: the chip, the number of devices, and their arrangement."""
 
 import difflib
 import math
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ._chips import CHIPS, Chip
 
-# Slices of the kinds with a plane of links; the sizes are published one by one.
+# The slices of chips with a two-dimensional torus; the sizes are published one by one.
 _PLANE = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-# Of those with a space of links: what is less than a cube of 4 x 4 x 4, and multiples of that.
+# With a three-dimensional torus: these slices below a cube of 4 x 4 x 4, and multiples of the cube.
 _LESS_THAN_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _MOST_CHIPS = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}
 _MOST_HOSTS = 1024
@@ -22,10 +22,10 @@ class Target:
 
     **Attributes:**
 
-    - `name`: Such as `"v4:4x4x4"`.
-    - `chip`: Which devices.
-    - `count`: How many devices, as JAX counts them.
-    - `hosts`: How many hosts they sit in.
+    - `name`: The name, such as `"v4:4x4x4"`.
+    - `chip`: The kind of device.
+    - `count`: The number of devices, as JAX counts them.
+    - `hosts`: The number of hosts.
     - `shape`: Chips along each dimension of the slice (TPU), or hosts and cards (GPU, CPU).
     """
 
@@ -37,11 +37,12 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """The devices that a name such as `"v4:4x4x4"`, `"h100:8x8"`, `"l4"` or `"cpu:8"` stands for.
+    """Parses a name such as `"v4:4x4x4"`, `"h100:8x8"`, `"l4"` or `"cpu:8"`.
 
     **Raises:**
 
-    `ValueError` if there is no such chip or no such slice, with those that there are.
+    `ValueError` if there is no such chip or slice; it lists those that exist. `TypeError` if `name`
+    is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f'`target` is {name!r}. It must be a name, such as "a100-80gb:8".')
@@ -51,9 +52,7 @@ def parse_target(name: str) -> Target:
     if chip is None:
         raise ValueError(_unknown_chip(name, first))
     if not re.fullmatch(_SIZES if colon else "", sizes):
-        raise ValueError(
-            f"The target {name!r} does not say how many devices there are. {_form(chip)}"
-        )
+        raise ValueError(f"The target {name!r} does not give the number of devices. {_form(chip)}")
     shape = tuple(int(size) for size in sizes.split("x")) if colon else ()
     return _slice(name, chip, shape) if chip.kind == "tpu" else _cards(name, chip, shape)
 
@@ -62,7 +61,8 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
     if not _exists(chip, shape):
         raise ValueError(_unknown_slice(name, chip, shape))
     count = math.prod(shape) * chip.cores
-    # A host of v5e and v6e has eight chips, all of which only the slice of eight gets from it.
+    # A host of v5e and v6e has eight chips, so slices of up to eight are in one host. Larger slices
+    # use four chips of each host.
     alone = chip.torus == 2 and count <= 8
     return Target(name, chip, count, 1 if alone else count // chip.per_host, shape)
 
@@ -73,7 +73,7 @@ def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
     hosts, cards = (1, 1, *shape)[-2:]
     if cards > chip.per_host:
         raise ValueError(
-            f"The target {name!r} has {cards} devices in a host, and there are at most "
+            f"The target {name!r} has {cards} devices in a host, but a host has at most "
             f"{chip.per_host}. {_form(chip)}"
         )
     if hosts > _MOST_HOSTS:
@@ -94,22 +94,22 @@ def _unknown_chip(name: str, first: str) -> str:
     near = begin or difflib.get_close_matches(first, CHIPS, n=2, cutoff=0.5)
     meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return (
-        f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} A slice of "
-        'a TPU is written "v4:2x2x2", cards are "h100:4", of several hosts "h100:2x8", and '
-        'emulated devices "cpu:8".'
+        f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} Write a TPU "
+        'slice as "v4:2x2x2", cards as "h100:4", cards of several hosts as "h100:2x8", and '
+        'emulated devices as "cpu:8".'
     )
 
 
 def _unknown_slice(name: str, chip: Chip, shape: tuple[int, ...]) -> str:
     sizes = _PLANE if chip.torus == 2 else _spaces(_MOST_CHIPS[chip.name])
     asked = math.prod(shape)
-    # Of as many chips, those that are closest to a cube come first.
+    # Among slices with the same number of chips, the closest to a cube come first.
     distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
     near = sorted(sorted(sizes, key=distance)[:5], key=math.prod)
     names = [_written(chip, size) for size in near]
     return (
-        f"{chip.name} has no slice {'x'.join(map(str, shape)) or 'of unknown size'}, which "
-        f"{name!r} asks for. The nearest that exist are {', '.join(names)}; {_rule(chip)}."
+        f"{chip.name} has no slice {'x'.join(map(str, shape)) or 'of unknown size'}, as in "
+        f"{name!r}. The nearest that exist are {', '.join(names)}; {_rule(chip)}."
     )
 
 
@@ -133,17 +133,17 @@ def _written(chip: Chip, shape: tuple[int, ...]) -> str:
 
 def _rule(chip: Chip) -> str:
     if chip.torus == 2:
-        return f"all are {', '.join('x'.join(map(str, size)) for size in _PLANE)}"
+        return f"all slices are {', '.join('x'.join(map(str, size)) for size in _PLANE)}"
     return (
         "slices of more than 32 chips have three sizes that are multiples of 4, the smallest "
-        f"first, with up to {_MOST_CHIPS[chip.name]} chips"
+        f"first, and up to {_MOST_CHIPS[chip.name]} chips"
     )
 
 
 def _form(chip: Chip) -> str:
     if chip.kind == "tpu":
         example = _written(chip, (4, 4) if chip.torus == 2 else (2, 2, 2))
-        return f'Write the chips along each dimension of the slice, such as "{example}".'
+        return f'Write the number of chips along each dimension of the slice, such as "{example}".'
     if chip.kind == "cpu":
         return f'Write a number of devices up to {chip.per_host}, such as "cpu:8".'
     return (

@@ -1,7 +1,7 @@
-"""How often a while loop of a traced program runs, where the program says.
+"""The trip counts of while loops in a traced program.
 
-As in compiled programs: where its counter starts, by how much the body moves it, and with what it
-is compared.
+As for compiled programs, they follow from the initial value of the loop's counter, the amount that
+the body adds to it, and the bound that it is compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from .hlo._trip_counts import MIRRORED, Carried, Value, added, iterations
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
-# What hands its operands on as they are.
+# Primitives that do not change the value of a scalar integer.
 _SAME = frozenset(
     """
     convert_element_type copy copy_p optimization_barrier pvary reshape squeeze broadcast_in_dim
@@ -25,8 +25,7 @@ Env = dict[Any, Value]
 
 
 def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
-    """How often a loop's body runs, its operands known as far as `inputs` say; None if that
-    depends on data."""
+    """The number of times a loop's body runs, given the known operands; `None` if unknown."""
     params = loop.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     start = inputs[first + second :]
@@ -50,7 +49,7 @@ def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
 
 
 def _steady(value: Value, start: Sequence[Value], after: Sequence[Value]) -> int | None:
-    """A number that is the same in every iteration: a constant, or carried unchanged."""
+    """The value of a loop-invariant number: a constant, or carried unchanged."""
     if not isinstance(value, Carried):
         return value
     if value.place is None or after[value.place] != Carried(value.place, 0):
@@ -62,7 +61,10 @@ def _steady(value: Value, start: Sequence[Value], after: Sequence[Value]) -> int
 def unchanged(
     body: ClosedJaxpr | Jaxpr, constants: Sequence[Value], start: Sequence[Value], more: int = 0
 ) -> list[Value]:
-    """What a loop carries, where it is the same in every iteration; `more` inputs come after."""
+    """The initial values of a loop's carry that no iteration changes, `None` for all others.
+
+    `more` is the number of inputs of the body after the carry.
+    """
     carried = [Carried(place, 0) for place in range(len(start))]
     after = _results(body, [*constants, *carried, *[None] * more])
     return [
@@ -71,7 +73,7 @@ def unchanged(
 
 
 def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """An equation's results, as far as they are known whole numbers."""
+    """An equation's results, as far as they are known integers."""
     name = equation.primitive.name
     body = called(equation)
     if name in ("add", "sub"):
@@ -92,7 +94,7 @@ def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def called(equation: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """The jaxpr that an equation runs once with its own operands, if that is what it does."""
+    """The jaxpr that an equation calls once with its own operands; `None` for other equations."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(key)
         if isinstance(found, ClosedJaxpr | Jaxpr) and equation.primitive.name not in _OTHERS:
@@ -110,7 +112,7 @@ def walk(
     inputs: Sequence[Value],
     visit: Callable[[JaxprEqn, list[Value]], None] = lambda equation, known: None,
 ) -> Env:
-    """Calls `visit` with each equation and what is known of its operands; returns what is known."""
+    """Calls `visit(equation, known)` for each equation; returns the known values of variables."""
     inner = open_jaxpr(jaxpr)
     env: Env = dict(zip(inner.invars, inputs, strict=True))
     if isinstance(jaxpr, ClosedJaxpr):

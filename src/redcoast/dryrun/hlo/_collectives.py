@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read out of its HLO."""
+"""Reads the collectives of a compiled program from its HLO text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from ._parse import (
 from ._replica_groups import axes_and_size, written_groups
 from ._trip_counts import Scope, entry_scope, inner_scope, loop_scope, trip_count
 
-# The bytes that each of n devices sends in a ring, from the bytes of its operands.
+# The bytes that each of n devices sends in a ring, given the bytes of its operands.
 _SENT: dict[str, Callable[[int, int], int]] = {
     "all-reduce": lambda operand, n: -(-2 * operand * (n - 1) // n),
     "all-gather": lambda operand, n: operand * (n - 1),
@@ -34,7 +34,7 @@ _SENT: dict[str, Callable[[int, int], int]] = {
     "collective-permute": lambda operand, n: operand if n > 1 else 0,
     "collective-broadcast": lambda operand, n: operand if n > 1 else 0,
 }
-# Kinds that may mean replicas by the numbers of their groups, and not partitions.
+# Kinds whose groups may number replicas instead of partitions.
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 
@@ -43,15 +43,17 @@ _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 class Collective:
     """One instruction of a compiled program with which devices exchange data.
 
+    **Attributes:**
+
     - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"collective-permute"`, `"ragged-all-to-all"` or `"collective-broadcast"`.
-    - `axes`: the mesh axes along which devices of one group differ, in the order of the mesh.
-    - `count`: how many times a run of the program executes it.
-    - `operand_bytes`: the bytes that one device puts in, in one execution.
+    - `axes`: the mesh axes along which the devices of a group differ, in the order of the mesh.
+    - `count`: the number of times that one run of the program executes it.
+    - `operand_bytes`: the bytes of its operands on one device.
     - `sent_bytes`: the bytes that one device sends in one execution, in a ring.
-    - `group_size`: how many devices exchange data with each other.
+    - `group_size`: the number of devices in a group.
     - `source`: the name of the operation in the traced program, if it is known.
-    - `exact`: False in a loop whose number of iterations depends on data, counted as one.
+    - `exact`: False in a loop whose trip count depends on data and is counted as one.
     """
 
     kind: str
@@ -76,24 +78,25 @@ def collectives(
 ) -> list[Collective]:
     """The collectives that one run of a compiled program executes, in the order of their start.
 
-    An asynchronous collective counts where it starts. In a loop each counts as often as the loop
-    runs, and of a conditional's branches the one counts that sends most. What goes between a device
-    and its host is not counted.
+    An asynchronous collective is counted at its start. A collective in a loop is multiplied by the
+    trip count. Of a conditional's branches, the one that sends the most bytes is counted. Transfers
+    between a device and its host are not counted.
 
     **Arguments:**
 
-    - `hlo_text`: what `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU or TPU.
+    - `hlo_text`: the text that `jax.jit(fn).lower(...).compile().as_text()` returns, for CPU, GPU
+        or TPU.
     - `mesh`: the mesh that the program was compiled for, or its axes and their sizes.
 
     **Returns:**
 
-    A list of `Collective`, one for each instruction. Those with no device to exchange data with
-    (a group of one) are there too, and send nothing.
+    A list of `Collective`, one for each instruction. Collectives in groups of one device are
+    included, and send nothing.
 
     **Raises:**
 
-    `ValueError` if the text is no compiled HLO, is cut off, or is for another number of devices,
-    and if there is none because the compiler gives none.
+    `ValueError` if the text is not compiled HLO, is cut off, or is for another number of devices,
+    or if `hlo_text` is `None` because the compiler does not provide it.
 
     !!! Example
 
@@ -105,20 +108,20 @@ def collectives(
     axes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if hlo_text is None:
         raise ValueError(
-            "There is no HLO text to read: `compiled.as_text()` returned None, since this compiler "
-            "does not show its programs. Compile for CPU, GPU or TPU."
+            "There is no HLO text to read: `compiled.as_text()` returned None, because this "
+            "compiler does not provide it. Compile for CPU, GPU or TPU."
         )
     module = parse_module(hlo_text)
     if module.replicas * module.partitions == 1:
-        return []  # For one device: nothing is sent, whatever the mesh.
+        return []  # A program for one device communicates nothing, whatever the mesh.
     _check_devices(module, axes)
     program = _Program(module, tuple(axes.items()), _carriers(module))
     try:
         return _executed(program, entry_scope(module))
     except (IndexError, RecursionError) as error:
         raise ValueError(
-            "The HLO text contradicts itself: an operand that an instruction refers to is not "
-            "there, or a computation calls itself. Pass the whole text of one compiled program."
+            "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
+            "computation calls itself. Pass the complete text of one compiled program."
         ) from error
 
 
@@ -128,12 +131,12 @@ def sent_bytes(found: Sequence[Collective]) -> int:
 
 
 def by_kind_and_axes(found: Sequence[Collective]) -> list[dict[str, Any]]:
-    """The collectives of a program in one row for each kind and axes, the greatest sender first.
+    """Sums the collectives of a program by kind and axes, those that send the most bytes first.
 
     **Returns:**
 
-    Dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per device, all
-    executions together), and `exact` (False if a loop of unknown length is among them).
+    Dicts with `kind`, `axes` (a list), `count`, `operand_bytes` and `sent_bytes` (per device, over
+    all executions), and `exact` (False if a loop of unknown length is included).
     """
     rows: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
     for each in found:
@@ -151,19 +154,20 @@ def _check_devices(module: Module, axes: dict[str, int]) -> None:
     if module.replicas > 1 and module.partitions > 1:
         raise ValueError(
             f"The program is for {module.replicas} replicas of {module.partitions} partitions "
-            "each, and only programs for one or the other can be read, as `jax.jit` makes them."
+            "each. Only programs with either replicas or partitions can be read, such as those of "
+            "`jax.jit`."
         )
     devices = module.replicas * module.partitions
     if devices != prod(axes.values()):
         sizes = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise ValueError(
-            f"The program was compiled for {devices} devices, and a mesh of {sizes} has "
+            f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
             f"{prod(axes.values())}. Pass the mesh that it was compiled for."
         )
 
 
 def _carriers(module: Module) -> Callable[[str], bool]:
-    """Whether a computation holds collectives, or calls computations that do."""
+    """A function that says whether a computation contains or calls collectives."""
 
     @cache
     def carries(name: str) -> bool:
@@ -179,7 +183,7 @@ def _kind(instruction: Instruction) -> str | None:
 
 
 def _callees(instruction: Instruction) -> list[str]:
-    """The computations that an instruction runs, but for those that reduce or compare."""
+    """The computations that an instruction runs, except reducers and comparators."""
     match instruction.opcode.removesuffix("-start"):
         case "while":
             return called(instruction, "condition", "body")
@@ -187,7 +191,7 @@ def _callees(instruction: Instruction) -> list[str]:
             return called(
                 instruction, "branch_computations", "true_computation", "false_computation"
             )
-        # The later half of an asynchronous pair may name the computation again.
+        # `async-done` is left out: it may name the computation of its `async-start` again.
         case "fusion" | "call" | "async" | "custom-call":
             return called(instruction, "calls", "to_apply", "called_computations")
     return []
@@ -235,10 +239,10 @@ def _collective(
     kind = str(_kind(instruction))
     arrays = operands(instruction)
     if kind == "ragged-all-to-all":
-        arrays = arrays[:1]  # Behind it stand where to write to, and what goes where.
+        arrays = arrays[:1]  # The other operands are the output buffer, offsets and sizes.
     operand = sum(size_in_bytes(lookup(scope.computation, name).shape) for name in arrays)
     axes, size = _partners(program, instruction, kind)
-    # TPUs scatter a sum by a fusion of an all-reduce and a slice, run as one.
+    # On TPUs, a fusion of an all-reduce and a slice runs as a reduce-scatter.
     if kind == "all-reduce" and caller and caller.opcode == "fusion" and size > 1:
         scattered = size_in_bytes(caller.shape) * size == operand
         kind = "reduce-scatter" if scattered else kind
@@ -257,9 +261,9 @@ def _collective(
 
 
 def _is_later_part(scope: Scope, instruction: Instruction) -> bool:
-    """Whether a collective stands for the rest of one that has been started before.
+    """Whether an instruction is the continuation of a collective that has already started.
 
-    TPUs run a collective beside several fusions, and write it into each of them.
+    TPUs overlap a collective with several fusions, and its HLO appears in each of them.
     """
     if "chain_id=" not in attributes(instruction):
         return False
@@ -274,11 +278,11 @@ def _is_later_part(scope: Scope, instruction: Instruction) -> bool:
 def _partners(
     program: _Program, instruction: Instruction, kind: str
 ) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that a collective goes over, and how many devices are in a group."""
+    """The mesh axes that a collective spans, and the number of devices in a group."""
     text = attributes(instruction)
     groups = written_groups(text)
     if program.module.replicas == 1:
-        # Numbers mean replicas, of which there is one, unless a channel or this flag is there.
+        # Without a channel or the flag, the groups number replicas, and there is only one.
         if "channel_id=" not in text:
             return (), 1
         if kind in _OVER_REPLICAS and "use_global_device_ids=true" not in text:

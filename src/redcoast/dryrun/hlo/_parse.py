@@ -1,11 +1,11 @@
-"""The text of compiled HLO, as computations made of instructions."""
+"""Parses the text of compiled HLO into computations and instructions."""
 
 import re
 from dataclasses import dataclass
 from math import prod
 
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
-# The type ends at the first word with a parenthesis behind it: layouts have none after a space.
+# The shape ends at the first word followed by a parenthesis: layouts have no such word.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _WIDTH = re.compile(r"(?:bf|f|s|u|c)(\d+)")
@@ -15,7 +15,7 @@ _NAME = re.compile(r"%([\w.-]+)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: `%name = shape opcode(rest`, with `rest` the operands and the attributes."""
+    """One line, `%name = shape opcode(rest`: `rest` holds the operands and the attributes."""
 
     name: str
     shape: str
@@ -38,11 +38,16 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """The computations of a program, from what `compiled.as_text()` returns."""
+    """Parses the text that `compiled.as_text()` returns.
+
+    **Raises:**
+
+    `ValueError` if it is not the text of one complete compiled program.
+    """
     header = re.search(r"^HloModule .*$", text, re.MULTILINE)
     if header is None:
         raise ValueError(
-            "This is no compiled HLO: no line of it begins with `HloModule`. Pass the text that "
+            "This is not compiled HLO: no line starts with `HloModule`. Pass the text that "
             "`jax.jit(fn).lower(...).compile().as_text()` returns."
         )
     computations: dict[str, Computation] = {}
@@ -65,8 +70,8 @@ def parse_module(text: str) -> Module:
         raise ValueError(f"The HLO text is cut off: it ends inside the computation `{current}`.")
     if len(entries) != 1:
         raise ValueError(
-            f"The HLO text has {len(entries)} computations marked ENTRY, and a program has one. "
-            "Pass the text of one whole compiled program."
+            f"The HLO text has {len(entries)} computations marked ENTRY, but a program has one. "
+            "Pass the complete text of one compiled program."
         )
     return Module(
         computations=computations,
@@ -80,8 +85,8 @@ def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
     match = _INSTRUCTION.match(line)
     if match is None:
         raise ValueError(
-            f"Line {number} of the HLO text is no instruction: {line.strip()[:80]!r}. It should "
-            "look like `%name = f32[8]{0} opcode(%operand), attributes`."
+            f"Line {number} of the HLO text is not an instruction: {line.strip()[:80]!r}. It "
+            "should look like `%name = f32[8]{0} opcode(%operand), attributes`."
         )
     is_root, name, shape, opcode, rest = match.groups()
     return Instruction(name, shape, opcode, rest), is_root is not None
@@ -98,24 +103,24 @@ def _setting(header: str, name: str) -> int:
 
 def computation(module: Module, name: str) -> Computation:
     if name not in module.computations:
-        raise ValueError(f"The HLO text refers to a computation `{name}` that it does not hold.")
+        raise ValueError(f"The HLO text refers to a missing computation `{name}`.")
     return module.computations[name]
 
 
 def lookup(within: Computation, name: str) -> Instruction:
     if name not in within.instructions:
-        raise ValueError(f"The HLO text refers to an instruction `{name}` that it does not hold.")
+        raise ValueError(f"The HLO text refers to a missing instruction `{name}`.")
     return within.instructions[name]
 
 
 def arguments(instruction: Instruction) -> tuple[str, str]:
-    """What stands between an instruction's parentheses, and its attributes behind them."""
+    """The text of an instruction's operands, and of the attributes after them."""
     depth = 1
     for match in re.finditer(r"[()]", instruction.rest):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return instruction.rest[: match.start()], instruction.rest[match.end() :]
-    raise ValueError(f"The operands of `{instruction.name}` in the HLO text have no end.")
+    raise ValueError(f"Unterminated operand list for `{instruction.name}` in the HLO text.")
 
 
 def operands(instruction: Instruction) -> list[str]:
@@ -124,7 +129,7 @@ def operands(instruction: Instruction) -> list[str]:
 
 
 def attributes(instruction: Instruction) -> str:
-    """The attributes without what is in quotes, which is the program's and may say anything."""
+    """The text of the attributes without quoted strings, whose content is arbitrary."""
     return _STRING.sub('""', arguments(instruction)[1])
 
 
@@ -141,13 +146,13 @@ def callee(instruction: Instruction, *names: str) -> str:
     if len(found) != 1:
         raise ValueError(
             f"The instruction `{instruction.name}` of the HLO text refers to {len(found)} "
-            f"computations by `{'` or `'.join(names)}`, and it should to one."
+            f"computations by `{'` or `'.join(names)}`, but must refer to one."
         )
     return found[0]
 
 
 def size_in_bytes(shape: str) -> int:
-    """The bytes of an array or a tuple of arrays on one device, given as `f32[8,32]{1,0}`."""
+    """The bytes of a shape such as `f32[8,32]{1,0}`, or of a tuple of shapes, on one device."""
     return sum(_array_bytes(*match.groups()) for match in _ARRAY.finditer(shape))
 
 
@@ -156,12 +161,12 @@ def _array_bytes(dtype: str, dims: str, layout: str | None) -> int:
         return 0
     width = _WIDTH.match(dtype)
     if width is None and dtype != "pred":
-        raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is not known.")
+        raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
     bits = int(width[1]) if width else 8
     if bits < 8:
-        # Narrow numbers take a byte each unless the layout says that they are packed.
+        # Numbers of less than 8 bits take a byte each, unless the layout packs them.
         packed = re.search(r"E\((\d+)\)", layout or "")
         bits = int(packed[1]) if packed else 8
-    # A dimension of varying size, `<=8`, takes the room of its bound.
+    # A dynamic dimension, `<=8`, is allocated at its bound.
     count = prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
     return -(-count * bits // 8)

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective together, and over which mesh axes they lie."""
+"""The device groups of a collective, and the mesh axes that they span."""
 
 import re
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ _PAIRS = re.compile(r"\b(source_target_pairs=\{[\d,{} ]*\})")
 
 
 def written_groups(attributes: str) -> str:
-    """The part of a collective's attributes that says which devices form groups; empty for all."""
+    """The attribute of a collective that lists its groups; empty for one group of all devices."""
     match = _PAIRS.search(attributes) or _REPLICA_GROUPS.search(attributes)
     if match is not None:
         return match[1]
     if "replica_groups=" in attributes:
         raise ValueError(
-            f"The HLO text writes replica groups in an unknown way: {attributes[:200]!r}."
+            f"The HLO text has replica groups in an unknown format: {attributes[:200]!r}."
         )
     return ""
 
 
 @lru_cache(maxsize=4096)
 def axes_and_size(groups: str, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which devices of one group differ, and how many are in a group."""
+    """The mesh axes along which the devices of a group differ, and the size of a group."""
     devices = parse_groups(groups, prod(size for _, size in axes))
     return spanned_axes(devices, dict(axes)), max(len(group) for group in devices)
 
 
 def spanned_axes(groups: Groups, axes: dict[str, int]) -> tuple[str, ...]:
-    """The axes, in the order of the mesh, along which devices of one group differ."""
+    """The axes, in the order of the mesh, along which the devices of a group differ."""
     sizes, spanned = tuple(axes.values()), set()
     for group in groups:
         if max(group) >= prod(sizes):
             raise ValueError(
-                f"A collective of the HLO text names device {max(group)}, and the mesh has "
+                f"A collective of the HLO text names device {max(group)}, but the mesh has "
                 f"{prod(sizes)} devices. Pass the mesh that the program was compiled for."
             )
         places = np.stack(np.unravel_index(np.asarray(group), sizes), axis=-1)
@@ -56,7 +56,7 @@ def spanned_axes(groups: Groups, axes: dict[str, int]) -> tuple[str, ...]:
 
 
 def parse_groups(text: str, devices: int) -> Groups:
-    """Groups of devices, in any of the ways in which collectives write them."""
+    """Parses groups of devices in any of the formats of HLO text."""
     if text.startswith("source_target_pairs="):
         return connected(_lists(text), devices)
     if text.startswith("{") or not text:
@@ -64,7 +64,7 @@ def parse_groups(text: str, devices: int) -> Groups:
     try:
         array = _mesh_groups(text) if text.startswith("mesh") else _iota(text)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"The HLO text has replica groups that make no sense: {text}.") from error
+        raise ValueError(f"The HLO text has invalid replica groups: {text}.") from error
     return array.reshape(-1, array.shape[-1]).tolist()
 
 
@@ -90,8 +90,11 @@ def _transposed(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> np.ndarray:
-    """`mesh['a'=4,'b'=2] {'b','a':(2)2}`: groups along `b` and along a factor of 2 inside `a`,
-    the one that has a factor of 2 before it. `device_ids` is there if they are in another order."""
+    """`mesh['a'=4,'b'=2] {'b','a':(2)2}`: groups along `b` and along a factor of 2 of `a`.
+
+    `'a':(2)2` is the factor of size 2 after a factor of size 2. `device_ids` gives the order of the
+    devices, if it is not 0, 1, 2, ...
+    """
     match = _MESH.fullmatch(text)
     assert match is not None
     axes = {axis: int(size) for axis, size in _AXIS.findall(match["axes"])}
@@ -118,7 +121,7 @@ def _device_ids(text: str | None, count: int) -> np.ndarray:
 
 
 def connected(pairs: Groups, devices: int) -> Groups:
-    """The sets of devices that sources and targets connect; each device alone where none do."""
+    """The connected components of source-target pairs; other devices form groups of one."""
     groups = {device: {device} for device in range(devices)}
     for source, target in pairs:
         merged = groups.setdefault(source, {source}) | groups.setdefault(target, {target})

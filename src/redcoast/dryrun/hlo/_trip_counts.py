@@ -1,7 +1,8 @@
-"""How often a loop of compiled HLO runs.
+"""The trip counts of loops in compiled HLO.
 
-The compilers for CPU and GPU write it down. That for TPU does not, so it is worked out from the
-loop's counter: where it starts, by how much the body moves it, and with what it is compared.
+The CPU and GPU compilers annotate them. The TPU compiler does not, so they are derived from the
+loop's counter: its initial value, the amount that the body adds to it, and the bound that it is
+compared with.
 """
 
 import re
@@ -21,26 +22,26 @@ from ._parse import (
 )
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# What hands its first operand on as it is.
+# Opcodes whose result has the value of the first operand.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What a loop carries at a place of its tuple (None if it carries one array), and more."""
+    """The value carried at a place of a loop's tuple (None for a single array), plus `more`."""
 
     place: int | None
     more: int
 
 
 Value = int | Carried | None
-# The value of a computation's parameter, by its number and the place in it if it is a tuple.
+# The value of a computation's parameter, by its number, and by the place in it if it is a tuple.
 Parameters = Callable[[int, int | None], Value]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A computation in one place where it is called."""
+    """A computation, with the known values of its parameters at one call site."""
 
     module: Module
     name: str
@@ -56,18 +57,18 @@ def entry_scope(module: Module) -> Scope:
 
 
 def inner_scope(scope: Scope, caller: Instruction, name: str, skip: int = 0) -> Scope:
-    """The scope of a computation that an instruction calls with its operands from `skip` on."""
+    """The scope of a computation that an instruction calls with its operands after `skip`."""
     inputs = operands(caller)[skip:]
     return Scope(scope.module, name, lambda number, place: _value(scope, inputs[number], place))
 
 
 def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
-    """The scope of a loop's body or condition: it knows what stays the same in every iteration."""
+    """The scope of a loop's body or condition, with the known loop-invariant values."""
     return Scope(scope.module, name, lambda number, place: _unchanged(scope, loop, place))
 
 
 def trip_count(scope: Scope, loop: Instruction) -> int | None:
-    """How often a loop's body runs; None if that depends on data."""
+    """The number of times a loop's body runs; None if that depends on data."""
     known = _KNOWN.search(loop.rest)
     if known is not None:
         return int(known[1])
@@ -93,7 +94,7 @@ MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
 def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
-    """How many of start, start + step, ... there are before one fails the comparison."""
+    """The number of values start, start + step, ... before one fails the comparison."""
     if direction == "NE" and step and (bound - start) % step == 0 and (bound - start) // step >= 0:
         return (bound - start) // step
     bound += {"LE": 1, "GE": -1}.get(direction, 0)
@@ -107,7 +108,7 @@ def _symbolic(scope: Scope, name: str) -> Scope:
 
 
 def _steady(scope: Scope, loop: Instruction, value: Value) -> int | None:
-    """A number that is the same in every iteration: a constant, or carried unchanged."""
+    """The value of a loop-invariant number: a constant, or carried unchanged."""
     if isinstance(value, Carried):
         start = _unchanged(scope, loop, value.place)
         return start + value.more if isinstance(start, int) else None
@@ -115,7 +116,7 @@ def _steady(scope: Scope, loop: Instruction, value: Value) -> int | None:
 
 
 def _unchanged(scope: Scope, loop: Instruction, place: int | None) -> Value:
-    """What a loop carries at a place, if its body hands that on as it was."""
+    """The value that a loop carries at a place, if its body does not change it."""
     if _root(_symbolic(scope, callee(loop, "body")), place) != Carried(place, 0):
         return None
     return _value(scope, operands(loop)[0], place)
@@ -140,7 +141,7 @@ def _comparison(scope: Scope) -> tuple[Value, str, Value] | None:
 
 
 def _value(scope: Scope, name: str, place: int | None) -> Value:
-    """An instruction's value, or that of its result's element at `place`, as far as it is known."""
+    """An instruction's value, or that of the element of its result at `place`; None if unknown."""
     instruction = lookup(scope.computation, name)
     match instruction.opcode:
         case "constant":

@@ -40,20 +40,18 @@ AXES = ("data", "fsdp", "model")
 class Config:
     model: str = "llama-7b"  # a model name, or the path of a Hugging Face config.json or its folder
     target: str = "a100-40gb:4"  # TPU slice (v4:4x4x4), GPUs (l4:4; h100:8x8: hosts x cards), cpu:8
-    seq: int | None = (
-        None  # sequence length in tokens; default: 1024, or less if the model has a maximum
-    )
-    batch: int | None = None  # global batch size; default: one sequence per device and microbatch
-    mesh: str | None = None  # axis sizes, such as fsdp=8,model=8; default: the cheapest estimate
+    seq: int | None = None  # sequence length in tokens; by default 1024 or the model's maximum
+    batch: int | None = None  # global batch size; by default one sequence per device and microbatch
+    mesh: str | None = None  # axis sizes, such as fsdp=8,model=8; by default the estimated cheapest
     remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
-    chunk: int | None = None  # number of positions whose logits are in memory at once; default: all
+    chunk: int | None = None  # positions whose logits are in memory at a time; by default all
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
     table1: bool = False  # run all models and machines of the paper's Table 1
-    rows: tuple[str, ...] = ()  # models of Table 1 to run, such as opt-66b; default: all
-    columns: tuple[str, ...] = ()  # columns to run: paper, bfloat16, twice, half; default: all
+    rows: tuple[str, ...] = ()  # models of Table 1 to run, such as opt-66b; by default all
+    columns: tuple[str, ...] = ()  # columns to run: paper, bfloat16, twice, half; by default all
     out: Path = Path("runs/dry_run")  # directory of the results of --table1, which are added to
     json: bool = False  # print the figures as JSON instead of tables
 

@@ -130,8 +130,9 @@ def test_report_is_plain_data(run):
 def test_table(run):
     text = str(run)
     assert all(len(line) <= 80 for line in text.splitlines())
-    for words in ("It fits: ", "Memory of each device", "temporaries", "Sent by each device",
-                  "model: all-reduce, forward: dot_general", "<- binds", "rough guesses"):  # fmt: skip
+    for words in ("It fits: ", "Memory of each device", "temporaries", "Sent by each device"):
+        assert words in text
+    for words in ("model: all-reduce, forward: dot_general", "<- binds", "rough guesses"):
         assert words in text
 
 

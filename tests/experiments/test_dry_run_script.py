@@ -228,12 +228,12 @@ def test_errors_say_what_would_work(options, words, tmp_path, capsys):
     ("options", "words"),
     [
         ({"mesh": "model=3"}, "model in .1, 2, 4. would fit"),
-        ({"mesh": "model=0"}, "at least one device, but model=0"),
-        ({"accumulate": 0}, "at least one part, and --accumulate is 0"),
+        ({"mesh": "model=0"}, "`model` must be at least 1, but is 0"),
+        ({"accumulate": 0}, "--accumulate must be at least 1, but is 0"),
         ({"batch": 3, "accumulate": 2}, "`accumulate=2` does not divide the batch"),
-        ({"batch": 0}, "at least one sequence or image, and --batch is 0"),
-        ({"batch": -3}, "--batch is -3"),
-        ({"chunk": 0}, "at least one position are in memory, and --chunk is 0"),
+        ({"batch": 0}, "--batch must be at least 1, but is 0"),
+        ({"batch": -3}, "--batch must be at least 1, but is -3"),
+        ({"chunk": 0}, "--chunk must be at least 1, but is 0"),
     ],
 )
 def test_what_cannot_be_asked_is_not_what_does_not_fit(config_json, options, words, capsys):
@@ -300,7 +300,7 @@ def test_positions_that_are_learned_are_as_many_as_it_takes_and_that_is_said():
     workload = script("_workload").make_workload("gpt2-small", 2048)
     model = eqx.filter_eval_shape(workload.init_fn, jax.random.key(0))
     assert model.position_embed.shape[0] == 2048
-    assert "1024 learned positions; here 2048" in workload.notes[0]
+    assert "1024 learned positions; here it has 2048" in workload.notes[0]
     assert script("_workload").make_workload("gpt2-small", 512).notes == ()
 
 

@@ -35,12 +35,12 @@ def lock_run(directory: Path | None) -> Iterator[None]:
         return
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / FILE).open("ab+", buffering=0) as file:
-        if _take(file, directory):
-            _sign(file)
+        if _try_lock(file, directory):
+            _write_holder(file)
         yield
 
 
-def _take(file: BinaryIO, directory: Path) -> bool:
+def _try_lock(file: BinaryIO, directory: Path) -> bool:
     try:
         import fcntl
 
@@ -48,8 +48,8 @@ def _take(file: BinaryIO, directory: Path) -> bool:
     except (ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno in TAKEN:
             raise ValueError(
-                f"{directory} is in use by another run, {_holder(file)}. Wait until that run has "
-                "ended, stop it, or choose another directory."
+                f"{directory} is in use by another run, {_read_holder(file)}. Wait until that run "
+                "has ended, stop it, or choose another directory."
             ) from None
         logger.warning(
             "%s cannot be locked here (%s). Make sure that no other run uses it.", directory, error
@@ -58,7 +58,7 @@ def _take(file: BinaryIO, directory: Path) -> bool:
     return True
 
 
-def _sign(file: BinaryIO) -> None:
+def _write_holder(file: BinaryIO) -> None:
     with contextlib.suppress(OSError):  # the lock also holds on a full disk
         file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -66,7 +66,7 @@ def _sign(file: BinaryIO) -> None:
         file.write(text.encode() + b"\n")
 
 
-def _holder(file: BinaryIO) -> str:
+def _read_holder(file: BinaryIO) -> str:
     try:
         file.seek(0)
         found = json.loads(file.read(4096))

@@ -18,7 +18,7 @@ from jax._src import distributed
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 
-def leave_on_error() -> None:
+def skip_barrier_on_error() -> None:
     """Makes an uncaught exception end this process without waiting for the others.
 
     At exit, JAX waits for all processes at a barrier, while the others wait for this one in a
@@ -87,7 +87,7 @@ def wait_for_all() -> None:
 
 
 @contextlib.contextmanager
-def service_apart() -> Iterator[None]:
+def service_in_subprocess() -> Iterator[None]:
     """Makes `jax.distributed.initialize` start its service in a separate process."""
     before = _jax.get_distributed_runtime_service
     _jax.get_distributed_runtime_service = _Service

@@ -74,7 +74,7 @@ def _is_consequence(error: BaseException) -> bool:
     return fault and "RESOURCE_EXHAUSTED" not in str(error)
 
 
-def _leave(reason: str) -> None:
+def _exit(reason: str) -> None:
     print(f"redcoast: {reason} This process exits.", file=sys.stderr, flush=True)
     os._exit(LOST)
 
@@ -128,7 +128,7 @@ class _Watch:
     def _look(self) -> str | None:
         """Why this run cannot continue, if another process is lost."""
         for other, text in failures().items():
-            return f"{self._call(other)} has failed: {text}"
+            return f"{self._name(other)} has failed: {text}"
         now = time.monotonic()
         for key, text in key_value_store().key_value_dir_get(_KEY):
             other, said = int(key.rsplit("/", 1)[1]), json.loads(text)
@@ -142,7 +142,7 @@ class _Watch:
             self._warn(other, said["doing"])
         for other, (_, since) in self._seen.items():
             if now - since > DEAD:
-                return f"{self._call(other)} has died: no heartbeat for {now - since:.0f} s."
+                return f"{self._name(other)} has died: no heartbeat for {now - since:.0f} s."
         return None
 
     def _warn(self, other: int, said: tuple[str, float] | None) -> None:
@@ -154,10 +154,10 @@ class _Watch:
         self._warned[other] = 2 * seconds
         logger.warning(
             "%s has been in %s for %.0f s, and the other processes are waiting for it.",
-            *(self._call(other), what, seconds),
+            *(self._name(other), what, seconds),
         )
 
-    def _call(self, other: int) -> str:
+    def _name(self, other: int) -> str:
         host = self._hosts.get(other)
         return f"Process {other}" + (f" on {host}" if host else "")
 
@@ -167,7 +167,7 @@ class _Watch:
         if self._ended.wait(GRACE):
             return
         # The main thread waits for ever in a collective, and nothing else can end it.
-        _leave(reason)
+        _exit(reason)
 
 
 def _publish(what: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax._src import clusters, distributed, xla_bridge
 
-from ._coordinator import leave_on_error, service_apart, wait_for_all
+from ._coordinator import service_in_subprocess, skip_barrier_on_error, wait_for_all
 from ._mesh import emulate_devices
 from ._rendezvous import is_loopback, meet, split_address
 
@@ -300,7 +300,7 @@ def _join(job: _Job, timeout: int | float) -> None:
     direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
     os.environ[_NO_PROXY] = f"{direct},{host}" if direct else host
     jax.config.update("jax_check_proxy_envs", False)
-    with service_apart():
+    with service_in_subprocess():
         jax.distributed.initialize(
             coordinator,
             processes,
@@ -312,7 +312,7 @@ def _join(job: _Job, timeout: int | float) -> None:
             heartbeat_timeout_seconds=_HEARTBEAT,
         )
     atexit.register(wait_for_all)
-    leave_on_error()
+    skip_barrier_on_error()
 
 
 def _local_device_ids(local_id: int | None, here: int) -> list[int] | None:

@@ -107,7 +107,7 @@ def _notes(compiled: Compiled) -> list[str]:
     loops = "A loop has" if compiled.open_loops == 1 else f"{compiled.open_loops} loops have"
     return [
         f"{loops} a trip count that depends on the data, and is counted as one iteration: the real "
-        "arithmetic is more than the figure here, and the bytes sent may be."
+        "number of operations is higher than the figure here, and so may be the bytes sent."
     ]
 
 

@@ -155,7 +155,7 @@ def test_a_step_that_is_too_large():
     assert [change.what.partition(" ")[0] for change in run.changes] == ["mesh"]
     assert run.changes[0].peak <= run.memory["usable"]
     assert "It does not fit: " in str(run)
-    assert "With one of these changes it fits" in str(run)
+    assert "It fits with any one of these changes" in str(run)
     again = rc.dry_run(
         init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=run.changes[0].mesh
     )

@@ -109,7 +109,7 @@ def restore_newest(
     `ValueError` if there are checkpoints and `resume=False`, or if all of them are damaged.
     """
     # All processes use the list of process 0: a shared directory may look different to others.
-    steps = decide("list of checkpoints", saved_steps(checkpoints))
+    steps = decide("the list of checkpoints", saved_steps(checkpoints))
     if steps and not checkpoints.resume:
         raise ValueError(
             f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` asks "
@@ -136,7 +136,7 @@ def restore_newest(
 def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
     """The state and the metadata of a checkpoint, or a sentence that says how it is damaged."""
     problems = [
-        problem for problem in exchange("verdict on a checkpoint", _damage(path)) if problem
+        problem for problem in exchange("the check of a checkpoint", _damage(path)) if problem
     ]
     if problems:
         return problems[0]

@@ -60,7 +60,7 @@ class Together:
 
     def outcome(self, failed: str | None) -> str | None:
         """Why the save failed on any of the processes; `None` if all succeeded."""
-        return next((text for text in exchange("a save", failed) if text), None)
+        return next((text for text in exchange("the result of a save", failed) if text), None)
 
 
 def _arrived(store: Any, key: str) -> bool:

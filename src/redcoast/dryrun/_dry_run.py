@@ -127,7 +127,7 @@ def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, i
 
 
 def _gradients(job: Job, plan: Plan) -> int:
-    # The model's arrays come first in a plan of a state.
+    # In the plan of a training state, the model's arrays come first.
     trained = trainable_arrays(job.state.model, job.trainable)
     rows = plan.report["rows"][: len(trained)]
     return sum(row["bytes_per_device"] for row, yes in zip(rows, trained, strict=True) if yes)

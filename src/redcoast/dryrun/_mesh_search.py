@@ -53,7 +53,7 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
     own = [wrong, found.peak, found.refused, dict(found.sent)] if found else [wrong, 0, False, {}]
     # Compilers that autotune may produce different programs in different processes, all of which
     # must choose the same mesh.
-    everyone = exchange("a compiled step", own) if place.target is None else [own]
+    everyone = exchange("the compiled step", own) if place.target is None else [own]
     if found is None or any(wrong for wrong, *_ in everyone):
         return replace(one, error=next(wrong for wrong, *_ in everyone if wrong))
     needed = max(peak for _, peak, *_ in everyone)

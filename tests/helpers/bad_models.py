@@ -159,7 +159,7 @@ ROWS = {
         (lambda d: rc.load_pretrained(3), TypeError, "path"),
     ],
     "save_pretrained": [
-        (lambda d: rc.save_pretrained(make_model(), d / "m"), ValueError, "no MLP"),
+        (lambda d: rc.save_pretrained(make_model(), d / "m"), ValueError, "but got a MLP"),
         (
             lambda d: rc.save_pretrained(llama(), written(d / "n" / "x", "")),
             ValueError,

@@ -32,5 +32,5 @@ def test_all_are_as_defined():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'gelu_10' is not known; known are 'gelu', "):
+    with pytest.raises(ValueError, match="function 'gelu_10'. Supported functions: 'gelu', "):
         check_activation("gelu_10")

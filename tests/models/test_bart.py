@@ -131,10 +131,10 @@ def test_initial_parameters():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3}, "16 is not a multiple of 3"),
         ({"decoder_layers": 0}, "`decoder_layers` must be at least 1, but is 0"),
         ({"activation_dropout": -0.1}, "`activation_dropout` must be at least 0"),
-        ({"activation": "gelo"}, "'gelo' is not known"),
+        ({"activation": "gelo"}, "Unknown activation function 'gelo'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
@@ -216,10 +216,10 @@ def test_reads_the_published_settings():
         ({"normalize_embedding": False}, "`normalize_embedding` is False"),
         ({"tie_word_embeddings": False}, "`tie_word_embeddings` is False"),
         ({"encoder_layerdrop": 0.1}, "`encoder_layerdrop` is 0.1"),
-        ({"decoder_ffn_dim": 2048}, "`decoder_ffn_dim` is 2048, and only 4096"),
+        ({"decoder_ffn_dim": 2048}, "`decoder_ffn_dim` is 2048, but only 4096"),
         ({"num_hidden_layers": 6}, "`num_hidden_layers` and `encoder_layers` are two names"),
         ({"model_type": "mbart"}, "`model_type` is 'mbart'"),
-        ({"rotary": True}, "`rotary`, which is True, is not known"),
+        ({"rotary": True}, "`rotary`, which is True, is unknown"),
     ],
 )
 def test_settings_that_are_not_implemented_are_refused(change, message):

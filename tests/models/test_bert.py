@@ -89,9 +89,11 @@ def test_pooler_and_second_head_match_numpy():
 
 
 def test_parts_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="no pooler: its configuration says `pooler=False`"):
+    with pytest.raises(ValueError, match="no pooler: its configuration has `pooler=False`"):
         make().pool(jnp.zeros((1, 3, 16)))
-    with pytest.raises(ValueError, match="Only the head 'masked' gives logits of tokens"):
+    with pytest.raises(
+        ValueError, match="needs the head .masked. or .pretraining., but this model.s head is None"
+    ):
         MODEL.unembed(jnp.zeros((1, 3, 16)))
 
 
@@ -187,13 +189,13 @@ def test_initial_deviation():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3}, "16 is not a multiple of 3"),
         ({"types": 0}, "`types` must be at least 1, but is 0"),
-        ({"activation": "gelu_10"}, "'gelu_10' is not known"),
+        ({"activation": "gelu_10"}, "Unknown activation function 'gelu_10'"),
         ({"labels": 0}, "`labels` must be at least 1, but is 0"),
         ({"label_names": ("a",)}, "`label_names` has 1 names, but there are 2 `labels`"),
         ({"kind": "roberta", "pad": None}, "RoBERTa needs `pad`"),
-        ({"kind": "roberta", "head": "pretraining"}, "RoBERTa was trained with the head 'masked'"),
+        ({"kind": "roberta", "head": "pretraining"}, "RoBERTa has no head .pretraining."),
         ({"dropout": 1.0}, "`dropout` must be at least 0 and less than 1"),
     ],
 )

@@ -115,7 +115,7 @@ def test_is_split_over_a_mesh():
 
 
 def test_parts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="its encoder must be without a head"):
+    with pytest.raises(ValueError, match="encoder of a captioner must have no head"):
         CaptionerConfig(dataclasses.replace(ENCODER, head="classification"), DECODER)
     with pytest.raises(ValueError, match="decoder must have `cross_attention=True`"):
         CaptionerConfig(ENCODER, dataclasses.replace(DECODER, cross_attention=False))
@@ -141,7 +141,7 @@ def test_token_ids_are_the_decoders_unless_they_are_said():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary": True}, "`rotary`, which is True, is not known"),
+        ({"rotary": True}, "`rotary`, which is True, is unknown"),
         ({"is_encoder_decoder": False}, "`is_encoder_decoder` is False"),
         ({"encoder": {"model_type": "swin"}}, "`model_type` is 'swin'"),
         ({"decoder": {"model_type": "bert"}}, "`model_type` is 'bert'"),

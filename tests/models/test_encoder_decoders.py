@@ -207,14 +207,16 @@ def test_token_outside_the_vocabulary_gives_nan(family):
 
 def test_rows_that_do_not_fit_are_refused(family):
     model = MODELS[family]
-    with pytest.raises(ValueError, match="Just one of `segments` and `decoder_segments`"):
+    with pytest.raises(ValueError, match="Only one of `segments` and `decoder_segments`"):
         model(TOKENS, DECODER_TOKENS, segments=TOKENS)
     with pytest.raises(ValueError, match="memory has 3 rows, but there are 2 rows"):
         model.init_cache(2, 5, memory=jnp.zeros((3, 7, 16)))
     # The tests' type checker would refuse it first.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        with pytest.raises(ValueError, match="encoder has 2 rows of tokens, and the decoder 3"):
+        with pytest.raises(
+            ValueError, match="encoder.s tokens have 2 rows, but the decoder.s have 3"
+        ):
             model(TOKENS[:2], DECODER_TOKENS)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)

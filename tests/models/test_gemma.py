@@ -314,9 +314,9 @@ def test_tables_name_every_array(config):
     ("change", "message"),
     [
         ({"head_dim": 5}, "must be even, but is 5"),
-        ({"local": (True,)}, "says of 1 layers"),
-        ({"local": (True,) * 3}, "`window` does not say its size"),
-        ({"kv_heads": 3}, "4 is no multiple of 3"),
+        ({"local": (True,)}, "each of the 3 layers, but has 1"),
+        ({"local": (True,) * 3}, "`window` must be its size"),
+        ({"kv_heads": 3}, "4 is not a multiple of 3"),
         ({"attention_dropout": 1.0}, "must be at least 0 and less than 1"),
     ],
 )

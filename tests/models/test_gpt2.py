@@ -160,16 +160,20 @@ def test_memory_and_cross_attention_go_together(call):
     def use(model, **options):
         return model(TOKENS, **options) if call == "hidden" else model.init_cache(2, 4, **options)
 
-    with pytest.raises(ValueError, match="With `cross_attention` a `memory` is needed"):
+    with pytest.raises(
+        ValueError, match="`memory` must be given if `config.cross_attention` is True, and only"
+    ):
         use(MODEL, **READ)
-    with pytest.raises(ValueError, match="With `cross_attention` a `memory` is needed"):
+    with pytest.raises(
+        ValueError, match="`memory` must be given if `config.cross_attention` is True, and only"
+    ):
         use(READER)
     # The tests' type checker would refuse these first.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         with pytest.raises(ValueError, match="The memory has 1 rows, but there are 2 rows"):
             use(READER, memory=MEMORY[:1])
-        with pytest.raises(ValueError, match=r"its mask is of shape \(2, 4\)"):
+        with pytest.raises(ValueError, match=r"its mask has shape \(2, 4\)"):
             use(READER, memory=MEMORY, memory_mask=MEMORY_MASK[:, :4])
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
@@ -178,9 +182,12 @@ def test_memory_and_cross_attention_go_together(call):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3}, "16 is not a multiple of 3"),
         ({"positions": 0}, "`positions` must be at least 1, but is 0"),
-        ({"activation": "gelu_10"}, "'gelu_10' is not known; known are 'gelu'"),
+        (
+            {"activation": "gelu_10"},
+            "Unknown activation function 'gelu_10'. Supported functions: 'gelu'",
+        ),
         ({"attention_dropout": 1.0}, "`attention_dropout` must be at least 0 and less than 1"),
     ],
 )
@@ -250,11 +257,11 @@ def test_settings_are_read_back():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary": True}, "`rotary`, which is True, is not known"),
+        ({"rotary": True}, "`rotary`, which is True, is unknown"),
         ({"model_type": "gpt3"}, "`model_type` is 'gpt3'"),
         ({"is_encoder_decoder": True}, "`is_encoder_decoder` is True"),
-        ({"hidden_size": 768}, "two names of one setting, but one is 768 and the other 1024"),
-        ({"activation_function": "mish"}, "'mish' is not known"),
+        ({"hidden_size": 768}, "two names of one setting, but they are 768 and 1024"),
+        ({"activation_function": "mish"}, "Unknown activation function 'mish'"),
     ],
 )
 def test_settings_that_would_change_results_are_refused(change, message):

@@ -101,9 +101,9 @@ def test_initial_deviations():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 5}, "24 is no multiple of 5"),
-        ({"rotary_dim": 3}, "even and at most the size of a head, which is 6, but is 3"),
-        ({"rotary_dim": 8}, "even and at most the size of a head, which is 6, but is 8"),
+        ({"heads": 5}, "24 is not a multiple of 5"),
+        ({"rotary_dim": 3}, "even and at most the head size 6, but is 3"),
+        ({"rotary_dim": 8}, "even and at most the head size 6, but is 8"),
         ({"rotary_dim": 0}, "`rotary_dim` must be at least 1"),
         ({"residual_dropout": -0.1}, "`residual_dropout` must be at least 0"),
     ],
@@ -161,10 +161,10 @@ def test_settings_are_read_back():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary": False}, "`rotary` is False, and only True is implemented"),
+        ({"rotary": False}, "`rotary` is False, but only True is implemented"),
         ({"scale_attn_weights": False}, "`scale_attn_weights` is False"),
         ({"add_cross_attention": True}, "`add_cross_attention` is True"),
-        ({"parallel_residual": True}, "`parallel_residual`, which is True, is not known"),
+        ({"parallel_residual": True}, "`parallel_residual`, which is True, is unknown"),
         ({"rotary_dim": None}, "`rotary_dim` must be a number"),
     ],
 )

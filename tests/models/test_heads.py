@@ -96,7 +96,7 @@ def test_adapted_weights_stay_adapted():
 
 def test_models_without_labels_are_refused():
     config = LlamaConfig(vocab=8, width=8, layers=1, heads=1, kv_heads=1, hidden=8)
-    with pytest.raises(TypeError, match="A Llama takes no head for labels"):
+    with pytest.raises(TypeError, match="A Llama cannot have a head for labels"):
         with_head(make(Llama, config), labels=2, key=KEY)
     with pytest.raises(ValueError, match="`labels` must be at least 1, but is 0"):
         with_head(make(Bert, BERT), labels=0, key=KEY)

@@ -247,9 +247,9 @@ def test_initial_logits_are_of_order_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3, "kv_heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3, "kv_heads": 3}, "16 is not a multiple of 3"),
         ({"heads": 16, "kv_heads": 16}, "must be even, but is 1"),
-        ({"kv_heads": 3}, "4 is no multiple of 3"),
+        ({"kv_heads": 3}, "4 is not a multiple of 3"),
         ({"layers": 0}, "`layers` must be at least 1, but is 0"),
     ],
 )

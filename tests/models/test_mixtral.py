@@ -243,9 +243,9 @@ def test_tables_name_every_array():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chosen": 5}, "5 of 4 experts"),
+        ({"chosen": 5}, "`chosen` must be at most `experts`, but they are 5 and 4"),
         ({"chosen": 0}, "`chosen` must be at least 1"),
-        ({"heads": 3, "kv_heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3, "kv_heads": 3}, "16 is not a multiple of 3"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):

@@ -120,9 +120,9 @@ def test_initial_deviations_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "16 is no multiple of 3"),
+        ({"heads": 3}, "16 is not a multiple of 3"),
         ({"embed_width": 0}, "`embed_width` must be at least 1"),
-        ({"post_norm": True}, "With `post_norm` each layer ends in a norm"),
+        ({"post_norm": True}, "With `post_norm=True` each layer already ends with a norm"),
         ({"dropout": 1.5}, "`dropout` must be at least 0 and less than 1, but is 1.5"),
     ],
 )
@@ -175,10 +175,10 @@ def test_settings_are_read_back(changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layerdrop": 0.1}, "`layerdrop` is 0.1, and only 0.0 is implemented"),
+        ({"layerdrop": 0.1}, "`layerdrop` is 0.1, but only 0.0 is implemented"),
         ({"activation_dropout": 0.1}, "`activation_dropout` is 0.1"),
         ({"scale_embeddings": True}, "`scale_embeddings` is True"),
-        ({"rope_theta": 1e4}, "`rope_theta`, which is 10000.0, is not known"),
+        ({"rope_theta": 1e4}, "`rope_theta`, which is 10000.0, is unknown"),
     ],
 )
 def test_settings_that_would_change_results_are_refused(change, message):

@@ -54,5 +54,5 @@ def test_sizes_without_ranges_are_refused():
     check_buckets(4, 3)
     with pytest.raises(ValueError, match="at least 4"):
         check_buckets(3, 9)
-    with pytest.raises(ValueError, match="more than half of it, but they are 8 and 4"):
+    with pytest.raises(ValueError, match="more than `buckets / 2`, but they are 8 and 4"):
         check_buckets(8, 4)

@@ -43,8 +43,8 @@ def test_labels_stay_as_they_are():
     [
         (LABELS, {"start": -1}, "`start` is -1"),
         (LABELS, {"start": 0, "pad": -100}, "`pad` is -100"),
-        (LABELS.astype(np.uint8), {"start": 256}, "`start` is 256, .* uint8 can hold"),
-        (LABELS[:, :0], {"start": 0}, r"shape \(3, 0\) have nothing to shift"),
+        (LABELS.astype(np.uint8), {"start": 256}, "`start` is 256, .* the largest uint8"),
+        (LABELS[:, :0], {"start": 0}, r"shape \(3, 0\), so there is nothing to shift"),
     ],
 )
 def test_bad_tokens_are_refused(labels, tokens, message):
@@ -56,7 +56,7 @@ def test_labels_that_are_no_integers_are_refused():
     # The tests' type checker would refuse them first.
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        with pytest.raises(TypeError, match="must be integers, but are of float64"):
+        with pytest.raises(TypeError, match="must be integers, but have dtype float64"):
             shift_right(LABELS.astype(np.float64), start=0)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)

@@ -154,13 +154,13 @@ def test_initial_scores_and_logits_are_of_order_one():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3, "head_size": None}, "16 is no multiple of 3"),
+        ({"heads": 3, "head_size": None}, "16 is not a multiple of 3"),
         ({"decoder_layers": 0}, "`decoder_layers` must be at least 1, but is 0"),
         ({"buckets": 2}, "at least 4 .* they are 2 and 5"),
-        ({"distance": 4}, "`distance` more than half of it, but they are 8 and 4"),
-        ({"tied": False, "scale_head": True}, "with `scale_head` set `tied`"),
+        ({"distance": 4}, "`distance` more than `buckets / 2`, but they are 8 and 4"),
+        ({"tied": False, "scale_head": True}, "`scale_head=True` needs `tied=True`"),
         ({"dropout": 1.0}, "`dropout` must be at least 0 and less than 1"),
-        ({"activation": "gelo"}, "'gelo' is not known"),
+        ({"activation": "gelo"}, "Unknown activation function 'gelo'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
@@ -292,8 +292,8 @@ def test_names_of_activations():
     ("change", "message"),
     [
         ({"is_encoder_decoder": False}, "`is_encoder_decoder` is False"),
-        ({"feed_forward_proj": "gated-mish"}, "'mish' is not known"),
-        ({"sparse_step": 2}, "`sparse_step`, which is 2, is not known"),
+        ({"feed_forward_proj": "gated-mish"}, "Unknown activation function 'mish'"),
+        ({"sparse_step": 2}, "`sparse_step`, which is 2, is unknown"),
         ({"model_type": "umt5"}, "`model_type` is 'umt5'"),
         ({"head_dim": 32}, "`head_dim` and `d_kv` are two names of one setting"),
     ],
@@ -305,7 +305,7 @@ def test_settings_that_are_not_implemented_are_refused(change, message):
 
 def test_a_scaled_mt5_is_refused():
     config = dataclasses.replace(CONFIG, kind="mt5")
-    with pytest.raises(ValueError, match="that of an mT5 never is"):
+    with pytest.raises(ValueError, match="the head of an mT5 is never scaled"):
         write_config(config)
     with pytest.raises(ValueError, match="`d_ff` is missing"):
         read_config(T5Config, {k: v for k, v in T5_SMALL.items() if k != "d_ff"})

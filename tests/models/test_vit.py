@@ -141,9 +141,9 @@ def test_initial_deviation():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 3}, "16 is no multiple of 3"),
-        ({"patch": (3, 3)}, r"\(4, 6\) is no multiple of \(3, 3\)"),
-        ({"patch": (0, 3)}, r"\(4, 6\) is no multiple of \(0, 3\)"),
+        ({"heads": 3}, "16 is not a multiple of 3"),
+        ({"patch": (3, 3)}, r"\(4, 6\) is not a multiple of \(3, 3\)"),
+        ({"patch": (0, 3)}, r"\(4, 6\) is not a multiple of \(0, 3\)"),
         ({"channels": 0}, "`channels` must be at least 1"),
         ({"labels": 0}, "`labels` must be at least 1"),
         ({"attention_dropout": -0.1}, "`attention_dropout` must be at least 0"),
@@ -201,10 +201,10 @@ def test_settings_are_read_back(head):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary": True}, "`rotary`, which is True, is not known"),
+        ({"rotary": True}, "`rotary`, which is True, is unknown"),
         ({"model_type": "deit"}, "`model_type` is 'deit'"),
         ({"pooler_act": "relu"}, "`pooler_act` is 'relu'"),
-        ({"hidden_act": "mish"}, "'mish' is not known"),
+        ({"hidden_act": "mish"}, "Unknown activation function 'mish'"),
         ({"architectures": ["ViTForMaskedImageModeling"]}, "only ViTModel or ViTForImageClassific"),
     ],
 )

@@ -97,14 +97,14 @@ def test_labels_are_read_with_their_names():
     plain = {name: value for name, value in named.items() if "label" not in name}
     assert read_config(BertConfig, plain).labels == 2
     assert read_config(BertConfig, plain | {"num_labels": 4}).labels == 4
-    with pytest.raises(ValueError, match=r"numbers its labels \[0, 2\], and not from 0 on"):
+    with pytest.raises(ValueError, match=r"numbers its labels \[0, 2\], but must count from 0"):
         read_config(BertConfig, named | {"id2label": {"0": "a", "2": "b"}})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary": True}, "`rotary`, which is True, is not known"),
+        ({"rotary": True}, "`rotary`, which is True, is unknown"),
         ({"model_type": "xlnet"}, "`model_type` is 'xlnet'"),
         ({"is_decoder": True}, "`is_decoder` is True"),
         ({"add_cross_attention": True}, "`add_cross_attention` is True"),
@@ -113,9 +113,9 @@ def test_labels_are_read_with_their_names():
             "`position_embedding_type` is 'relative_key'",
         ),
         ({"tie_word_embeddings": False}, "`tie_word_embeddings` is False"),
-        ({"hidden_act": "mish"}, "'mish' is not known"),
+        ({"hidden_act": "mish"}, "Unknown activation function 'mish'"),
         ({"architectures": ["BertForTokenClassification"]}, r"is \['BertForTokenClassification'\]"),
-        ({"architectures": ["RobertaModel"]}, "and only BertModel or BertForMaskedLM or"),
+        ({"architectures": ["RobertaModel"]}, "but only BertModel or BertForMaskedLM or"),
     ],
 )
 def test_settings_that_would_change_results_are_refused(change, message):

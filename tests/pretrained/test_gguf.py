@@ -214,7 +214,7 @@ def test_a_head_may_have_another_size_than_the_width_says(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architecture": "qwen2"}, "architecture 'qwen2'; of GGUF files only 'llama'"),
+        ({"architecture": "qwen2"}, "architecture 'qwen2', but for GGUF files only 'llama'"),
         ({"parts": 3}, "`split.count` is 3"),
         ({"metadata": {"expert_count": 8}}, "`llama.expert_count` is 8"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "`llama.rope.scaling.type` is 'yarn'"),
@@ -245,7 +245,7 @@ def test_files_that_are_cut_short(tmp_path, kept):
 def test_a_directory_of_several_files(tmp_path):
     for name in ("a", "b"):
         write_llama(tmp_path / f"{name}.gguf")
-    with pytest.raises(ValueError, match="several `.gguf` files, of which one"):
+    with pytest.raises(ValueError, match="several `.gguf` files: pass the path of one"):
         rc.load_pretrained(tmp_path)
 
 

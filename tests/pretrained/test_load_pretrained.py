@@ -245,7 +245,7 @@ def test_all_that_does_not_fit_is_listed_at_once(directory):
     assert missing < message.index("model.layers.2.self_attn.v_proj.weight") < unexpected
     assert missing < message.index("model.norm.weight") < unexpected
     assert unexpected < message.index("lm_head.bias") < message.index("score.weight") < misshapen
-    assert "model.layers.0.mlp.up_proj.weight ((64, 128) of float32, and not (128, 64))" in message
+    assert "model.layers.0.mlp.up_proj.weight ((64, 128) of float32, expected (128, 64))" in message
     assert "lm_head.weight ((96, 64) of int8" in message
     assert message.count("model.layers.") == 2
 
@@ -293,7 +293,7 @@ def test_settings_that_are_not_known(tmp_path):
     with pytest.raises(ValueError, match=f"{path}.*logit_magic"):
         rc.load_pretrained(path)
     (path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ValueError, match="type 'mamba', and there are models .* llama,"):
+    with pytest.raises(ValueError, match="type 'mamba', .* not supported. .* llama,"):
         rc.load_pretrained(path)
 
 
@@ -330,7 +330,7 @@ def test_shardings_that_do_not_fit(directory):
     shardings = rc.infer_shardings(abstract_model(), mesh)
     with pytest.raises(ValueError, match="another mesh"):
         rc.load_pretrained(directory, mesh=rc.make_mesh(fsdp=8), shardings=shardings)
-    with pytest.raises(ValueError, match="one sharding for each.*only in one.*norm"):
+    with pytest.raises(ValueError, match="one sharding for each.*norm.*is in only one of the two"):
         rc.load_pretrained(directory, shardings=eqx.tree_at(lambda m: m.norm, shardings, None))
     half = NamedSharding(rc.make_mesh(devices=jax.devices()[:4], model=4), P())
     with pytest.raises(ValueError, match="several sets of devices"):

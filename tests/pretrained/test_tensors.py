@@ -170,14 +170,14 @@ def test_order_in_which_files_store_an_array(case, order):
 @pytest.mark.parametrize(
     ("pattern", "fixed", "words"),
     [
-        ("a b", {}, "no `->`"),
-        ("a -> b -> c", {}, "or several"),
+        ("a b", {}, "exactly one `->`"),
+        ("a -> b -> c", {}, "exactly one `->`"),
         ("(a b -> a b", {}, r"'\(' where a factor"),
         ("((a b) c) -> a b c", {}, r"'\(' where a factor"),
         ("a-b -> a", {}, "'-' where a factor"),
         ("() a -> a", {}, "where a factor"),
-        ("a a -> a", {}, "`a` several times"),
-        ("2 a 2 -> a 2 2", {}, "`2` several times"),
+        ("a a -> a", {}, "`a` more than once"),
+        ("2 a 2 -> a 2 2", {}, "`2` more than once"),
         ("0 a -> a 0", {}, "neither a name nor a size"),
         ("3x -> 3x", {}, "neither a name nor a size"),
         ("a b -> a", {}, "`b` on one side only"),
@@ -196,16 +196,16 @@ def test_patterns_that_make_no_sense(pattern, fixed, words):
 
 @pytest.mark.parametrize("name", ["layers.{}.w", "{layer}.{layer}", "{0}.w"])
 def test_names_that_make_no_sense(name):
-    with pytest.raises(ValueError, match="must be different names"):
+    with pytest.raises(ValueError, match="must be distinct names"):
         Tensor(name, "a -> a")
 
 
 @pytest.mark.parametrize(
     ("pattern", "fixed", "shape", "words"),
     [
-        ("a b -> b a", {}, (2, 3, 4), "makes 2 dimensions"),
-        ("a b -> (a b)", {"b": 5}, (12,), "do not make up 12"),
-        ("(a b) -> a b", {"b": 5}, (3, 4), "do not make up 4"),
+        ("a b -> b a", {}, (2, 3, 4), "has 2 dimensions, but the array"),
+        ("a b -> (a b)", {"b": 5}, (12,), "product cannot be 12"),
+        ("(a b) -> a b", {"b": 5}, (3, 4), "product cannot be 4"),
     ],
 )
 def test_arrays_that_do_not_fit_a_pattern(pattern, fixed, shape, words):

@@ -199,9 +199,12 @@ def test_vocabulary_may_be_split(tied):
     ("change", "message"),
     [
         ({"chunk": 0}, "`chunk` is 0"),
-        ({"targets": TARGETS[:, 1:]}, r"`targets` is of shape \(4, 12\)"),
-        ({"targets": TARGETS.astype(jnp.float32)}, "`targets` are float32"),
-        ({"mask": RAGGED[:, 1:]}, r"`mask` of \(4, 12\)"),
+        ({"targets": TARGETS[:, 1:]}, r"`targets` has shape \(4, 12\)"),
+        (
+            {"targets": TARGETS.astype(jnp.float32)},
+            "`targets` must be integers .* but have dtype float32",
+        ),
+        ({"mask": RAGGED[:, 1:]}, r"`mask` has shape \(4, 12\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

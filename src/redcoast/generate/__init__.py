@@ -1,3 +1,3 @@
-"""Decoding: greedy, sampling and beam search, with a key-value cache."""
+"""Text generation with a key-value cache: greedy decoding, sampling and beam search."""
 
 from ._generate import generate as generate

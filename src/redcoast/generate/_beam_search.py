@@ -1,9 +1,9 @@
-"""Beam search, step for step as in `transformers`, whose token ids it gives.
+"""Beam search with the same algorithm, and the same token ids, as `transformers`.
 
-For each row there are as many running hypotheses as finished ones. Running hypotheses compete by
-the sums of their log-probabilities, finished ones by the sum over a power of the length. A row
-ends when its best running hypothesis, if it ended now, would be no better than its worst finished
-one (`early_stopping=False`).
+Each row has equally many running and finished hypotheses. Running hypotheses are ranked by the sum
+of their log-probabilities, finished ones by this sum divided by a power of their length. A row ends
+when its best running hypothesis, if it ended now, would be no better than its worst finished one
+(`early_stopping=False`).
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ Dims = tuple[int | None, ...]
 
 
 def batch_dims(cache: Any, rows: int) -> Dims:
-    """For each array of a cache of so many rows, which dimension they are along."""
+    """Finds the batch dimension of each array of a cache with `rows` rows."""
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
     return tuple(map(_changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
 
@@ -32,7 +32,7 @@ def _changed(x: Array, y: jax.ShapeDtypeStruct) -> int | None:
 
 
 def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:
-    """The cache with each row as often as said, one after the other."""
+    """Repeats each row of a cache `times` times."""
     leaves, structure = jax.tree.flatten(cache)
     return structure.unflatten(
         x if d is None else jnp.repeat(x, times, axis=d) for x, d in zip(leaves, dims, strict=True)
@@ -40,10 +40,10 @@ def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:
 
 
 def reorder_rows(cache: Any, before: Any, dims: Dims, parent: Int[Array, "batch beams"]) -> Any:
-    """The cache with the beams of each row replaced by their parents, of the same row.
+    """Replaces the beams of each row by their parents.
 
-    What a step did not touch since `before`, such as what is kept of an encoder, is alike for all
-    beams of a row, and stays.
+    Arrays that are the same objects as in `before`, such as the encoder's keys and values, are the
+    same for all beams of a row and are not copied.
     """
     leaves, structure = jax.tree.flatten(cache)
     old = jax.tree.leaves(before)
@@ -59,12 +59,12 @@ def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:
     return jax.vmap(take, in_axes=(d, 0), out_axes=d)(apart, parent).reshape(x.shape)
 
 
-# Added to the scores of what must not be selected. Finite, so that it still ranks them.
+# Added to the scores of hypotheses that must not be selected. Finite, so that they stay ranked.
 _REFUSED = -1e9
 
 
 class Running(eqx.Module):
-    """Hypotheses that go on, best first; `parent` is the one that each came from."""
+    """Running hypotheses, best first. `parent` is the index of the beam that each extends."""
 
     tokens: Int[Array, "batch beams room"]
     scores: Float[Array, "batch beams"]
@@ -72,7 +72,7 @@ class Running(eqx.Module):
 
 
 class Finished(eqx.Module):
-    """The best hypotheses that have ended, best first; `filled` where there is one."""
+    """The best finished hypotheses, best first. `filled` is false at unused entries."""
 
     tokens: Int[Array, "batch beams room"]
     scores: Float[Array, "batch beams"]
@@ -80,7 +80,7 @@ class Finished(eqx.Module):
 
 
 class Search(eqx.Module):
-    """The state of a search: `open` rows may still improve, `valid` ones met no NaN."""
+    """The state of a search. `open` rows may still improve; `valid` rows had no NaN."""
 
     running: Running
     finished: Finished
@@ -90,7 +90,7 @@ class Search(eqx.Module):
 
 
 class Candidates(eqx.Module):
-    """The best continuations of the running hypotheses; `ends` where one is whole."""
+    """The best continuations of the running hypotheses. `ends` is true at complete ones."""
 
     tokens: Int[Array, "batch candidates room"]
     scores: Float[Array, "batch candidates"]
@@ -101,7 +101,7 @@ class Candidates(eqx.Module):
 def search(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
 ) -> Int[Array, "batch room"]:
-    """The best hypothesis for each row."""
+    """Returns the best hypothesis of each row."""
     logits, cache = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams
     dims = batch_dims(cache, batch)
@@ -125,7 +125,7 @@ def search(
 def _begin(batch: int, request: Request) -> Search:
     shape = (batch, request.beams)
     tokens = jnp.full((*shape, request.room), request.pad, jnp.int32)
-    # All beams start alike: only the first is continued.
+    # All beams start equal, so only the first is continued.
     first = (jnp.arange(request.beams) == 0)[None]
     refused = jnp.full(shape, _REFUSED, jnp.float32)
     scores = jnp.where(first, 0.0, refused)
@@ -140,13 +140,13 @@ def _begin(batch: int, request: Request) -> Search:
 
 
 def _select(logits: Float[Array, "rows vocab"], last: Search, request: Request) -> Search:
-    """The search one token later."""
+    """Advances the search by one token."""
     found = _candidates(logits, last, request)
     running = _continue(found, request)
     norm = jnp.take(jnp.asarray(request.norms), last.count)
     finished = _finish(found, last, norm)
-    # If the best running hypothesis ended here it would score `bound`. Without all filled, any
-    # is worth going on.
+    # The score of the best running hypothesis if it ended here. While some entries are unfilled,
+    # every row stays open.
     bound = running.scores[:, :1] / norm
     worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _REFUSED)
     invalid = last.open & jnp.any(jnp.isnan(found.scores), axis=1)
@@ -163,7 +163,7 @@ def _candidates(logits: Float[Array, "rows vocab"], last: Search, request: Reque
     batch, beams, vocab = *last.running.scores.shape, logits.shape[-1]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(batch, beams, vocab)
     scores = (log_probs + last.running.scores[:, :, None]).reshape(batch, beams * vocab)
-    # As many that, were all that can end a row among them, enough would be left to go on.
+    # Enough candidates that `beams` of them continue even if all possible ends are among them.
     keep = min(max(2, 1 + len(request.eos)) * beams, beams * vocab)
     scores, places = jax.lax.top_k(scores, keep)
     parent, newest = places // vocab, places % vocab
@@ -182,7 +182,7 @@ def _continue(found: Candidates, request: Request) -> Running:
 
 def _finish(found: Candidates, last: Search, norm: Float[Array, ""]) -> Finished:
     beams = last.finished.scores.shape[1]
-    # The other candidates are there to go on with.
+    # The other candidates are only there to be continued.
     ends = found.ends & (jnp.arange(found.ends.shape[1]) < beams)[None]
     scores = found.scores / norm
     scores += jnp.where(last.open[:, None], 0.0, _REFUSED)

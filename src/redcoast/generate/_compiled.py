@@ -1,4 +1,4 @@
-"""Calls from outside of a program: compiled once for each bucket, and remembered."""
+"""Calls outside of `jax.jit`: compiled once for each bucket of shapes, and cached."""
 
 import functools as ft
 from typing import Any
@@ -23,7 +23,7 @@ from ._sampling import sample
 
 
 def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "batch room"]:
-    """The new tokens, with the padding up to the room that there is for them."""
+    """Generates tokens, padded to the size of the bucket."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
     return (sample if request.beams == 1 else search)(model, tokens, mask, request)
 
@@ -31,7 +31,7 @@ def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "
 def decode_compiled(
     model: Any, tokens: Any, mask: Any, request: Request
 ) -> Int[Array, "batch new"]:
-    """The new tokens, by a program that is compiled for a bucket of shapes."""
+    """Generates tokens with a program that is compiled for a bucket of shapes."""
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
     return trim(_decode(arrays, static, *prompt, request), int(request.limit))
@@ -43,11 +43,11 @@ def _decode(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: 
 
 
 def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
-    """Tokens and mask, padded to a bucket's length and put on the model's devices."""
+    """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
     place = ft.partial(_place, mesh=_mesh_of(arrays))
     if tokens.ndim != 2:
         return place(_on_host(tokens), tokens), None
-    # The decoder goes on at the right; an encoder has its prompt at the left.
+    # A decoder appends new tokens on the right, so its prompts are padded on the left.
     left = not is_encoder_decoder(model)
     pad = ft.partial(pad_columns, length=_length(model, tokens.shape[1], left), left=left)
     real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
@@ -57,17 +57,17 @@ def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tup
 
 def _length(model: Any, length: int, is_decoder: bool) -> int:
     most = None if is_decoder else getattr(model.config, "positions", None)
-    # An encoder may have no positions for so much padding.
+    # An encoder may have too few positions for a padded length.
     return bucket(length) if most is None else max(length, min(bucket(length), most))
 
 
 def _on_host(x: Any) -> Any:
-    # There, padding takes no program for each length.
+    # Padding on the host needs no compilation for each length.
     return np.asarray(x) if is_known(x) else x
 
 
 def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
-    """Puts `x` where `given` was put on purpose; otherwise splits its rows over the mesh."""
+    """Puts `x` where the user committed `given`; otherwise shards its rows over the mesh."""
     if not isinstance(x, np.ndarray):
         return x
     if isinstance(given, jax.Array) and given.committed:
@@ -79,7 +79,7 @@ def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
 
 
 def _mesh_of(arrays: list[Any]) -> Mesh | None:
-    """The mesh that a model's arrays are on, if it has axes for the batch."""
+    """Returns the mesh of a model's arrays, if it has axes for the batch."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -89,10 +89,10 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
 
 
 def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
-    """The columns that were asked for, after a look at whether all are tokens."""
+    """Returns the first `count` columns, after checking that no token is invalid."""
     if isinstance(new, Tracer):
         return new[:, :count]
-    # Cut on the host, for here each number of columns would take a program.
+    # Cut on the host: on the devices each number of columns would be compiled.
     host = whole(new)[:, :count]
     refuse_invalid(host)
     if isinstance(new.sharding, NamedSharding) and not new.is_fully_addressable:
@@ -101,10 +101,10 @@ def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
 
 
 def refuse_invalid(new: np.ndarray) -> None:
-    """Raises where a token could not be chosen."""
+    """Raises if a token is invalid, that is if its logits were NaN."""
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:
         raise ValueError(
-            f"The logits of row {rows[0]} hold NaN at new token {steps[0]}, so that none could be "
-            "chosen. Parameters may hold NaN, or overflow in their dtype."
+            f"The logits of row {rows[0]} hold NaN at new token {steps[0]}. The parameters may "
+            "hold NaN, or activations may overflow in their dtype."
         )

@@ -1,4 +1,4 @@
-"""The public function. What it does is imported when it is first done."""
+"""The public function `generate`. It imports its implementation on the first call."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,48 +24,51 @@ def generate(
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
     stream: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
 ) -> Int[Array, "batch new"]:
-    """Continues texts: by the likeliest tokens, by drawn ones, or by beam search.
+    """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
-    Called as it is, it compiles itself: once for each batch size and each bucket of prompt
-    lengths and of new tokens, whatever the temperature, `top_p` and the limit. Inside of
-    `jax.jit`, `plan.constrain(fn)` or a `predict_fn`, it is traced like any function. A model
-    that is split over a mesh stays split; the tokens are those of one device.
+    Outside of `jax.jit` the function is compiled automatically, once for each batch size and each
+    bucket of prompt lengths and numbers of new tokens; other values of `temperature`, `top_p` and
+    `max_new_tokens` within a bucket do not recompile it. Inside of `jax.jit`, `plan.constrain(fn)`
+    or a `predict_fn` it is traced like any function. A sharded model stays sharded, and gives the
+    same tokens as on one device.
 
     **Arguments:**
 
-    - `model`: a decoder or an encoder-decoder of `redcoast.models`, or any model with
-        their `config`, `init_cache`, `decode` and `unembed`, and perhaps `encode`.
-    - `tokens`: the prompts, integers of shape (batch, seq), to be continued by a decoder; or the
-        input of an encoder, which may be images of any shape, for which a decoder makes a text.
-    - `max_new_tokens`: how many tokens to make at most.
-    - `key`: of the draws. Draw `i` of row `r` depends on the key, `i` and `r` alone.
-    - `temperature`: 0 takes the likeliest token. Otherwise tokens are drawn from the softmax of
-        the logits, divided by this.
-    - `top_k`: draw only from as many of the likeliest tokens, and from those as likely as the
+    - `model`: a decoder or an encoder-decoder of `redcoast.models`, or any model with the same
+        `config`, `init_cache`, `decode` and `unembed`, and `encode` for an encoder-decoder.
+    - `tokens`: for a decoder, the prompts to continue: integers of shape (batch, seq). For an
+        encoder-decoder, the input of the encoder: tokens of the same shape, or images.
+    - `max_new_tokens`: the maximum number of tokens to generate.
+    - `key`: PRNG key for sampling. The sample at step `i` of row `r` depends only on the key, `i`
+        and `r`.
+    - `temperature`: with 0, decoding is greedy. Otherwise tokens are sampled from the softmax of
+        the logits divided by the temperature.
+    - `top_k`: sample only from the `top_k` most likely tokens, and from those that tie with the
         last of them.
-    - `top_p`: of what `top_k` leaves, draw only from the fewest tokens with together at least
-        this probability (Holtzman et al., 2019, <https://arxiv.org/abs/1904.09751>).
-    - `beams`: with more than 1, beam search with as many hypotheses for each row.
-    - `length_penalty`: the score of a hypothesis is its log-probability over its number of new
-        tokens to this power. Only for beam search.
-    - `eos`: the token, or tokens, that end a row; by default those of `model.config.eos`. With
-        `()`, rows go on to `max_new_tokens`.
-    - `mask`: 1 at real tokens, 0 at padding, which may be on either side; (batch, seq).
-    - `stream`: called with the tokens of each step, a NumPy array of shape (batch,), as they
-        come: while the next step is under way, and until all rows have ended. Not for beam
-        search, and not while a program is traced.
+    - `top_p`: of the tokens that `top_k` keeps, sample only from the smallest set with a total
+        probability of at least `top_p` (nucleus sampling, Holtzman et al., 2019,
+        <https://arxiv.org/abs/1904.09751>).
+    - `beams`: the number of beams. More than 1 selects beam search.
+    - `length_penalty`: beam search scores a hypothesis by its log-probability divided by its number
+        of new tokens to this power.
+    - `eos`: the token or tokens that end a row, by default `model.config.eos`. With `()`, all rows
+        have `max_new_tokens` tokens.
+    - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side, of shape
+        (batch, seq).
+    - `stream`: called after each step with its tokens, a NumPy array of shape (batch,), while the
+        next step is running, until all rows have ended. Not supported for beam search, nor while
+        tracing.
 
     **Returns:**
 
-    The new tokens alone, int32 of shape (batch, `max_new_tokens`). Behind the token that ended
-    it a row is filled with `model.config.pad`, or else with the first of `eos`, or else with 0.
-    Where logits are NaN, which a traced program cannot refuse, the token is -1 and the row ends.
+    The new tokens without the prompts, int32 of shape (batch, `max_new_tokens`). After the token
+    that ends it, a row is padded with `model.config.pad`, or else with the first of `eos`, or else
+    with 0. While tracing, NaN logits cannot raise an error: the token is -1, and the row ends.
 
     **Raises:**
 
-    `ValueError` or `TypeError` if an argument is out of its range or does not go with another, if
-    a row has no real token, if all tokens but the last new one are more than the positions, or
-    if logits are NaN.
+    `ValueError` or `TypeError` if an argument is out of range or conflicts with another, if a row
+    has no real token, if the model has too few positions, or if logits are NaN.
 
     !!! Example
 

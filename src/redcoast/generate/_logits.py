@@ -1,4 +1,4 @@
-"""Which token comes next, by logits: the likeliest, or one drawn from those left by filters."""
+"""Choosing the next token from logits: greedily, or by sampling with top-k and top-p."""
 
 import jax
 import jax.numpy as jnp
@@ -6,29 +6,29 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._request import Request, Scalar
 
-# Stands where logits are NaN, so that it cannot be taken for a token.
+# Marks tokens whose logits were NaN.
 INVALID = -1
 
 
 def choose(
     logits: Float[Array, "batch vocab"], step: Int[Array, ""], request: Request
 ) -> Int[Array, " batch"]:
-    """The next token of each row; `INVALID` where a logit is NaN."""
+    """Returns the next token of each row; `INVALID` if a logit is NaN."""
     scores = logits.astype(jnp.float32)
     if request.key is not None and request.temperature is not None:
         scores = filter_logits(scores, request.temperature, request.top_k, request.tail)
-        # The greatest sum is at a token drawn from the softmax (Gumbel, 1954).
+        # The argmax of logits plus Gumbel noise is a sample of the softmax (Gumbel, 1954).
         scores = scores + gumbel_noise(request.key, step, *scores.shape)
     return first_greatest(scores)
 
 
 def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
-    """Where each row is greatest, first; `INVALID` in rows with NaN.
+    """Returns the first index of each row's maximum; `INVALID` for rows with NaN.
 
     Two plain reductions take a tenth of the time of `jnp.argmax` on CPU.
     """
     vocab = scores.shape[1]
-    # NaN is the greatest if there is any, and equals nothing.
+    # The maximum of a row with NaN is NaN, which is not equal to anything.
     greatest = scores == jnp.max(scores, axis=1, keepdims=True)
     first = jnp.min(jnp.where(greatest, jnp.arange(vocab, dtype=jnp.int32)[None], vocab), axis=1)
     return jnp.where(first == vocab, INVALID, first)
@@ -37,7 +37,7 @@ def first_greatest(scores: Float[Array, "batch vocab"]) -> Int[Array, " batch"]:
 def gumbel_noise(
     key: PRNGKeyArray, step: Int[Array, ""], batch: int, vocab: int
 ) -> Float[Array, "batch vocab"]:
-    """Noise from a key for each row: it depends on the key, the step and the row's number alone."""
+    """Samples Gumbel noise that depends only on the key, the step and the index of the row."""
     rows = jnp.arange(batch)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, step), rows)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
@@ -49,7 +49,8 @@ def filter_logits(
     top_k: int | None = None,
     tail: Scalar | None = None,
 ) -> Float[Array, "batch vocab"]:
-    """Logits over the temperature, with -inf at what `top_k`, and then `top_p`, leaves out."""
+    """Divides logits by the temperature, and sets those that `top_k` and then `top_p` exclude to
+    -inf."""
     scores = logits / temperature
     if top_k is not None and top_k < scores.shape[1]:
         scores = keep_top_k(scores, top_k)
@@ -57,17 +58,17 @@ def filter_logits(
 
 
 def keep_top_k(scores: Float[Array, "batch vocab"], k: int) -> Float[Array, "batch vocab"]:
-    """Leaves out what scores less than the `k`-th; so ties with it all stay."""
-    # Of the last of the `k`, rather than the least, XLA would make a sort of the vocabulary.
+    """Excludes scores below the `k`-th highest. Ties with it are all kept."""
+    # With `[:, -1]` in place of the minimum, XLA would sort the entire vocabulary.
     least = jnp.min(jax.lax.top_k(scores, k)[0], axis=1, keepdims=True)
     return jnp.where(scores < least, -jnp.inf, scores)
 
 
 def keep_top_p(scores: Float[Array, "batch vocab"], tail: Scalar) -> Float[Array, "batch vocab"]:
-    """Leaves out the least likely tokens, of together at most the probability `tail`
+    """Excludes the least likely tokens with a total probability of at most `tail`
     (nucleus sampling, Holtzman et al., 2019, <https://arxiv.org/abs/1904.09751>).
 
-    Of tokens that are equally likely, those of smaller numbers are left out first. One stays.
+    Of equally likely tokens, those with smaller ids are excluded first. At least one is kept.
     """
     probabilities = jax.nn.softmax(scores)
     order = _ordered(scores)
@@ -76,13 +77,13 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Scalar) -> Float[Array
     ties = order == cut
     one = jnp.max(jnp.where(ties, probabilities, 0.0), axis=1, keepdims=True)
     numbers = jnp.cumsum(ties, axis=1, dtype=jnp.float32)
-    # The last of the ties always stays: with it the probability is above `tail`.
+    # The last of the ties is always kept: with it the probability would exceed `tail`.
     out = ties & (numbers < numbers[:, -1:]) & (below + numbers * one <= tail)
     return jnp.where((order < cut) | out, -jnp.inf, scores)
 
 
 def _ordered(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
-    """Integers in the order of the numbers: of negative ones the bits run the other way."""
+    """Maps floats to integers of the same order, by flipping the bits of negative numbers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 is 0.0
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
@@ -92,9 +93,9 @@ def _cut(
     probabilities: Float[Array, "batch vocab"],
     tail: Scalar,
 ) -> Int[Array, "batch 1"]:
-    """The least number up to which there is more probability than `tail`.
+    """Finds the smallest `order` up to which the total probability exceeds `tail`.
 
-    Found by bisection, for sorting a vocabulary takes longer than all else in a step.
+    By bisection, because sorting a vocabulary takes longer than the rest of a step.
     """
 
     def halve(_, bounds):

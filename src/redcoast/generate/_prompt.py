@@ -1,4 +1,4 @@
-"""The first pass, over the whole prompt, and the later ones, over one token each."""
+"""The first forward pass, over the entire prompt, and the later ones, over one token each."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
 
 
 def bucket(length: int) -> int:
-    """The least of 16, 32, 48, ..., 128, 160, 192, ..., 256, 320, ... that holds `length`.
+    """Rounds a length up to one of 16, 32, 48, ..., 128, 160, 192, ..., 256, 320, ....
 
-    From 64 on there are four lengths for each doubling: a program is compiled for few of them,
-    and does at most a quarter more than is needed.
+    From 64 on each doubling has four lengths. This limits the number of compilations, and the
+    additional work to at most a quarter.
     """
     step = max(16, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 
 
 def pad_columns(x: Any, length: int, *, left: bool) -> Any:
-    """A matrix, of NumPy or JAX, with columns of zeros up to `length`."""
+    """Pads a NumPy or JAX matrix to `length` columns with zeros."""
     free = length - x.shape[1]
     xp = np if isinstance(x, np.ndarray) else jnp
     return xp.pad(x, ((0, 0), (free, 0) if left else (0, free)))
@@ -32,9 +32,9 @@ def pad_columns(x: Any, length: int, *, left: bool) -> Any:
 def align_right(
     tokens: Integer[Array, "batch seq"], mask: Mask | None
 ) -> tuple[Int[Array, "batch seq"], Bool[Array, "batch seq"] | None]:
-    """Prompts that all end in the last column, and what of them is real.
+    """Rolls padding on the right to the left, so that all prompts end in the last column.
 
-    The new tokens follow the last column, so padding on the right is rolled to the left.
+    New tokens are appended after that column. Returns the tokens and their mask.
     """
     tokens = tokens.astype(jnp.int32)
     if mask is None:
@@ -47,14 +47,14 @@ def align_right(
 
 
 def blank(tokens: Integer[Array, "batch seq"], mask: Mask) -> Integer[Array, "batch seq"]:
-    """Zeros for padding, which may be no token of the vocabulary and would give NaN."""
+    """Sets padding to 0, because ids outside of the vocabulary would give NaN."""
     return jnp.where(mask.astype(bool), tokens, jnp.zeros((), tokens.dtype))
 
 
 def prefill(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Float[Array, "batch vocab"], Any]:
-    """The logits of the first new token, and the cache, with room for those to come."""
+    """Returns the logits of the first new token, and a cache with room for all new tokens."""
     start = _start_decoder if is_encoder_decoder(model) else _start
     tokens, mask, cache = start(model, tokens, mask, request.room)
     hidden, cache = model.decode(tokens, cache, mask=mask)
@@ -66,7 +66,7 @@ def prefill(
 def follow(
     model: Any, tokens: Int[Array, " rows"], cache: Any
 ) -> tuple[Float[Array, "rows vocab"], Any]:
-    """The logits of what follows one more token in each row."""
+    """Appends one token to each row. Returns the logits of the next token, and the cache."""
     hidden, cache = model.decode(tokens[:, None], cache)
     return model.unembed(hidden)[:, 0], cache
 
@@ -81,7 +81,7 @@ def _start(model, tokens, mask, room):
 
 
 def _start_decoder(model, tokens, mask, room):
-    # Images, say, go to the encoder as they are.
+    # Inputs without a mask, such as images, are passed to the encoder unchanged.
     tokens = tokens if mask is None else blank(tokens, mask)
     memory = model.encode(tokens, mask=mask)
     rows = tokens.shape[0]

@@ -1,4 +1,4 @@
-"""What is asked of a decoding, in the form that compiled programs take it."""
+"""The options of `generate`, in the form that compiled programs take them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,19 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-# From outside of a program, NumPy's.
+# A NumPy scalar outside of `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 
 
 class Request(eqx.Module):
-    """How to decode. Only static fields and which others are `None` take a compilation.
+    """How to decode. A new compilation is needed only if a static field changes, or if another
+    field becomes None or not None.
 
-    - `limit`: how many new tokens to make; `room` is how many there is room for.
-    - `key`, `temperature`: of the draws; `None` decodes greedily.
-    - `tail`: 1 - top_p, the probability that may be left out.
-    - `norms`: by which a hypothesis' score is divided, for each number of its tokens.
-    - `eos`: tokens that end a row; `pad` fills it from there.
+    - `limit`, `room`: the number of new tokens, and the size of the array for them.
+    - `key`, `temperature`: for sampling; None decodes greedily.
+    - `tail`: `1 - top_p`, the probability that may be excluded.
+    - `norms`: the divisor of a hypothesis' score for each number of tokens.
+    - `eos`, `pad`: the tokens that end a row, and the token after that.
     """
 
     limit: Int[np.ndarray, ""] | Int[Array, ""]
@@ -46,16 +47,16 @@ def make_request(
     length_penalty: float,
     eos: int | Sequence[int] | None,
 ) -> Request:
-    """The request that `generate`'s arguments stand for, with the model's own `eos` and `pad`."""
+    """Makes a request from the arguments of `generate` and the model's configuration."""
     drawn = temperature > 0
     ends = stop_tokens(config, eos)
-    # All numbers in double precision first, as `transformers` has them.
+    # In double precision first, as in `transformers`.
     lengths = np.arange(1, room + 1, dtype=np.float64)
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
         key=key if drawn else None,
         temperature=np.asarray(temperature, np.float32) if drawn else None,
-        # With top_p = 1 nothing is left out, not even what rounding would leave out.
+        # `top_p=1` excludes nothing, not even by rounding.
         tail=np.asarray(1 - top_p, np.float32) if drawn and top_p and top_p < 1 else None,
         norms=(lengths**length_penalty).astype(np.float32) if beams > 1 else None,
         room=room,
@@ -67,7 +68,7 @@ def make_request(
 
 
 def stop_tokens(config: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The tokens that end a row, each once; by default those of the model's configuration."""
+    """Returns the distinct tokens that end a row, by default those of the configuration."""
     given = getattr(config, "eos", ()) if eos is None else eos
     several = [given] if isinstance(given, (int, np.integer)) else given
     return tuple(dict.fromkeys(int(token) for token in several))
@@ -75,5 +76,5 @@ def stop_tokens(config: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]
 
 def _padding(config: Any, eos: tuple[int, ...]) -> int:
     pad = getattr(config, "pad", None)
-    # Some configurations say that there is none by a number that is no token.
+    # Some configurations use a negative id if there is no padding token.
     return pad if pad is not None and pad >= 0 else next(iter(eos), 0)

@@ -1,4 +1,4 @@
-"""Decoding of one hypothesis for each row: greedy, or drawn."""
+"""Greedy decoding and sampling, with one hypothesis for each row."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ._request import Request
 
 
 class Last(eqx.Module):
-    """The newest token of each row, whether the row has ended, and how many tokens it has."""
+    """The newest token of each row, whether the row has ended, and the number of steps so far."""
 
     tokens: Int[Array, " batch"]
     ended: Bool[Array, " batch"]
@@ -23,7 +23,7 @@ class Last(eqx.Module):
 def sample(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
 ) -> Int[Array, "batch room"]:
-    """The new tokens of all rows, until all have ended."""
+    """Generates tokens until all rows have ended."""
     cache, last = begin(model, tokens, mask, request)
     new = jnp.full((last.tokens.shape[0], request.room), request.pad, jnp.int32)
 
@@ -44,14 +44,14 @@ def sample(
 def begin(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Any, Last]:
-    """The cache of the prompt, and the first new token."""
+    """Processes the prompt. Returns the cache and the first new token."""
     logits, cache = prefill(model, tokens, mask, request)
     ended, count = jnp.zeros(logits.shape[0], bool), jnp.zeros((), jnp.int32)
     return cache, _next(logits, ended, count, request)
 
 
 def advance(model: Any, cache: Any, last: Last, request: Request) -> tuple[Any, Last]:
-    """The cache and the newest token, one token later."""
+    """Generates one more token for each row."""
     logits, cache = follow(model, last.tokens, cache)
     return cache, _next(logits, last.ended, last.count, request)
 
@@ -68,7 +68,7 @@ def _next(
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:
-    """Where tokens are among a few."""
+    """Whether each token is one of `some`."""
     found = jnp.zeros(tokens.shape, bool)
     for one in some:
         found |= tokens == one

@@ -1,4 +1,4 @@
-"""Decoding step by step, with each step's tokens handed out as they come."""
+"""Decoding step by step, with a callback for the tokens of each step."""
 
 import functools as ft
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Stream = Callable[[Int[np.ndarray, " batch"]], Any]
 def decode_streaming(
     model: Any, tokens: Any, mask: Any, request: Request, stream: Stream
 ) -> Int[Array, "batch new"]:
-    """The new tokens, each step's given to `stream` while the next is under way."""
+    """Generates tokens, and calls `stream` with those of each step while the next is running."""
     count = int(request.limit)
     columns = []
     for last in _ahead(_steps(model, tokens, mask, request, count)):
@@ -42,7 +42,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
     cache, last = _begin(arrays, static, *prompt, request)
-    # A program may be traced around this, although nothing that was passed is.
+    # The call may be inside a traced function even if no argument is traced.
     check_stream(1, traced=isinstance(last.tokens, Tracer))
     places = _places((cache, last))
     yield last
@@ -52,7 +52,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
 
 
 def _ahead(steps: Iterator[Last]) -> Iterator[Last]:
-    """The same, each when the one after it has been started."""
+    """Yields each item after the next one has been started."""
     before = next(steps)
     for last in steps:
         yield before
@@ -75,7 +75,7 @@ def _advance(
     places: tuple[NamedSharding | None, ...],
 ) -> Any:
     leaves, structure = jax.tree.flatten(advance(join(arrays, static), cache, last, request))
-    # Where it was: otherwise it could move at each step, and each would be compiled anew.
+    # Keeps the shardings of the first step: if they changed, each step would be recompiled.
     return structure.unflatten(map(_stay, leaves, places))
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): all that is trained is a small product beside each frozen matrix."""
+"""Low-rank adapters (LoRA): trains a small low-rank update of each frozen matrix."""
 
 from ..models._einsum import LowRank as LowRank
 from ._adapters import adapters as adapters

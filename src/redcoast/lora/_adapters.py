@@ -1,4 +1,4 @@
-"""Adapters as transformations of a model."""
+"""Functions that add, extract, replace and merge the adapters of a model."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -25,31 +25,31 @@ def add_adapters(
     alpha: int | float | None = None,
     key: PRNGKeyArray,
 ) -> PyTree:
-    """Puts low-rank adapters beside matrices of a model
+    """Adds low-rank adapters to matrices of a model
     (LoRA, Hu et al., 2021, <https://arxiv.org/abs/2106.09685>).
 
-    A weight W becomes W + alpha / rank * A B (section 4.1). A is random and B zero, so that nothing
-    changes at first. Layers and experts that are stacked get adapters of their own.
+    A weight W becomes W + alpha / rank * A B (section 4.1). A is random and B is zero, so the model
+    initially computes the same as before. Each layer and expert in a stack has its own adapter.
 
     **Arguments:**
 
-    - `model`: a model of `redcoast.models`, or any tree with such models or `eqx.nn.Linear` in it;
-        concrete, or abstract in `eqx.filter_eval_shape`.
-    - `rank`: of A B; usually 4 to 64.
-    - `targets`: regular expressions, searched in the paths of the matrices: `"layers/w[qkvo]"`,
-        say, or `"."` for all.
+    - `model`: a model of `redcoast.models`, or any PyTree that contains such models or
+        `eqx.nn.Linear`; concrete, or abstract inside of `eqx.filter_eval_shape`.
+    - `rank`: the rank of A B, usually 4 to 64.
+    - `targets`: one or several regular expressions, which are searched in the paths of the
+        matrices, such as `"layers/w[qkvo]"`, or `"."` for all matrices.
     - `alpha`: by default the rank, so that A B is not scaled.
-    - `key`: of A: normal, with variance 1 / inputs.
+    - `key`: PRNG key for A, which is normal with variance 1 / inputs.
 
     **Returns:**
 
-    The model with a [`redcoast.lora.LowRank`][] in the place of each matched weight; `a` and `b`
-    are of float32, or as wide as the weight.
+    The model with a [`redcoast.lora.LowRank`][] in place of each matched weight. The dtype of `a`
+    and `b` is float32, or that of the weight if it is wider.
 
     **Raises:**
 
-    `ValueError` if a pattern matches no matrix, if one is adapted already, or if the rank is less
-    than 1.
+    `ValueError` if a pattern matches no matrix, if a matched matrix has an adapter already, or if
+    the rank is less than 1.
 
     !!! Example
 
@@ -92,7 +92,7 @@ def _match(targets: Sequence[str], matrices: Iterable[str]) -> set[str]:
             ) from error
         if not matched:
             raise ValueError(
-                f"The pattern {pattern!r} matches none of the model's matrices, which are "
+                f"The pattern {pattern!r} matches none of the model's matrices, which are: "
                 f"{', '.join(matrices) or 'none at all'}."
             )
         chosen |= matched
@@ -108,7 +108,7 @@ def _new(weight: Any, matrix: Matrix, rank: int, scale: float, key: PRNGKeyArray
 
 
 def trainable(model: PyTree) -> PyTree:
-    """What of an adapted model is trained: the adapters alone.
+    """Selects the adapters of a model as its trainable parameters.
 
     **Arguments:**
 
@@ -116,9 +116,9 @@ def trainable(model: PyTree) -> PyTree:
 
     **Returns:**
 
-    A tree of booleans like the model, to pass as `trainable` to [`redcoast.fit`][],
-    [`redcoast.init_state`][] and [`redcoast.train_step`][]: nothing else gets a gradient or
-    optimizer state.
+    A PyTree of booleans with the structure of the model, to pass as `trainable` to
+    [`redcoast.fit`][], [`redcoast.init_state`][] and [`redcoast.train_step`][], so that only the
+    adapters have gradients and optimizer state.
 
     **Raises:**
 
@@ -132,7 +132,7 @@ def trainable(model: PyTree) -> PyTree:
 
 
 def adapters(model: PyTree) -> PyTree:
-    """The adapters of a model, with None in the place of all other arrays: what is worth saving.
+    """Extracts the adapters of a model, for example to save only them.
 
     **Arguments:**
 
@@ -140,8 +140,9 @@ def adapters(model: PyTree) -> PyTree:
 
     **Returns:**
 
-    The tree of the adapters, for [`redcoast.save_checkpoint`][], as the `like` of
-    [`redcoast.load_checkpoint`][], and for [`redcoast.lora.with_adapters`][].
+    The model with None in place of all arrays other than the adapters. Pass it to
+    [`redcoast.save_checkpoint`][], as `like` to [`redcoast.load_checkpoint`][], or to
+    [`redcoast.lora.with_adapters`][].
 
     **Raises:**
 
@@ -151,12 +152,12 @@ def adapters(model: PyTree) -> PyTree:
 
 
 def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
-    """A model with these adapters in the place of its own.
+    """Replaces the adapters of a model.
 
     **Arguments:**
 
-    - `model`: a model, adapted or not.
-    - `adapters`: what [`redcoast.lora.adapters`][] gave for a model of the same sizes.
+    - `model`: a model, with or without adapters.
+    - `adapters`: the result of [`redcoast.lora.adapters`][] for a model of the same sizes.
 
     **Returns:**
 
@@ -164,7 +165,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if there is no such weight, or if it is of another shape.
+    `ValueError` if the model lacks the weight of an adapter, or if its shape does not match.
 
     !!! Example
 
@@ -188,7 +189,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
     }
     if odd or not new:
         listed = "; ".join(f"{path} ({why})" for path, why in odd.items())
-        raise ValueError(f"The model does not fit these adapters: {listed or 'there are none'}.")
+        raise ValueError(f"The adapters do not match the model: {listed or 'there are none'}.")
 
     def put(path: Any, leaf: Any) -> Any:
         node, weight = new.get(show_path(path)), leaf.weight if is_adapted(leaf) else leaf
@@ -200,7 +201,7 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
 
 
 def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
-    """The shape of the weight, of so many dimensions, that an adapter is of."""
+    """Returns the shape of the weight with `ndim` dimensions that an adapter is for."""
     stacked = node.a.ndim + node.b.ndim - ndim - 2
     if stacked < 0:
         return ()
@@ -210,15 +211,15 @@ def _weight_shape(node: LowRank, ndim: int) -> tuple[int, ...]:
 
 
 def merge(model: PyTree) -> PyTree:
-    """Adds the adapters into the weights.
+    """Merges the adapters of a model into its weights.
 
     **Arguments:**
 
-    - `model`: a model, adapted or not.
+    - `model`: a model, with or without adapters.
 
     **Returns:**
 
-    The model with plain arrays of the same shapes and dtypes as before it was adapted, which
-    computes the same to rounding.
+    The model with plain arrays, of the same shapes and dtypes as before adapters were added. It
+    computes the same results up to rounding.
     """
     return jax.tree.map(lambda x: x.merged() if is_adapted(x) else x, model, is_leaf=is_adapted)

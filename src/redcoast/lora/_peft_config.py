@@ -1,4 +1,4 @@
-"""The settings of an adapter that PEFT has saved."""
+"""Reading the settings of adapters in PEFT's format."""
 
 import math
 import re
@@ -10,8 +10,8 @@ from ..core._json import read_json
 from ..pretrained._files import file_inside
 from ._peft_names import CONFIG
 
-# What changes nothing once the factors are read: where they came from, how they were initialised
-# and trained, and which weights they are beside, which their names say.
+# Settings that do not matter for loading: provenance, initialisation and training, and the adapted
+# weights, which follow from the names of the tensors.
 _HARMLESS = frozenset(
     """
     auto_mapping base_model_name_or_path revision task_type inference_mode peft_version
@@ -26,15 +26,17 @@ _READ = frozenset(
     """.split()  # noqa: SIM905
 )
 MOST_REPEATED = 3
-# All other ways to begin change the weights that the adapters are beside.
+# All other initialisations also change the adapted weights.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What the settings say about the scale of each adapter.
+    """The settings that determine the scale of each adapter.
 
-    - `some_layers`: whether not all layers have adapters.
+    - `alpha`, `alphas`: the default alpha, and those of modules that match a pattern.
+    - `by_root`: whether alpha is divided by the square root of the rank instead of the rank.
+    - `some_layers`: whether some layers may have no adapters.
     """
 
     alpha: int | float
@@ -43,7 +45,7 @@ class PeftConfig:
     some_layers: bool
 
     def scale(self, module: str, rank: int) -> float:
-        """The scale of a module's adapter."""
+        """Returns the scale of the adapter of a module."""
         matching = (p for p in self.alphas if re.match(rf"(.*\.)?({p})$", module))
         alpha = self.alphas.get(next(matching, ""), self.alpha)
         return float(alpha / (math.sqrt(rank) if self.by_root else rank))
@@ -58,14 +60,14 @@ def read_config(path: Path) -> PeftConfig:
     """
     if not (path / CONFIG).is_file():
         raise ValueError(
-            f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that PEFT, or "
-            "`lora.save_adapters`, has written."
+            f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that was "
+            "written by PEFT or `lora.save_adapters`."
         )
     settings = read_json(file_inside(path, CONFIG))
     odd = {
         name: value
         for name, value in settings.items()
-        # Whatever else there will be is off where it is null, false or empty.
+        # Unknown settings are assumed to be disabled if they are null, false or empty.
         if name not in _READ | _HARMLESS and value
     }
     odd |= _other(settings, "peft_type", ("LORA",))
@@ -90,19 +92,23 @@ def read_config(path: Path) -> PeftConfig:
 def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:
     numbers = [alpha, *alphas.values()] if isinstance(alphas, dict) else [None]
     if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
-        raise ValueError(f"{path / CONFIG} has a `lora_alpha` or `alpha_pattern` without numbers.")
+        raise ValueError(
+            f"`lora_alpha` and the values of `alpha_pattern` in {path / CONFIG} must be finite "
+            "numbers."
+        )
     for pattern in alphas:
-        # With a repeated group, or many repetitions, a search may take as good as forever.
+        # A repeated group, or many repetitions, can take exponential time to match.
         if re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+?{]", pattern)) > MOST_REPEATED:
             raise ValueError(
-                f"{path / CONFIG} has in its `alpha_pattern` a regular expression that is not "
-                f"simple enough to be searched safely: {pattern!r}."
+                f"`alpha_pattern` in {path / CONFIG} has a regular expression that is too complex "
+                f"to be matched safely: {pattern!r}."
             )
         try:
             re.compile(rf"(.*\.)?({pattern})$")
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
-                f"{path / CONFIG} has in its `alpha_pattern` no regular expression: {pattern!r}."
+                f"`alpha_pattern` in {path / CONFIG} has {pattern!r}, which is not a regular "
+                "expression."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Adapters from PEFT's files."""
+"""Loading adapters in PEFT's format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ Ranks = dict[Index, int]
 
 @dataclass(frozen=True)
 class Slot:
-    """A weight that adapters may be of.
+    """A weight that may have an adapter.
 
-    - `tensors`: those that the two factors of an adapter are made of.
+    - `tensors`: the published tensors of the two factors of the adapter.
     - `sides`: the shapes of the weight's stack, inputs and outputs.
     """
 
@@ -39,28 +39,29 @@ class Slot:
 
     @property
     def names(self) -> dict[Index, tuple[str, str]]:
-        """The names of both factors, for each index in the stack."""
+        """The names of the tensors of both factors, for each index in the stack."""
         a, b = (tensor_names(tensor, self.sides[0]) for tensor in self.tensors)
         return {index: (a[index], b[index]) for index in a}
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of the arrays of an adapter of this rank."""
+        """Returns the shapes of `a` and `b` for this rank."""
         stack, inputs, outputs = self.sides
         return (*stack, *inputs, rank), (*stack, rank, *outputs)
 
     def find(self, stored: Mapping[str, Stored]) -> Ranks:
-        """The ranks of the adapters that there are."""
+        """Returns the ranks of the stored adapters, by their index in the stack."""
         return {i: _rank(stored[a]) for i, (a, _) in self.names.items() if a in stored}
 
     def read(self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig) -> Any:
-        """The weight with its adapters, if there are any."""
+        """Reads the adapters of the weight; returns None if there are none."""
         if not ranks:
             return None
         names = self.names
         scales = {i: config.scale(_module(names[i][0]), rank) for i, rank in ranks.items()}
         scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
-        # Of a stack, those of less rank than others, or without adapters, have zeros. They stay
-        # zeros in training, as products of two.
+        # Matrices in a stack with a smaller rank, or without an adapter, are padded with zeros in
+        # both factors. These stay zero in training, because the gradient of each is a product with
+        # the other.
         dtype = stored[names[next(iter(ranks))][0]].dtype
         a, b = (np.zeros(shape, dtype) for shape in self.shapes(max(ranks.values())))
         for index, rank in ranks.items():
@@ -81,27 +82,27 @@ class Slot:
 
 
 def load_adapters(model: Any, path: str | Path) -> Any:
-    """Loads adapters that the package `peft`, or [`redcoast.lora.save_adapters`][], has saved.
+    """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
-    Where they are beside a matrix that has Q, K and V in one, each of these gets its part, with the
-    same A. Layers that have none get one that is zero. The dropout of their training
-    (`lora_dropout`) is not applied.
+    The adapter of a matrix that fuses Q, K and V is split into one for each, with the same A. If
+    only some layers have adapters, those of the others are zero. Dropout of adapters
+    (`lora_dropout`) is not implemented and is ignored.
 
     **Arguments:**
 
-    - `model`: a model of `redcoast.models` without adapters, of the architecture and sizes that
-        they were trained on.
+    - `model`: a model of `redcoast.models` without adapters, with the architecture and sizes that
+        the adapters were trained for.
     - `path`: a directory with `adapter_config.json` and `adapter_model.safetensors`.
 
     **Returns:**
 
-    The adapted model; the adapters have the dtype of the file.
+    The model with adapters. Their dtype is that of the file.
 
     **Raises:**
 
-    `ValueError` if there are no adapters at `path`, or if they have settings that are not
-    implemented (DoRA, biases, other saved modules, ...), which are named; and if the file does not
-    hold adapters of this model: all tensors that are missing, unexpected or misshapen are listed.
+    `ValueError` if there are no adapters at `path`; if they have settings that are not implemented
+    (DoRA, biases, other saved modules, ...), which are named; or if the tensors do not match the
+    model (all missing, unexpected and misshapen ones are listed).
 
     !!! Example
 
@@ -125,7 +126,7 @@ def _slots(model: Any) -> list[Slot]:
     family = family_of(model)
     if family is None:
         raise ValueError(
-            "`load_adapters` loads adapters of models of `redcoast.models`, and not of a "
+            "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
             f"{type(model).__name__}."
         )
     if adapted := find_adapted(model):
@@ -145,14 +146,15 @@ def _slots(model: Any) -> list[Slot]:
 def _stored(model: Any, path: Path) -> dict[str, Stored]:
     if not (path / TENSORS).is_file():
         raise ValueError(
-            f"{path} has no {TENSORS}. If its adapters are pickled (`adapter_model.bin`), which is "
-            "refused since opening a pickle runs code, save them with `safe_serialization=True`."
+            f"{path} has no {TENSORS}. Adapters that are pickled (`adapter_model.bin`) are "
+            "rejected, because unpickling runs any code in the file: save them with "
+            "`safe_serialization=True`."
         )
     stored = read_safetensors(file_inside(path, TENSORS))
     base = PREFIX + getattr(getattr(family_of(model), "hf", None), "BASE_PREFIX", "")
     if any(name.startswith(base) for name in stored):
         return stored
-    # Trained beside the base of a model alone, without its head.
+    # The adapters were trained for the base model, without its head.
     return {base + name.removeprefix(PREFIX): x for name, x in stored.items()}
 
 
@@ -165,7 +167,7 @@ def _check(
 ) -> None:
     """Raises one error for all tensors that are missing, unexpected or misshapen."""
     used = [slot for slot in slots if found[slot.path]]
-    # Parts of a fused matrix are made of the same tensors.
+    # Dictionaries remove duplicates: the parts of a fused matrix share tensors.
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     for slot in used:
@@ -179,7 +181,7 @@ def _check(
             ):
                 right = tensor_shape(tensor, shape)
                 if rank is not None and name in stored and stored[name].shape != right:
-                    misshapen[f"{name} ({stored[name].shape}, and not {right})"] = None
+                    misshapen[f"{name} ({stored[name].shape}, expected {right})"] = None
     known = {name for slot in slots for names in slot.names.values() for name in names}
     unexpected = [name for name in stored if name not in known]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
@@ -192,7 +194,7 @@ def _check(
 
 
 def _rank(a: Stored) -> int:
-    return a.shape[0] if a.shape else 0  # which is no rank, and found to be misshapen
+    return a.shape[0] if a.shape else 0  # 0 is invalid, so `_check` lists it as misshapen
 
 
 def _module(a_name: str) -> str:

@@ -1,4 +1,4 @@
-"""How PEFT names and shapes the two factors of an adapter: as the published matrix it is beside."""
+"""The names and shapes of adapters in PEFT's format."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,9 @@ _WEIGHT = ".weight"
 
 
 def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The tensors that the two factors of an adapter are made of, `lora_A` (rank by inputs) and
-    `lora_B` (outputs by rank), for an array that is made of `tensor`, if it is a matrix."""
+    """Returns the tensors of the two factors of an adapter, `lora_A` (rank by inputs) and `lora_B`
+    (outputs by rank), for an array with the published tensor `tensor`; None if that is not a
+    matrix."""
     matrix = matrix_of(tensor)
     if matrix is None or not tensor.name.endswith(_WEIGHT):
         return None
@@ -29,7 +30,7 @@ def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def module_of(name: str) -> str:
-    """The module that a weight belongs to."""
+    """Returns the name of the module that a weight belongs to."""
     return name.removesuffix(_WEIGHT)
 
 

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files."""
+"""Saving adapters in PEFT's format."""
 
 import functools as ft
 import json
@@ -23,7 +23,7 @@ from ._targets import find_adapted, inputs_of
 
 @dataclass(frozen=True)
 class Part:
-    """The adapter of one array, and the tensors that its factors are."""
+    """The adapter of one array, and the published tensors of its factors."""
 
     published: Tensor
     tensors: tuple[Tensor, Tensor]
@@ -34,13 +34,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Module:
-    """The adapters of one published matrix (of each layer): several where that is fused."""
+    """The adapters of one published matrix in all layers; several if the matrix is fused."""
 
     parts: tuple[Part, ...]
 
     @ft.cached_property
     def same_inputs(self) -> bool:
-        """Whether all parts have the same A, as PEFT has of a fused matrix."""
+        """Whether all parts have the same A, as in adapters of fused matrices that PEFT trained."""
         first, *others = self.parts
         return all(np.array_equal(part.a, first.a) for part in others)
 
@@ -51,7 +51,7 @@ class Module:
 
     @property
     def scale(self) -> float:
-        """The scale of all parts; if they have several, these go into B."""
+        """The common scale of all parts; 1 if they differ, in which case B is scaled instead."""
         scales = {part.scale for part in self.parts}
         return scales.pop() if len(scales) == 1 else 1.0
 
@@ -67,7 +67,7 @@ class Module:
 
     @property
     def pattern(self) -> str:
-        """A regular expression of these names."""
+        """A regular expression that matches these names."""
         published = self.parts[0].published
         text = module_of(published.name).replace(".", r"\.")
         return text.format(**dict.fromkeys(published.fields, r"\d+"))
@@ -81,7 +81,7 @@ class Module:
                 self._scaled(part, _published(part.tensors[1], part.b[index]))
                 for part in self.parts
             ]
-            # The parts' outputs are apart: without an A of all, B is block-diagonal.
+            # The parts have separate outputs, so without a common A, B is block-diagonal.
             yield a_name, a[0] if self.same_inputs else np.concatenate(a)
             yield (
                 b_names[index],
@@ -93,21 +93,22 @@ class Module:
 
 
 def save_adapters(model: Any, path: str | Path) -> None:
-    """Saves the adapters of a model as the package `peft` loads them.
+    """Saves the adapters of a model in the format of `peft`.
 
-    Writes `adapter_config.json` and `adapter_model.safetensors`, for the model of `transformers`
-    that [`redcoast.save_pretrained`][] would write. A matrix which has Q, K and V in one there gets
-    one adapter that is exactly these, of the sum of their ranks.
+    Writes `adapter_config.json` and `adapter_model.safetensors`, for the `transformers` model that
+    [`redcoast.save_pretrained`][] would write. If that model fuses Q, K and V in one matrix, their
+    adapters become one equivalent adapter: with the same A if they share it, and otherwise of the
+    sum of their ranks. In a job of several processes, all of them must call this.
 
     **Arguments:**
 
-    - `model`: an adapted model of `redcoast.models`. Of several processes all have to call this.
-    - `path`: a directory, in which no such files are yet.
+    - `model`: a model of `redcoast.models` with adapters.
+    - `path`: a directory without such files. It is created if it does not exist.
 
     **Raises:**
 
-    `ValueError` if the model is none of `redcoast.models`, has no adapters, or one that PEFT has no
-    place for; or if the files exist.
+    `ValueError` if `model` is not a model of `redcoast.models`, has no adapters, or has an adapter
+    that PEFT does not support; or if the files exist.
 
     !!! Example
 
@@ -117,7 +118,7 @@ def save_adapters(model: Any, path: str | Path) -> None:
         ```
     """
     path = Path(path).expanduser().absolute()
-    # Process 0 writes, and would have done so before others look.
+    # All processes use what process 0 found: it might write before the others look.
     existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if existing := decide("the files of adapters", existing):
         raise ValueError(
@@ -139,8 +140,9 @@ def _modules(model: Any) -> dict[str, Module]:
     family = family_of(model)
     if family is None:
         raise ValueError(
-            "`save_adapters` saves adapters of models of `redcoast.models`, and not of a "
-            f"{type(model).__name__}. `rc.save_checkpoint(path, lora.adapters(model))` saves any."
+            "`save_adapters` saves adapters of models of `redcoast.models`, but got a "
+            f"{type(model).__name__}. `rc.save_checkpoint(path, lora.adapters(model))` saves the "
+            "adapters of any model."
         )
     adapted = find_adapted(model)
     if not adapted:
@@ -156,8 +158,8 @@ def _modules(model: Any) -> dict[str, Module]:
 def _part(path: str, node: LowRank, published: Tensor) -> Part:
     if (tensors := factors_of(published)) is None:
         raise ValueError(
-            f"{path} is published as {published.name}, which PEFT has no adapters for. Merge it, "
-            "or adapt other weights."
+            f"{path} is published as {published.name}, for which PEFT has no adapters. Merge the "
+            "adapter (`lora.merge`), or adapt other weights."
         )
     return Part(published, tensors, _on_host(node.a), _on_host(node.b), node.scale)
 
@@ -169,7 +171,7 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
-    """What an array has at one index of its stack as the tensor that it is published as."""
+    """Converts the part of an array at one index of its stack to its published tensor."""
     out = np.zeros(tensor_shape(tensor, (1,) * len(tensor.fields) + part.shape), part.dtype)
     insert(tensor, part, out)
     return out

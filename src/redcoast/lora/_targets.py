@@ -1,4 +1,4 @@
-"""Which of a model's arrays are matrices, and which of their dimensions are inputs."""
+"""The matrices of a model, and which of their dimensions are inputs and outputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from ..pretrained._tensors import Tensor
 
 @dataclass(frozen=True)
 class Matrix:
-    """How the dimensions of an array are those of a matrix, or of several that are stacked.
+    """The roles of the dimensions of an array that is a matrix, or a stack of matrices.
 
-    - `stacked`: how many dimensions come first, of layers or experts.
-    - `inputs`: how many dimensions are the inputs. All others are the outputs.
+    - `stacked`: the number of leading dimensions of the stack (layers or experts).
+    - `inputs`: the number of input dimensions. All others are outputs.
     - `outputs_first`: whether the outputs come before the inputs.
     """
 
@@ -27,7 +27,7 @@ class Matrix:
     outputs_first: bool = False
 
     def sides(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shape of the stack, of the inputs and of the outputs."""
+        """Returns the shapes of the stack, of the inputs and of the outputs."""
         stack, rest = shape[: self.stacked], shape[self.stacked :]
         if self.outputs_first:
             split = len(rest) - self.inputs
@@ -36,8 +36,8 @@ class Matrix:
 
 
 def find_matrices(model: PyTree) -> dict[str, Matrix]:
-    """The matrices of a tree by their paths: those of models of `redcoast.models`, and the weights
-    of `eqx.nn.Linear`, wherever they stand."""
+    """Finds the matrices of a PyTree, by their paths: those of models of `redcoast.models` and the
+    weights of `eqx.nn.Linear`, at any depth."""
     found = {}
     for path, node in _with_paths(model, _is_known):
         if isinstance(node, eqx.nn.Linear):
@@ -50,26 +50,26 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
 
 
 def matrix_of(tensor: Tensor) -> Matrix | None:
-    """The matrix that an array made of these tensors is, if it is one."""
-    # Tables whose rows are looked up stand alone, as they are published.
+    """Describes an array with these published tensors as a matrix; None if it is not a matrix."""
+    # Embedding tables are not stacked, and have the same layout as their published tensor.
     if len(tensor.left) != 2 or (not tensor.fields and tensor.left == tensor.right):
         return None
     inputs = inputs_of(tensor)
     count = sum(set(group) <= set(inputs) for group in tensor.right)
-    # A vector may be published as a matrix with one row.
+    # Without output dimensions it is a vector that is published as a matrix with one row.
     return Matrix(len(tensor.fields), count) if count < len(tensor.right) else None
 
 
 def inputs_of(tensor: Tensor) -> tuple[str, ...]:
-    """The factors of that dimension of the published matrix which is its inputs."""
-    # Published matrices have their outputs first, or (GPT-2's) their inputs; the arrays here
-    # always have their inputs first.
+    """Returns the factors of the input dimension of the published matrix."""
+    # Published matrices have their outputs first, or their inputs (GPT-2). The arrays here always
+    # have their inputs first.
     first = tensor.right[0][0]
     return next(group for group in tensor.left if first in group)
 
 
 def find_adapted(model: PyTree) -> dict[str, LowRank]:
-    """The adapted weights of a tree, by their paths."""
+    """Finds the adapted weights of a PyTree, by their paths."""
     return {path: node for path, node in _with_paths(model, is_adapted) if is_adapted(node)}
 
 

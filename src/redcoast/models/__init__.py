@@ -1,4 +1,4 @@
-"""Model families: one file each, readable as the reference of its architecture."""
+"""Model families, one file each. Each file can be read as the reference of its architecture."""
 
 from ._heads import with_head as with_head
 from ._rotary import RopeScaling as RopeScaling

@@ -1,4 +1,4 @@
-"""Initial parameters."""
+"""Norms, activation functions and the initialisation of weights."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ._attention import wide
 def rms_norm(
     x: Float[Array, "*rows width"], scale: Float[Array, " width"], eps: float
 ) -> Float[Array, "*rows width"]:
-    """Divides by the root of the mean square (Zhang and Sennrich, 2019), and scales."""
+    """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
     y = x.astype(wide(x.dtype))
     y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * _along(scale, x)
@@ -26,7 +26,7 @@ def layer_norm(
     shift: Float[Array, " width"],
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """Subtracts the mean, divides by the deviation (Ba et al., 2016), scales and shifts."""
+    """Layer norm (Ba et al., 2016) over the last dimension."""
     y = x.astype(wide(x.dtype))
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
@@ -34,14 +34,14 @@ def layer_norm(
 
 
 def _along(vector: Array, x: Array) -> Array:
-    # Said in full, since ranks are not promoted silently.
+    # Explicit, because rank promotion may be set to raise.
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 _gelu = partial(jax.nn.gelu, approximate=False)
 _gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
-# Several names of one function differ in how PyTorch computes it.
+# Some names differ only in how PyTorch computes the same function.
 ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
     "gelu": _gelu,
     "gelu_python": _gelu,
@@ -60,14 +60,15 @@ ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
 
 
 def check_activation(name: str) -> None:
-    """Refuses names of functions that are not known."""
+    """Raises if the activation function is unknown."""
     if name not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"The activation function {name!r} is not known; known are {known}.")
+        raise ValueError(f"Unknown activation function {name!r}. Supported functions: {known}.")
 
 
 def normal(
     key: PRNGKeyArray, shape: tuple[int, ...], *, fan_in: int, scale: float = 1.0
 ) -> Float[Array, "..."]:
-    """Normal with variance `scale**2 / fan_in`, truncated at three standard deviations."""
+    """Samples a normal distribution with variance `scale**2 / fan_in`, truncated at three
+    standard deviations."""
     return jax.random.truncated_normal(key, -3, 3, shape) * (scale / math.sqrt(fan_in))

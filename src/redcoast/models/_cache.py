@@ -1,4 +1,4 @@
-"""The keys and values of the tokens so far, so that each is computed once."""
+"""The key-value cache of a decoder."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ._attention import Mask, Visible, causal_view, count_positions
 class Cache(eqx.Module):
     """The keys and values of all layers.
 
-    All rows fill the same slots at the same time; the mask says which of them hold real tokens.
+    All rows fill the same slots at the same time. The mask is true at slots with real tokens.
     """
 
     k: Float[Array, "layers batch length kv_heads head_dim"]
@@ -22,7 +22,7 @@ class Cache(eqx.Module):
     filled: Int[Array, ""]
 
     def take(self, rows: Int[Array, " rows"]) -> "Cache":
-        """The cache of these rows of the batch, in this order; a row may come several times."""
+        """Gathers rows of the batch; a row may be repeated."""
         k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
         return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled)
 
@@ -30,14 +30,14 @@ class Cache(eqx.Module):
 def empty_cache(
     layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype: Any
 ) -> Cache:
-    """A cache with room for `length` tokens in each row."""
+    """Returns an empty cache for up to `length` tokens in each row."""
     shape = (layers, batch, length, kv_heads, head_dim)
     mask = jnp.zeros((batch, length), bool)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), mask, jnp.zeros((), jnp.int32))
 
 
 def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
-    """Counts new tokens of `shape` as filled; their keys and values are written by `extend`."""
+    """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))
     return Cache(cache.k, cache.v, real, cache.filled + shape[1])
@@ -46,7 +46,7 @@ def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
 def cached_view(
     cache: Cache, new: int, *, window: int | None = None
 ) -> tuple[Int[Array, "batch queries"], Visible]:
-    """The positions of the newest tokens of a cache, and what they see of it."""
+    """Returns the positions of the `new` newest tokens of a cache, and their causal mask."""
     slots = cache.filled - new + jnp.arange(new)
     positions = jnp.take(count_positions(cache.mask), slots, axis=1)
     return positions, causal_view(cache.mask, slots, window=window)
@@ -58,16 +58,17 @@ def extend(
     k: Float[Array, "batch new kv_heads head_dim"],
     v: Float[Array, "batch new kv_heads head_dim"],
 ) -> tuple[Cache | None, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
-    """Writes one layer's keys and values of the newest tokens.
+    """Writes the keys and values of the newest tokens in one layer.
 
     **Returns:**
 
-    The cache, and the layer's keys and values in all slots; without a cache, just the new ones.
+    The cache, and the keys and values of the layer in all slots; without a cache, only the new
+    ones.
     """
     if cache is None:
         return None, k, v
     at = (layer, 0, cache.filled - k.shape[1], 0, 0)
-    # Only the new slots are written: copying a layer whole would triple what decoding reads.
+    # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
     vs = jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), at)
     cache = Cache(ks, vs, cache.mask, cache.filled)

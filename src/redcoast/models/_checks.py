@@ -1,4 +1,4 @@
-"""Checks that the configurations share."""
+"""Checks that several configurations share."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ._scan import check_remat
 
-# Of what is no size of every model: where it is given, it is above 0, or at least 0.
+# Optional fields that must be positive, or not negative, where they are given.
 _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
@@ -19,12 +19,12 @@ _KINDS = {int: "an integer", float: "a number", bool: "True or False", str: "tex
 
 
 def check_fields(config: Any) -> None:
-    """Refuses values of another kind than the fields of a configuration are declared with (a bool
-    is no number), numbers that are NaN or infinite, and those out of their range."""
+    """Raises if the value of a field is not of its declared type (a bool is not a number), is NaN
+    or infinite, or is out of range."""
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if not _is_of_kind(value, field.type):
-            # A name that is not among those that are known is of the right type.
+            # An unknown name has the right type.
             wrong = ValueError if isinstance(value, str) else TypeError
             raise wrong(f"`{name}` must be {_kind(field.type)}, but is {value!r}.")
         if isinstance(value, float) and not math.isfinite(value):
@@ -64,8 +64,8 @@ def _kind(kind: Any) -> str:
 
 
 def check_config(config: Any, *sizes: str) -> None:
-    """Refuses fields that are out of their range, sizes below 1, key heads that do not divide the
-    heads, and unknown remat."""
+    """Raises if a field has a wrong type or is out of range, if a size is below 1, if `kv_heads`
+    does not divide `heads`, or if `remat` is unknown."""
     check_remat(config.remat)
     check_fields(config)
     for name in sizes:
@@ -74,25 +74,25 @@ def check_config(config: Any, *sizes: str) -> None:
     kv_heads = getattr(config, "kv_heads", config.heads)
     if config.heads % kv_heads:
         raise ValueError(
-            f"`heads` must be a multiple of `kv_heads`, but {config.heads} is no multiple of "
+            f"`heads` must be a multiple of `kv_heads`, but {config.heads} is not a multiple of "
             f"{kv_heads}."
         )
 
 
 def check_heads(config: Any, *, even: bool = False) -> None:
-    """Refuses a width that the heads do not divide, unless the size of a head is given; and
-    sizes that rotary embeddings, which turn pairs of features, cannot turn."""
+    """Raises if `heads` does not divide `width` and there is no `head_size`; or, with `even`, if
+    the head size is odd (rotary embeddings rotate pairs of features)."""
     if getattr(config, "head_size", None) is None and config.width % config.heads:
         raise ValueError(
-            f"`width` must be a multiple of `heads`, but {config.width} is no multiple of "
+            f"`width` must be a multiple of `heads`, but {config.width} is not a multiple of "
             f"{config.heads}."
         )
     if even and config.head_dim % 2:
-        raise ValueError(f"The size of a head must be even, but is {config.head_dim}.")
+        raise ValueError(f"The head size must be even, but is {config.head_dim}.")
 
 
 def check_rates(config: Any, *rates: str) -> None:
-    """Refuses rates of dropout that are no probabilities below 1."""
+    """Raises if a dropout rate is not in [0, 1)."""
     for name in rates:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(
@@ -101,9 +101,9 @@ def check_rates(config: Any, *rates: str) -> None:
 
 
 def check_length(config: Any, length: int) -> None:
-    """Refuses more tokens in a row than a model with learned positions has of these."""
+    """Raises if a row has more tokens than a model has learned positions."""
     if length > config.positions:
         raise ValueError(
             f"There are {length} tokens in a row, but the model has {config.positions} positions. "
-            "Cut the rows to that length."
+            "Truncate the rows to that length."
         )

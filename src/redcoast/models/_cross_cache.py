@@ -1,4 +1,4 @@
-"""The cache of a decoder that attends to a memory, such as an encoder's hidden states."""
+"""The cache of a decoder with cross-attention to a memory, such as an encoder's hidden states."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ DecoderMask = Bool[Array, "batch decoder_seq"] | Integer[Array, "batch decoder_s
 
 
 class CrossCache(eqx.Module):
-    """The decoder's own keys and values, and those of the memory, which never change."""
+    """The decoder's own cache, and the constant keys and values of the memory."""
 
     own: Cache
     k: Float[Array, "layers batch memory heads head_dim"]
@@ -23,12 +23,12 @@ class CrossCache(eqx.Module):
     mask: Bool[Array, "batch memory"]
 
     def take(self, rows: Int[Array, " rows"]) -> "CrossCache":
-        """The cache of these rows of the batch, in this order; a row may come several times."""
+        """Gathers rows of the batch; a row may be repeated."""
         k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
         return CrossCache(self.own.take(rows), k, v, jnp.take(self.mask, rows, axis=0))
 
     def moved_on(self, own: Cache) -> "CrossCache":
-        """The same memory beside a decoder's own cache that has moved on."""
+        """Replaces the decoder's own cache and keeps the memory."""
         return CrossCache(own, self.k, self.v, self.mask)
 
 
@@ -42,27 +42,28 @@ def read_memory(
     Float[Array, "layers batch memory heads head_dim"],
     Bool[Array, "batch memory"],
 ]:
-    """The keys and values of a memory in all layers, and which of it is real.
+    """Computes the keys and values of a memory in all layers, and its mask.
 
     **Arguments:**
 
-    - `layers`: the attentions to it.
-    - `rows`: how many rows of tokens attend to it.
-    - `memory`, `mask`: what is attended to, and which of it is real; all by default.
+    - `layers`: the projections of the cross-attention layers.
+    - `rows`: the number of rows of tokens that attend to the memory.
+    - `memory`, `mask`: the hidden states to attend to, and 1 where they are not padding (everywhere
+        by default).
 
     **Raises:**
 
-    `ValueError` if the memory does not have as many rows, or if the mask is not of it.
+    `ValueError` if the memory has a different number of rows, or if the mask does not match it.
     """
     if memory.shape[0] != rows:
         raise ValueError(
-            f"The memory has {memory.shape[0]} rows, but there are {rows} rows of tokens to attend "
-            "to it. Give a row of memory for each."
+            f"The memory has {memory.shape[0]} rows, but there are {rows} rows of tokens that "
+            "attend to it. Pass one row of memory for each row of tokens."
         )
     if mask is not None and mask.shape != memory.shape[:2]:
         raise ValueError(
-            f"The memory is of shape {memory.shape}, but its mask is of shape {mask.shape}. It "
-            f"must be of shape {memory.shape[:2]}."
+            f"The memory has shape {memory.shape}, but its mask has shape {mask.shape}. The mask "
+            f"must have shape {memory.shape[:2]}."
         )
     real = jnp.broadcast_to(real_tokens(memory.shape, mask), memory.shape[:2])
     return *jax.vmap(keys_values, in_axes=(0, None))(layers, memory), real
@@ -75,22 +76,22 @@ def cross_view(
     segments: Integer[Array, "batch memory"] | None,
     decoder_segments: Integer[Array, "batch queries"] | None,
 ) -> Bool[Array, "#batch #queries memory"]:
-    """What of the encoder's tokens each of the decoder's sees: all real ones, or those of its
-    own segment.
+    """Returns the cross-attention mask: each decoder token sees the encoder's real tokens, of its
+    own segment if there are segments.
 
     **Raises:**
 
-    `ValueError` if the two have different numbers of rows, or just one has segments.
+    `ValueError` if the two have different numbers of rows, or if only one of them has segments.
     """
     if shape[0] != decoder_shape[0]:
         raise ValueError(
-            f"The encoder has {shape[0]} rows of tokens, and the decoder {decoder_shape[0]}. Give "
-            "each row of the decoder its own row of the encoder."
+            f"The encoder's tokens have {shape[0]} rows, but the decoder's have "
+            f"{decoder_shape[0]}. Pass one row of each for every example."
         )
     if (segments is None) != (decoder_segments is None):
         raise ValueError(
-            "Just one of `segments` and `decoder_segments` is given. Pass both, with one number "
-            "for the tokens of a text on either side."
+            "Only one of `segments` and `decoder_segments` is given. Pass both, with the same "
+            "number for tokens that belong together."
         )
     visible = full_view(real_tokens(shape, mask))
     if segments is None or decoder_segments is None:

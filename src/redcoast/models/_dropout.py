@@ -4,8 +4,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
-    """Zeroes elements with probability `rate` and scales the others up to the same mean
-    (Srivastava et al., 2014); without a key, nothing."""
+    """Dropout (Srivastava et al., 2014): zeroes elements with probability `rate` and divides the
+    others by `1 - rate`. Returns `x` unchanged if `key` is None."""
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
@@ -13,5 +13,5 @@ def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Fl
 
 
 def split_key(key: PRNGKeyArray | None, count: int) -> list[PRNGKeyArray | None]:
-    """Keys for several dropouts; without a key, none for each."""
+    """Splits a key into a list of `count` keys; None gives a list of None."""
     return [None] * count if key is None else list(jax.random.split(key, count))

@@ -1,4 +1,4 @@
-"""What an attention multiplies by, where all its weights are stacked over layers."""
+"""Products with weights, which may have LoRA adapters; the projections of attention layers."""
 
 from typing import Any
 
@@ -12,12 +12,11 @@ from ._basic import normal
 
 
 class LowRank(eqx.Module):
-    """A weight with a low-rank sum beside it, `weight + scale * a b`
+    """A weight with a low-rank adapter, `weight + scale * a b`
     (LoRA, Hu et al., 2021, <https://arxiv.org/abs/2106.09685>).
 
-    It stands in a model where the weight stood. `weight @ x` works as in `eqx.nn.Linear`; the
-    models here multiply by `product`. Leading dimensions that all three share are stacks, of
-    layers or experts.
+    It takes the place of the weight in a model. `weight @ x` works as in `eqx.nn.Linear`. Leading
+    dimensions that all three arrays share stack the matrices of several layers or experts.
 
     - `weight`: `"*stack *inputs *outputs"`, or, with `outputs_first`, `"*stack output input"`.
     - `a`: `"*stack *inputs rank"`.
@@ -48,12 +47,12 @@ class LowRank(eqx.Module):
 
     def __jax_array__(self) -> Array:
         raise ValueError(
-            f"A weight of shape {self.shape} has an adapter (LoRA), but this model does something "
-            "else with it than to multiply by it. Adapt other weights, or merge the adapters."
+            f"A weight of shape {self.shape} has an adapter (LoRA), but this model uses it for "
+            "something other than a matrix product. Adapt other weights, or merge the adapters."
         )
 
     def merged(self) -> Float[Array, "..."]:
-        """The weight with the sum in it."""
+        """Returns the weight with the adapter added to it."""
         a, b = (x.astype(wide(x.dtype)) for x in (self.a, self.b))
         stacked = a.ndim + b.ndim - self.ndim - 2
         letters = iter("bcdefghijklmnopq")
@@ -72,16 +71,16 @@ def product(
     weight: Array | LowRank,
     bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """`jnp.einsum(equation, x, weight) + bias`, for adapted weights too.
+    """Computes `jnp.einsum(equation, x, weight) + bias`, also for weights with LoRA adapters.
 
     **Arguments:**
 
-    - `equation`: as of `jnp.einsum`, such as `"bsd,dhk->bshk"`.
+    - `equation`: an equation of `jnp.einsum`, such as `"bsd,dhk->bshk"`.
     - `x`: the activations.
-    - `weight`: an array, or one with a low-rank sum beside it: `a` has the letters that the
-        equation sums over and the rank, `b` the rank and the letters that are left; letters of
-        both the activations and the result (such as an expert's) come first in both.
-    - `bias`: of the result's last dimensions.
+    - `weight`: an array or a `LowRank`. In the latter, `a` has the contracted dimensions and the
+        rank, and `b` the rank and the remaining dimensions. Dimensions that the weight shares with
+        both `x` and the result (such as experts) come first in both.
+    - `bias`: added along the last dimensions of the result.
     """
     if isinstance(weight, LowRank):
         out = _low_rank(equation, x, weight)
@@ -89,7 +88,7 @@ def product(
         out = jnp.einsum(equation, x, weight)
     if bias is None:
         return out
-    # Said in full, since ranks are not promoted silently.
+    # Explicit, because rank promotion may be set to raise.
     return out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
 
 
@@ -100,7 +99,7 @@ def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
     summed = "".join(c for c in of_weight if c in letters and c not in result)
     left = "".join(c for c in of_weight if c not in letters)
     middle = "".join(c for c in letters if c not in summed) + "r"
-    # Adapters may be kept in a wider dtype than what is computed in.
+    # Adapters may be stored in a wider dtype than the activations.
     a, b = weight.a.astype(x.dtype), weight.b.astype(x.dtype)
     low = jnp.einsum(f"{letters},{both}{summed}r->{middle}", x, a)
     change = jnp.einsum(f"{middle},{both}r{left}->{result}", low, b)
@@ -108,8 +107,10 @@ def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
 
 
 class Projections(eqx.Module):
-    """The projections, biases and norm of an attention in all layers; without `biased` the norm
-    is an RMSNorm, and nothing has a bias."""
+    """The projections, biases and norms of the attention in all layers.
+
+    With `biased=False` there are no biases, and the norms are RMSNorms.
+    """
 
     norm: Float[Array, "layers width"]
     norm_shift: Float[Array, "layers width"] | None
@@ -131,8 +132,8 @@ class Projections(eqx.Module):
         biased: bool = True,
         key: PRNGKeyArray,
     ):
-        """Initial parameters by `key`: normal with deviations of `scales` for queries, keys,
-        values and outputs, truncated at three of them."""
+        """Initialises the parameters: normal, truncated at three standard deviations, which are
+        the `scales` of queries, keys, values and outputs."""
         stream, head = (layers, config.width), (config.heads, config.head_dim)
         shapes = [(*stream, *head)] * 3 + [(layers, *head, config.width)]
         keys = jax.random.split(key, 4)
@@ -146,18 +147,18 @@ class Projections(eqx.Module):
 
 
 def queries(layer: Any, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq heads k"]:
-    """What asks, in the layer that `layer` is a slice of."""
+    """Computes the queries of one layer."""
     return product("bsd,dhk->bshk", x, layer.wq, layer.bq)
 
 
 def keys_values(
     layer: Any, x: Float[Array, "batch seq in_width"]
 ) -> tuple[Float[Array, "batch seq heads k"], Float[Array, "batch seq heads k"]]:
-    """What is asked, and what is answered."""
+    """Computes the keys and values of one layer."""
     k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
     return k, product("bsd,dhk->bshk", x, layer.wv, layer.bv)
 
 
 def outputs(layer: Any, x: Float[Array, "batch seq heads k"]) -> Float[Array, "batch seq width"]:
-    """The answers of all heads, together."""
+    """Projects the outputs of all heads to the residual stream."""
     return product("bshk,hkd->bsd", x, layer.wo, layer.bo)

@@ -1,4 +1,4 @@
-"""What the layers of encoders are made of: attention and a feed-forward network, with biases."""
+"""The layers of BERT and ViT: attention and a feed-forward network, with biases."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from ._heads import small_normal
 
 
 class EncoderLayers(eqx.Module):
-    """The parameters of all the layers, each stacked along its first dimension."""
+    """The parameters of all layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]
     attention_norm_shift: Float[Array, "layers width"]
@@ -56,14 +56,14 @@ class EncoderLayers(eqx.Module):
 def attention_norm(
     layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
 ) -> Float[Array, "batch seq width"]:
-    """The norm that is attention's; before it or behind it, as the family has it."""
+    """Applies the norm of the attention, which comes before it (ViT) or after it (BERT)."""
     return layer_norm(x, layer.attention_norm, layer.attention_norm_shift, eps)
 
 
 def mlp_norm(
     layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
 ) -> Float[Array, "batch seq width"]:
-    """The norm that is the feed-forward network's."""
+    """Applies the norm of the feed-forward network."""
     return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, eps)
 
 
@@ -74,7 +74,7 @@ def attention(
     config: Any,
     key: PRNGKeyArray | None,
 ) -> Float[Array, "batch seq width"]:
-    """What one layer's attention adds to the stream; `config` has the rates of its dropout."""
+    """Computes the output of one layer's attention, to be added to the residual stream."""
     weights_key, key = split_key(key, 2)
     q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
     k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
@@ -89,6 +89,7 @@ def mlp(
     config: Any,
     key: PRNGKeyArray | None,
 ) -> Float[Array, "batch seq width"]:
-    """What one layer's feed-forward network adds to the stream."""
+    """Computes the output of one layer's feed-forward network, to be added to the residual
+    stream."""
     x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
     return dropout(product("bsh,hd->bsd", x, layer.down, layer.down_bias), config.dropout, key)

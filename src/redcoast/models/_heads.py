@@ -1,4 +1,4 @@
-"""Heads of encoders, and how an encoder gets a fresh one."""
+"""The heads of encoders, and `with_head`, which replaces one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ Model = TypeVar("Model", bound=eqx.Module)
 
 
 def small_normal(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """The first parameters of BERT and ViT: normal with a deviation of 0.02, truncated."""
+    """The initialisation of BERT and ViT: normal with standard deviation 0.02, truncated at three
+    standard deviations."""
     return normal(key, shape, fan_in=1, scale=0.02)
 
 
 class Linear(eqx.Module):
-    """A matrix and a bias, for one vector a row."""
+    """A linear layer for inputs of shape (batch, inputs)."""
 
     w: Float[Array, "inputs outputs"]
     b: Float[Array, " outputs"]
@@ -39,8 +40,10 @@ class Linear(eqx.Module):
 
 
 class MaskedHead(eqx.Module):
-    """What guesses hidden tokens: a layer of its own before the embedding, and a bias; and, if it
-    has that, what guesses whether the second text of a row `follows` the first."""
+    """The head for masked language modelling: a dense layer, a norm and a bias of the vocabulary.
+
+    `follows` is the optional head for next-sentence prediction.
+    """
 
     w: Float[Array, "inputs outputs"]
     b: Float[Array, " outputs"]
@@ -60,7 +63,7 @@ class MaskedHead(eqx.Module):
 def first_token(
     hidden: Float[Array, "batch seq width"], mask: Mask | None
 ) -> Float[Array, "batch width"]:
-    """The hidden state of the first real token of each row."""
+    """Returns the hidden state of the first real token of each row."""
     if mask is None:
         return hidden[:, 0]
     first = jnp.argmax(mask.astype(bool), axis=1)
@@ -68,7 +71,7 @@ def first_token(
 
 
 def check_labels(config: Any) -> None:
-    """Refuses counts of labels below 1, and names that are not as many."""
+    """Raises if there are fewer than one label, or if `label_names` has a different length."""
     if config.labels < 1:
         raise ValueError(f"`labels` must be at least 1, but is {config.labels}.")
     if config.label_names is not None and len(config.label_names) != config.labels:
@@ -79,8 +82,8 @@ def check_labels(config: Any) -> None:
 
 
 def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -> Model:
-    """The same encoder with a fresh head for classification, or for regression, which is
-    classification with one label: where fine-tuning begins.
+    """Replaces the head of an encoder by a new one for classification, or for regression (which
+    is classification with one label).
 
     ```python
     model = with_head(encoder, labels=["negative", "positive"], key=jax.random.key(0))
@@ -89,31 +92,31 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
 
     **Arguments:**
 
-    - `model`: a `Bert` or a `ViT` with any head or none. A head that it has is left out; a pooler
-      that the new head can use is kept.
-    - `labels`: how many, or their names, which are saved with the model.
-    - `key`: of the new parameters.
+    - `model`: a `Bert` or a `ViT`, with or without a head. Its head is dropped; its pooler is kept
+      if the new head uses one.
+    - `labels`: the number of labels, or their names, which are saved with the model.
+    - `key`: PRNG key for the new parameters.
 
     **Returns:**
 
-    A model whose call returns logits "batch labels". The encoder's arrays are those of `model`;
-    the new ones are of the same dtype, and whole on each device of its mesh.
+    A model whose call returns logits of shape (batch, labels). The encoder's arrays are those of
+    `model`. The new arrays have the same dtype and are replicated over its mesh.
 
     **Raises:**
 
-    `ValueError` if there are no labels, `TypeError` if the model takes no such head.
+    `ValueError` if there are no labels, `TypeError` if `model` is not such an encoder.
     """
     if not hasattr(getattr(model, "config", None), "labels"):
         raise TypeError(
-            f"A {type(model).__name__} takes no head for labels. The encoders of "
-            "`redcoast.models`, `Bert` and `ViT`, do."
+            f"A {type(model).__name__} cannot have a head for labels. Pass an encoder of "
+            "`redcoast.models`: a `Bert` or a `ViT`."
         )
     old: Any = model
     names = None if isinstance(labels, int) else tuple(labels)
     changes = {"labels": labels if names is None else len(names), "label_names": names}
     config = dataclasses.replace(old.config, head="classification", **changes)
     make = lambda key: type(old)(config, key=key)
-    # The compiler leaves out what is not returned: no second encoder is ever made.
+    # The compiler removes what is not returned, so no second encoder is allocated.
     new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in ("pooler", "head")})(key)
     new = _alike(new, old)
     if old.pooler is not None and new["pooler"] is not None:
@@ -126,7 +129,7 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
 
 
 def _alike(new: PyTree, old: PyTree) -> Any:
-    """New arrays of the dtype of a model's old ones, on all of its devices."""
+    """Casts new arrays to the dtype of the old ones, and replicates them over the same mesh."""
     leaf = next(leaf for leaf in jax.tree.leaves(old) if eqx.is_inexact_array(leaf))
     new = jax.tree.map(lambda x: x.astype(leaf.dtype), new)
     if isinstance(leaf, Tracer) or not isinstance(leaf.sharding, NamedSharding):

@@ -13,15 +13,16 @@ from ._checks import check_fields
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How wavelengths are stretched for texts longer than those of the first training.
+    """Scales the wavelengths of rotary embeddings for contexts longer than in pretraining.
 
     **Arguments:**
 
-    - `kind`: `"linear"` stretches all by `factor` (Chen et al., 2023); `"llama3"` stretches
-        those that turn less than `low` times within `original` tokens, leaves those that turn more
-        than `high` times, and blends in between (Llama team, 2024).
-    - `factor`: how much longer the texts are.
-    - `low`, `high`, `original`: of `"llama3"` alone; turns, turns, and tokens.
+    - `kind`: `"linear"` scales all wavelengths by `factor` (Chen et al., 2023). `"llama3"` scales
+        those with fewer than `low` rotations in `original` tokens, keeps those with more than
+        `high` rotations, and interpolates in between (Llama team, 2024).
+    - `factor`: the ratio of the new context length to the original one.
+    - `low`, `high`: numbers of rotations, only for `"llama3"`.
+    - `original`: the original context length in tokens, only for `"llama3"`.
     """
 
     kind: Literal["linear", "llama3"]
@@ -39,8 +40,8 @@ class RopeScaling:
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:
-    """The angle by which each pair of features turns from one position to the next, in radians
-    (equation 15)."""
+    """Returns the angle in radians by which each pair of features rotates from one position to the
+    next (equation 15)."""
     frequencies = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return frequencies
@@ -54,7 +55,7 @@ def rotary_frequencies(
 def rotary_angles(
     positions: Int[Array, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """The cosines and sines of each position's angles."""
+    """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)
     angles = angles * jnp.asarray(frequencies, dtype)[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
@@ -64,7 +65,7 @@ def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns feature i with feature i + head_dim / 2, as in the weights of LLaMA's kind."""
+    """Rotates feature i with feature i + head_dim / 2, the convention of LLaMA's weights."""
     cos, sin = angles
     a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -74,8 +75,8 @@ def rotate_pairs(
     x: Float[Array, "batch seq heads head_dim"],
     angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns feature 2 i with feature 2 i + 1, as in the weights of GPT-J's kind; features beyond
-    the angles stay as they are."""
+    """Rotates feature 2 i with feature 2 i + 1, the convention of GPT-J's weights. Features beyond
+    the angles are unchanged."""
     cos, sin = angles
     turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     a, b = (turned[..., i::2].astype(cos.dtype) for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Layers that are alike, stacked along their arrays' first dimension and scanned."""
+"""Scanning over identical layers, whose arrays are stacked along the first dimension."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -30,22 +30,22 @@ def scan_layers(
     key: PRNGKeyArray | None = None,
     remat: Remat = "none",
 ) -> tuple[Float[Array, "..."], PyTree]:
-    """Runs one layer after the other over the residual stream.
+    """Applies layers one after the other to the residual stream.
 
     **Arguments:**
 
-    - `layer_fn`: `layer_fn(x, cache, layer, index, key)` returns the stream and the cache behind
-        a layer; `layer` is one slice of `layers`, `index` its number.
-    - `x`: the stream.
-    - `layers`: a PyTree whose arrays have all layers along their first dimension.
-    - `cache`: whatever the layers hand on beside the stream; a key-value cache, or nothing.
-    - `key`: split into one for each layer; `None` gives each `None`.
-    - `remat`: what the backward pass computes again, to save memory: `"none"`, `"dots"`
-        (everything but the products with weights) or `"full"` (everything in a layer).
+    - `layer_fn`: `layer_fn(x, cache, layer, index, key)` returns the residual stream and the cache
+        after a layer. `layer` is one slice of `layers`, and `index` is its number.
+    - `x`: the residual stream.
+    - `layers`: a PyTree whose arrays are stacked over layers along their first dimension.
+    - `cache`: a PyTree that is passed from layer to layer, such as a key-value cache, or None.
+    - `key`: PRNG key, split into one for each layer; None gives None to each layer.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+        (everything except the products with weights) or `"full"` (the entire layer).
 
     **Returns:**
 
-    The stream and the cache behind the last layer.
+    The residual stream and the cache after the last layer.
     """
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
@@ -54,7 +54,7 @@ def scan_layers(
         return layer_fn(*carry, *inputs), None
 
     if policy := _POLICIES[remat]:
-        # Inside a scan the compiler cannot undo remat, and need not be kept from it.
+        # Inside a scan the compiler cannot undo rematerialisation by CSE.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, jnp.arange(count), keys))
     return x, cache

@@ -8,7 +8,7 @@ from jaxtyping import Array, Integer
 def shift_right(
     labels: Integer[Array | np.ndarray, "*batch seq"], *, start: int, pad: int | None = None
 ) -> Any:
-    """A decoder's input tokens for its labels: each token is followed by its label.
+    """Shifts labels to the right by one, which gives the input tokens of a decoder.
 
     ```python
     config = T5Config(vocab=99, width=8, layers=1, decoder_layers=1, heads=2, hidden=16)
@@ -18,30 +18,34 @@ def shift_right(
 
     **Arguments:**
 
-    - `labels`: the tokens that the decoder is to make, of shape (..., seq).
-    - `start`: the token that it begins with, the configuration's `decoder_start`.
-    - `pad`: what takes the place of labels below 0, such as the -100 by which some losses know
-      padding; by default `start`.
+    - `labels`: the target tokens of the decoder, integers of shape (..., seq).
+    - `start`: the token that the decoder starts with, `decoder_start` in the configuration.
+    - `pad`: replaces negative labels, such as the -100 that marks padding for some losses; by
+      default `start`.
 
     **Returns:**
 
-    Tokens of the same shape and dtype: the start, and all labels but the last. An array of NumPy
-    if the labels are one.
+    Tokens of the same shape and dtype: `start`, followed by all labels but the last. A NumPy array
+    if `labels` is one.
 
     **Raises:**
 
-    `TypeError` if the labels are no integers; `ValueError` if `start` or `pad` is below 0 or does
-    not fit their dtype, or if there is no label to shift.
+    `TypeError` if the labels are not integers. `ValueError` if `start` or `pad` is negative or does
+    not fit their dtype, or if there are no labels.
     """
     if not jnp.issubdtype(labels.dtype, np.integer):
-        raise TypeError(f"`labels` must be integers, but are of {labels.dtype}.")
+        raise TypeError(f"`labels` must be integers, but have dtype {labels.dtype}.")
     if labels.ndim == 0 or labels.shape[-1] == 0:
-        raise ValueError(f"`labels` of shape {labels.shape} have nothing to shift.")
+        raise ValueError(
+            f"`labels` has shape {labels.shape}, so there is nothing to shift. It must have a last "
+            "dimension with at least one label."
+        )
     pad = start if pad is None else pad
     for name, token in (("start", start), ("pad", pad)):
         if not 0 <= token <= np.iinfo(labels.dtype).max:
             raise ValueError(
-                f"`{name}` is {token}, which is no token that {labels.dtype} can hold."
+                f"`{name}` is {token}, but must be from 0 to {np.iinfo(labels.dtype).max}, the "
+                f"largest {labels.dtype}."
             )
     xp = np if isinstance(labels, np.ndarray) else jnp
     first = xp.full_like(labels[..., :1], start)

@@ -1,4 +1,4 @@
-"""The BART encoder-decoder: learned positions, and layer norms behind each part."""
+"""The BART encoder-decoder: learned positions and post-layer-norm."""
 
 import math
 from dataclasses import dataclass
@@ -21,27 +21,29 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class BartConfig:
-    """The sizes of a `Bart`.
+    """The configuration of a `Bart`.
 
     **Arguments:**
 
-    - `vocab`, `width`: how many different tokens, and the size of the residual stream.
-    - `layers`, `decoder_layers`: how many layers the encoder and the decoder have.
-    - `heads`, `hidden`: how many heads, and the hidden size of the feed-forward network.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `scale_embedding`: whether tokens' embeddings are multiplied with the root of the width.
-    - `dropout`, `attention_dropout`, `activation_dropout`: the rates at which are dropped: the
-      embeddings and what is added to the residual stream; attention weights; and the hidden
+    - `vocab`, `width`: the vocabulary size and the size of the residual stream.
+    - `layers`, `decoder_layers`: the number of layers of the encoder and of the decoder.
+    - `heads`, `hidden`: the number of heads and the hidden size of the feed-forward network.
+    - `positions`: the maximum length in tokens (position embeddings are learned).
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `scale_embedding`: whether token embeddings are multiplied by the square root of the width.
+    - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
+      the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `decoder_start`: the token that the decoder begins with.
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `decoder_start`: the token id that the decoder starts with.
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -74,13 +76,14 @@ class BartConfig:
         return self.width // self.heads
 
 
-# What the published tables of positions begin with, and no token has.
+# The first rows of BART's tables of positions are unused.
 _UNUSED = 2
 _EPS = 1e-5
 
 
 class BartLayers(eqx.Module):
-    """The parameters of all layers of the encoder or the decoder, stacked."""
+    """The parameters of all layers of the encoder or decoder, stacked along their first
+    dimension."""
 
     attention: Projections
     cross: Projections | None
@@ -139,8 +142,8 @@ class Bart(eqx.Module):
     config: BartConfig = eqx.field(static=True)
 
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated
-        at three of them."""
+        """Initialises the parameters: normal with standard deviation 0.02, truncated at three
+        standard deviations."""
         embed, encoder, decoder = jax.random.split(key, 3)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.encoder = BartStack(config, config.layers, decoder=False, key=encoder)
@@ -159,21 +162,24 @@ class Bart(eqx.Module):
         decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch decoder_seq vocab"]:
-        """The logits of the token that follows each of the decoder's tokens.
+        """Returns the logits of the next token at each position of the decoder.
 
         **Arguments:**
 
-        - `tokens`, `decoder_tokens`: what the encoder reads, and what the decoder goes on from,
-          as `shift_right` makes it; below the vocabulary's size; one that is not gets NaN.
-        - `mask`, `decoder_mask`: 1 at real tokens, 0 at padding on either side. The logits of
-          real tokens do not depend on padding; those of padding mean nothing.
-        - `segments`, `decoder_segments`: of texts packed into one row, the number of each.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
+          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
+          side. The logits of real tokens do not depend on padding; those of padding tokens are
+          meaningless.
+        - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
+          sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
+          number.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if not both have as many rows, if just one has segments, or if there are more
-        tokens in a row than positions.
+        `ValueError` if the encoder and the decoder have different numbers of rows, if only one of
+        them has segments, or if a row without segments is longer than `config.positions`.
         """
         options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
         options |= {"segments": segments, "decoder_segments": decoder_segments}
@@ -190,7 +196,10 @@ class Bart(eqx.Module):
         decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch decoder_seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         encoder_key, key = split_key(key, 2)
         seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
         memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
@@ -208,7 +217,10 @@ class Bart(eqx.Module):
         segments: Integer[Array, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the decoder attends to; the arguments are those of a call."""
+        """Returns the encoder's hidden states, which the decoder attends to.
+
+        The arguments are those of `__call__`.
+        """
         real = self._real(tokens, mask, segments)
         visible, positions = full_view(real, segments), count_positions(real, segments)
         return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
@@ -216,8 +228,11 @@ class Bart(eqx.Module):
     def init_cache(
         self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
     ) -> CrossCache:
-        """An empty cache for `length` of the decoder's tokens in each of `batch` rows, beside the
-        keys and values of the memory, what `encode` gave; and which of it is real."""
+        """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
+
+        The cache also holds the keys and values of `memory`, the output of `encode`.
+        `memory_mask` is 1 at its real tokens.
+        """
         c = self.config
         cross: Any = self.decoder.layers.cross
         own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
@@ -226,7 +241,7 @@ class Bart(eqx.Module):
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], CrossCache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         own = admit(cache.own, tokens.shape, mask)
         cross = (None, (cache.k, cache.v), full_view(cache.mask))
         view = cached_view(own, tokens.shape[1])
@@ -234,8 +249,8 @@ class Bart(eqx.Module):
         return x, cache.moved_on(own)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
-        # The bias is no parameter: it is set by hand, to keep tokens from being made.
+        """Returns the logits of hidden states."""
+        # The bias is not trained: users set it to keep tokens from being generated.
         bias = jax.lax.stop_gradient(self.logits_bias)
         return product("bsd,vd->bsv", hidden, self.embed, bias)
 
@@ -248,12 +263,12 @@ class Bart(eqx.Module):
         c = self.config
         embed_key, key = split_key(key, 2)
         scale = math.sqrt(c.width) if c.scale_embedding else 1.0
-        # Indexing would give what is not in a table the row of something that is.
+        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
         x = jnp.take(self.embed, tokens, axis=0) * scale
         x = x + jnp.take(stack.position_embed, _UNUSED + positions, axis=0)
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
         x = dropout(x, c.dropout, embed_key)
-        # The keys and values of the memory are in a cache, or computed in each layer.
+        # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)
         memory, stored, seen = cross or nothing
 

@@ -1,6 +1,6 @@
-"""The BERT encoder: learned positions, token types, and layer norms behind each part.
+"""The BERT encoder: learned positions, token types and post-layer-norm.
 
-RoBERTa is the same with its positions further on in their table and other heads' habits.
+RoBERTa differs in where its table of positions starts and in details of the heads.
 """
 
 from dataclasses import dataclass
@@ -25,35 +25,37 @@ Head = Literal["masked", "pretraining", "classification"]
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The sizes of a `Bert`.
+    """The configuration of a `Bert`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
-      stream, and how many layers and heads there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `kind`: `"bert"`; or `"roberta"`, whose first position is the one after `pad`.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `types`: how many token types there are.
-    - `head`: what a call returns. Hidden states, without one; with `"masked"`, logits of each
-      token; `"pretraining"` is the same with BERT's second head beside, whose logits are
-      `model.head.follows(model.pool(hidden))`; with `"classification"`, logits of the row's
-      labels, or with one label what regression predicts.
-    - `labels`, `label_names`: of classification.
-    - `pooler`: whether there is a pooler where no head needs one; `"pretraining"` and
-      `"classification"` do.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `norm_eps`: what the norms add to the variance.
-    - `dropout`, `attention_dropout`, `head_dropout`: the rates at which are dropped: the
-      embeddings and what is added to the residual stream; attention weights; what a
-      classification head reads, as much as `dropout` by default.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `pad`, `bos`, `eos`: the tokens that fill what is behind a text, begin it and end it.
+    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
+      number of layers and the number of heads.
+    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `kind`: `"bert"` or `"roberta"`. RoBERTa's first position is row `pad + 1` of the table.
+    - `positions`: the maximum length in tokens (position embeddings are learned).
+    - `types`: the number of token types.
+    - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
+      token. `"pretraining"`: the same, with an additional next-sentence head, whose logits are
+      `model.head.follows(model.pool(hidden))`. `"classification"`: the logits of the labels of each
+      row; with one label, the prediction of a regression.
+    - `labels`, `label_names`: the number of labels of a classification head, and their names.
+    - `pooler`: whether to include a pooler if the head does not need one. The heads `"pretraining"`
+      and `"classification"` always have one.
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `norm_eps`: added to the variance in layer norms.
+    - `dropout`, `attention_dropout`, `head_dropout`: the dropout rates of the embeddings and the
+      outputs that are added to the residual stream; of the attention weights; and of the input of a
+      classification head (by default the same as `dropout`).
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -86,9 +88,9 @@ class BertConfig:
         check_labels(self)
         check_rates(self, "dropout", "attention_dropout", "head_rate")
         if self.kind == "roberta" and self.pad is None:
-            raise ValueError("RoBERTa needs `pad`: its first position is the one after it.")
+            raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind == "roberta" and self.head == "pretraining":
-            raise ValueError("RoBERTa was trained with the head 'masked' alone.")
+            raise ValueError("RoBERTa has no head 'pretraining'. Use 'masked'.")
 
     @property
     def head_dim(self) -> int:
@@ -96,7 +98,7 @@ class BertConfig:
 
     @property
     def first_position(self) -> int:
-        """The row of the table of positions that a text begins with."""
+        """The row of the position table for the first token of a sequence."""
         return self.pad + 1 if self.kind == "roberta" and self.pad is not None else 0
 
     @property
@@ -132,8 +134,8 @@ class Bert(eqx.Module):
     config: BertConfig = eqx.field(static=True)
 
     def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated
-        at three; biases 0 and norms 1."""
+        """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
+        three standard deviations; biases 0 and norm scales 1."""
         c = config
         keys = jax.random.split(key, 6)
         self.embed = small_normal(keys[0], (c.vocab, c.width))
@@ -160,30 +162,33 @@ class Bert(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch ..."]:
-        """What the head makes of the hidden states: logits "batch seq vocab" of the tokens, logits
-        "batch labels", or without a head the hidden states "batch seq width" themselves.
+        """Returns the output of the head.
+
+        That is the logits of each token, of shape (batch, seq, vocab), or of the labels, of shape
+        (batch, labels); without a head, the hidden states, of shape (batch, seq, width).
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gives NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. What comes out for real tokens
-          does not depend on padding; what comes out for padding means nothing.
-        - `types`: of the tokens, 0 by default; such as 1 for the second text of a pair.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens in their text, from 0; by default counted over the real ones
-          of the row or segment. A position that there is not gives NaN.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
+          for real tokens do not depend on padding; those for padding tokens are meaningless.
+        - `types`: the token types, 0 by default. The second text of a pair has type 1.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, counted from 0; by default counted over the real
+          tokens of the row or segment. A position of `config.positions` or more gives NaN.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if there are more tokens in a row than positions, or if there are `segments`
-        for a classification head, which reads one text a row.
+        `ValueError` if a row is longer than `config.positions` (unless `mask`, `segments` or
+        `positions` is given), or if `segments` is given to a classification head, which reads one
+        sequence per row.
         """
         if self.config.head == "classification" and segments is not None:
             raise ValueError(
-                "A classification head reads the first token of each row, but `segments` says "
-                "that there are several texts in one. Give each text a row of its own."
+                "A classification head reads the first token of each row, so rows cannot hold "
+                "several `segments`. Give each text a row of its own."
             )
         key, pool_key, head_key = split_key(key, 3)
         options = {"types": types, "segments": segments, "positions": positions, "key": key}
@@ -203,14 +208,14 @@ class Bert(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """The hidden states, whatever the head; the arguments are those of a call."""
+        """Returns the final hidden states, for any head. The arguments are those of `__call__`."""
         c = self.config
         if mask is None and segments is None and positions is None:
             check_length(c, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)
-        # Indexing would give what is not in a table the row of something that is.
+        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
         x = jnp.take(self.embed, tokens, axis=0)
         x += jnp.take(self.position_embed, positions + c.first_position, axis=0)
         first = self.type_embed[:1][None]
@@ -235,19 +240,22 @@ class Bert(eqx.Module):
         mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch width"]:
-        """What the pooler makes of the first real token of each row."""
+        """Applies the pooler to the hidden state of the first real token of each row."""
         if self.pooler is None:
-            raise ValueError("This model has no pooler: its configuration says `pooler=False`.")
+            raise ValueError("This model has no pooler: its configuration has `pooler=False`.")
         x = first_token(hidden, mask)
         if self.config.kind == "roberta":
             x = dropout(x, self.config.head_rate, key)
         return jnp.tanh(self.pooler(x))
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of each token, by the head `"masked"` or `"pretraining"`."""
+        """Returns the logits of each token, with the head `"masked"` or `"pretraining"`."""
         head, c = self.head, self.config
         if not isinstance(head, MaskedHead):
-            raise ValueError(f"Only the head 'masked' gives logits of tokens; here is {c.head!r}.")
+            raise ValueError(
+                "`unembed` needs the head 'masked' or 'pretraining', but this model's head is "
+                f"{c.head!r}."
+            )
         x = product("bsd,de->bse", hidden, head.w, head.b)
         x = ACTIVATIONS["gelu" if c.kind == "roberta" else c.activation](x)
         x = layer_norm(x, head.norm, head.norm_shift, c.norm_eps)

@@ -1,4 +1,4 @@
-"""A captioner: GPT-2 writes about what a ViT has seen."""
+"""An image captioner: a ViT encoder and a GPT-2 decoder with cross-attention."""
 
 from dataclasses import dataclass
 
@@ -19,18 +19,19 @@ from .vit import ViT, ViTConfig
 
 @dataclass(frozen=True)
 class CaptionerConfig:
-    """The parts of a `Captioner`.
+    """The configuration of a `Captioner`.
 
     **Arguments:**
 
-    - `encoder`: of the ViT, which has no head.
-    - `decoder`: of the GPT-2, whose layers attend to a memory: `cross_attention=True`.
-    - `decoder_start`: the token that each caption begins with, which generating needs.
-    - `eos`, `bos`, `pad`: the tokens that end a caption, begin a text, and fill what is behind.
+    - `encoder`: the configuration of the ViT, which must have no head.
+    - `decoder`: the configuration of the GPT-2 decoder, with `cross_attention=True`.
+    - `decoder_start`: the token id that each caption starts with. `generate` needs it.
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the parts do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     encoder: ViTConfig
@@ -43,9 +44,12 @@ class CaptionerConfig:
     def __post_init__(self):
         check_fields(self)
         if self.encoder.head is not None:
-            raise ValueError("A captioner reads hidden states: its encoder must be without a head.")
+            raise ValueError(
+                "The encoder of a captioner must have no head: the decoder attends to its hidden "
+                "states."
+            )
         if not self.decoder.cross_attention:
-            raise ValueError("A captioner's decoder must have `cross_attention=True`.")
+            raise ValueError("The decoder of a captioner must have `cross_attention=True`.")
 
     @property
     def vocab(self) -> int:
@@ -57,8 +61,8 @@ class CaptionerConfig:
 
 
 class Captioner(eqx.Module):
-    """An encoder of images and a decoder of text, joined by attention from one to the other
-    (Vaswani et al., 2017, <https://arxiv.org/abs/1706.03762>, section 3.2.3).
+    """An image encoder and a text decoder that attends to it (Vaswani et al., 2017,
+    <https://arxiv.org/abs/1706.03762>, section 3.2.3).
 
     ```python
     encoder = ViTConfig(width=64, layers=2, heads=4, hidden=256, image=(32, 32), patch=(8, 8))
@@ -77,8 +81,11 @@ class Captioner(eqx.Module):
     config: CaptionerConfig = eqx.field(static=True)
 
     def __init__(self, config: CaptionerConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: as each part has them; those of the bridge
-        between different widths normal with a deviation of 0.02, truncated at three."""
+        """Initialises the parameters of both parts as each part does on its own.
+
+        If the widths differ, a projection connects them: normal with standard deviation 0.02,
+        truncated at three standard deviations.
+        """
         encoder, bridge, decoder = jax.random.split(key, 3)
         widths = config.encoder.width, config.decoder.width
         self.encoder = ViT(config.encoder, key=encoder)
@@ -95,20 +102,20 @@ class Captioner(eqx.Module):
         decoder_mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token of the captions.
+        """Returns the logits of the next token at each position of the captions.
 
         **Arguments:**
 
-        - `pixels`: with the channels first, as image processors give them.
-        - `decoder_tokens`: the captions, behind the token that they begin with.
-        - `mask`: images have no padding; only that none is given is allowed.
-        - `decoder_mask`: 1 at real tokens of the captions, 0 at padding on either side.
-        - `key`: of the dropout; without it there is none.
+        - `pixels`: images with the channels first, as for `ViT`.
+        - `decoder_tokens`: the captions, each after the token that captions start with.
+        - `mask`: must be None, since images have no padding.
+        - `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either side.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if the images are not of the configuration's size, or if there are more tokens
-        in a row than positions.
+        `ValueError` if the images do not have the size of the configuration, or if a row has more
+        tokens than `config.positions`.
         """
         options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
         return self.unembed(self.hidden(pixels, decoder_tokens, **options))
@@ -122,7 +129,10 @@ class Captioner(eqx.Module):
         decoder_mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq features"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         encoder_key, key = split_key(key, 2)
         memory = self.encode(pixels, mask=mask, key=encoder_key)
         return self.decoder.hidden(decoder_tokens, mask=decoder_mask, memory=memory, key=key)
@@ -134,7 +144,7 @@ class Captioner(eqx.Module):
         mask: None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch patches features"]:
-        """What the decoder attends to."""
+        """Returns the encoder's hidden states, which the decoder attends to."""
         memory = self.encoder.hidden(pixels, mask=mask, key=key)
         if self.bridge is None:
             return memory
@@ -148,7 +158,10 @@ class Captioner(eqx.Module):
         memory: Float[Array, "batch patches width"],
         memory_mask: Mask | None = None,
     ) -> Cache | CrossCache:
-        """An empty cache for `length` tokens in each of `batch` captions of what was encoded."""
+        """Returns an empty cache for `batch` captions of up to `length` tokens.
+
+        `memory` is the output of `encode`.
+        """
         return self.decoder.init_cache(batch, length, memory=memory, memory_mask=memory_mask)
 
     def decode(
@@ -158,9 +171,9 @@ class Captioner(eqx.Module):
         *,
         mask: Mask | None = None,
     ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         return self.decoder.decode(tokens, cache, mask=mask)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         return self.decoder.unembed(hidden)

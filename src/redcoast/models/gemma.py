@@ -1,8 +1,8 @@
-"""The Gemma decoder: LLaMA's with scaled embeddings, norms that begin as one, and a gated GELU.
+"""The Gemma decoder: LLaMA with scaled embeddings, zero-centred norm scales and a gated GELU.
 
-With a few switches it is Gemma 2 (norms behind the layers' parts too, capped scores and logits,
-windows in some layers) and the text part of Gemma 3 (norms of each head's Q and K, and rotary
-embeddings of another base where there is a window).
+Options turn it into Gemma 2 (additional post-norms, soft-capped scores and logits, sliding windows
+in some layers) or the text part of Gemma 3 (norms of Q and K in each head, and a separate
+rotary base for the layers with a window).
 """
 
 import math
@@ -25,37 +25,37 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class GemmaConfig:
-    """The sizes of a `Gemma`.
+    """The configuration of a `Gemma`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: how many different tokens, the size of the residual stream, and
-      how many decoder layers there are.
-    - `heads`, `kv_heads`, `head_dim`: how many query heads; how many key and value heads, a
-      divisor of it; and the size of a head, an even number.
+    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
+      number of decoder layers.
+    - `heads`, `kv_heads`, `head_dim`: the number of query heads; the number of key and value heads,
+      which must divide it; and the size of each head, an even number.
     - `hidden`: the hidden size of the feed-forward network.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they
-      are stretched for long texts.
-    - `local`: for each layer, whether a token sees only a window; without it, no layer has one.
-    - `window`: in these layers, how many tokens back a token sees, itself included.
-    - `local_rope_base`: the base of the rotary embeddings in these layers, which are not
-      stretched; by default they are as in all others.
-    - `post_norms`: whether what a layer adds to the residual stream is normed.
-    - `qk_norm`: whether each head's Q and K are normed.
-    - `score_scale`: attention's scores are divided by its root; the size of a head by default.
-    - `score_cap`, `logit_cap`: bounds that attention's scores, and the logits, approach as a
-      hyperbolic tangent does.
-    - `norm_eps`: what RMSNorm adds to the mean square.
-    - `tied`: whether the head is the embedding.
-    - `attention_dropout`: the rate at which attention weights are dropped.
-    - `context`: the length in tokens that the model is made for; it changes no result.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
+      scaled for long contexts.
+    - `local`: for each layer, whether it has a sliding attention window; by default none has.
+    - `window`: the size of that window in tokens, including the token itself.
+    - `local_rope_base`: the base of the rotary embeddings in the layers with a window, where
+      `rope_scaling` does not apply. By default they use the same embeddings as all other layers.
+    - `post_norms`: whether the outputs that a layer adds to the residual stream are normalised.
+    - `qk_norm`: whether Q and K are normalised in each head.
+    - `score_scale`: attention scores are divided by its square root; the head size by default.
+    - `score_cap`, `logit_cap`: soft caps (by tanh) of the attention scores and of the logits.
+    - `norm_eps`: added to the mean square in RMSNorm.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `attention_dropout`: the dropout rate of the attention weights.
+    - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -88,18 +88,18 @@ class GemmaConfig:
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "head_dim")
         check_rates(self, "attention_dropout")
         if self.head_dim % 2:
-            raise ValueError(f"The size of a head must be even, but is {self.head_dim}.")
+            raise ValueError(f"`head_dim` must be even, but is {self.head_dim}.")
         if self.local and len(self.local) != self.layers:
             raise ValueError(
-                f"`local` says of {len(self.local)} layers whether they have a window, and there "
-                f"are {self.layers}."
+                f"`local` must have one entry for each of the {self.layers} layers, but has "
+                f"{len(self.local)}."
             )
         if any(self.local) and self.window is None:
-            raise ValueError("`local` gives layers a window, and `window` does not say its size.")
+            raise ValueError("`local` gives layers a window, so `window` must be its size.")
 
 
 class GemmaLayers(eqx.Module):
-    """The parameters of all the decoder layers, each stacked along its first dimension."""
+    """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]
     wq: Float[Array, "layers width heads head_dim"]
@@ -118,8 +118,8 @@ class GemmaLayers(eqx.Module):
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        # Two outputs a layer are summed into the residual stream: scaled so, they add up to the
-        # same variance however many layers there are.
+        # Each layer adds two outputs to the residual stream. With this scale their total variance
+        # does not depend on the number of layers.
         scale = 1 / math.sqrt(2 * c.layers)
         q, kv = ((c.layers, c.width, heads, c.head_dim) for heads in (c.heads, c.kv_heads))
         norms = lambda size, there=True: jnp.zeros((c.layers, size)) if there else None
@@ -156,8 +156,8 @@ class Gemma(eqx.Module):
     config: GemmaConfig = eqx.field(static=True)
 
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated
-        at three standard deviations; those of the layers' outputs divided by sqrt(2 * layers)."""
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         shape = (config.width, config.vocab)
         self.embed = normal(embed, shape[::-1], fan_in=config.width)
@@ -175,17 +175,18 @@ class Gemma(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token.
+        """Returns the logits of the next token at each position.
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gets NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
-          depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         return self.unembed(self.hidden(tokens, **options))
@@ -199,7 +200,10 @@ class Gemma(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)
@@ -208,21 +212,21 @@ class Gemma(eqx.Module):
         return self._run(tokens, positions, visible, None, key)[0]
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens in each of `batch` rows."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
         c = self.config
         return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         cache = admit(cache, tokens.shape, mask)
         windows = (None, self.config.window)
         views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
         return self._run(tokens, views[0][0], [view[1] for view in views], cache, None)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.head is None:
             logits = product("bsd,vd->bsv", hidden, self.embed)
         else:
@@ -231,17 +235,18 @@ class Gemma(eqx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _run(self, tokens, positions, visible, cache, key):
-        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
         x = jnp.take(self.embed, tokens, axis=0)
         c = self.config
-        # The scale, too, is of the dtype: published weights were trained with it rounded.
+        # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
         angles = [rotary_angles(positions, f, wide(x.dtype)) for f in _frequencies(c)]
         kinds = list(zip(angles, visible, strict=True))
 
         def layer_fn(x, cache, inputs, index, key):
             layer, local = inputs
-            # Layers of both kinds are scanned together, so that each chooses its own.
+            # Layers with and without a window are scanned together, so each selects its own mask
+            # and angles.
             turns, seen = jax.tree.map(lambda all, near: jnp.where(local, near, all), *kinds)
             y = _norm(x, layer.attention_norm, c)
             y, cache = _attention(layer, y, turns, seen, cache, index, key, c)
@@ -255,7 +260,7 @@ class Gemma(eqx.Module):
 
 
 def _frequencies(config: GemmaConfig) -> list[Float[np.ndarray, " half"]]:
-    """Of layers that see everything, and of those that see a window."""
+    """Returns the rotary frequencies of the layers without and with a window."""
     c = config
     everywhere = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
     if c.local_rope_base is None:
@@ -264,7 +269,7 @@ def _frequencies(config: GemmaConfig) -> list[Float[np.ndarray, " half"]]:
 
 
 def _norm(x, scale, config):
-    """RMSNorm, whose scale is how much it is more than 1; without one, nothing."""
+    """RMSNorm with the scale `1 + scale`. Returns `x` unchanged if `scale` is None."""
     if scale is None:
         return x
     y = x.astype(wide(x.dtype))

@@ -1,5 +1,4 @@
-"""The GPT-2 decoder: learned positions, layer norms before each part, and a tied head; with
-attention to a memory where one is read from."""
+"""The GPT-2 decoder: learned positions, pre-layer-norm, tied head, optional cross-attention."""
 
 import math
 from dataclasses import dataclass
@@ -22,29 +21,31 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The sizes of a `GPT2`.
+    """The configuration of a `GPT2`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
-      stream, and how many layers and heads there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `norm_eps`: what the norms add to the variance.
-    - `tied`: whether the head is the embedding.
-    - `scale_scores`, `scale_by_layer`: whether attention's scores are divided by the root of the
-      size of a head; and, in layer `i` from 0, by `i + 1`.
-    - `cross_attention`: whether each layer attends to a memory, too.
-    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
-      embeddings, what is added to the residual stream, and attention weights.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
+      number of layers and the number of heads.
+    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `positions`: the maximum length in tokens (position embeddings are learned).
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `norm_eps`: added to the variance in layer norms.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `scale_scores`, `scale_by_layer`: whether attention scores are divided by the square root of
+      the head size, and whether those of layer `i` (counted from 0) are divided by `i + 1`.
+    - `cross_attention`: whether each layer also attends to a memory.
+    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
+      of the outputs that are added to the residual stream, and of the attention weights.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -79,7 +80,7 @@ class GPT2Config:
 
 
 class GPT2Layers(eqx.Module):
-    """The parameters of all the layers, each stacked along its first dimension."""
+    """The parameters of all layers, stacked along their first dimension."""
 
     attention: Projections
     cross: Projections | None
@@ -110,7 +111,8 @@ def _normal(key, shape, scale=1.0):
 
 
 def _outputs(config):
-    # What the layers add to the residual stream makes up the same variance for any number of them.
+    # With this scale the total variance that the layers add to the residual stream does not
+    # depend on their number.
     return 1 / math.sqrt(2 * config.layers)
 
 
@@ -134,8 +136,9 @@ class GPT2(eqx.Module):
     config: GPT2Config = eqx.field(static=True)
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02,
-        truncated at three of them; those of the layers' outputs divided by sqrt(2 * layers)."""
+        """Initialises the parameters: normal with standard deviation 0.02, truncated at three
+        standard deviations. The output projections of the layers are divided by
+        sqrt(2 * layers)."""
         embed, positions, layers, head = jax.random.split(key, 4)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.position_embed = _normal(positions, (config.positions, config.width))
@@ -155,24 +158,25 @@ class GPT2(eqx.Module):
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token.
+        """Returns the logits of the next token at each position.
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gets NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
-          depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own.
-        - `positions`: by default counted over the real tokens of the row or segment; one that
-          there is not gives NaN.
-        - `memory`, `memory_mask`: with `cross_attention`, what all tokens of a row attend to, and
-          which of it is real.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment. A position of `config.positions` or more gives NaN.
+        - `memory`, `memory_mask`: with `cross_attention`, the hidden states that all tokens of a
+          row attend to, and 1 at those that are not padding.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if a row is longer than `config.positions`, or if `memory` and
-        `cross_attention` do not go together.
+        `ValueError` if a row is longer than `config.positions` (unless `segments` or `positions` is
+        given), or if `memory` is given without `cross_attention`, or the other way round.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         options |= {"memory": memory, "memory_mask": memory_mask}
@@ -189,7 +193,10 @@ class GPT2(eqx.Module):
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             if segments is None:
@@ -206,8 +213,11 @@ class GPT2(eqx.Module):
         memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
     ) -> Cache | CrossCache:
-        """An empty cache for `length` tokens in each of `batch` rows; with `cross_attention`,
-        beside the keys and values of the memory, which are computed here, once."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens.
+
+        With `cross_attention`, the cache also holds the keys and values of `memory`, which are
+        computed here once.
+        """
         c = self.config
         own = empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
         cross = self._read(batch, memory, memory_mask)
@@ -216,7 +226,7 @@ class GPT2(eqx.Module):
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])
         crossed = isinstance(cache, CrossCache)
@@ -226,14 +236,16 @@ class GPT2(eqx.Module):
         return x, cache.moved_on(own) if crossed else own
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.head is None:
             return product("bsd,vd->bsv", hidden, self.embed)
         return product("bsd,dv->bsv", hidden, self.head)
 
     def _read(self, rows, memory, mask):
         if (memory is not None) != self.config.cross_attention:
-            raise ValueError("With `cross_attention` a `memory` is needed, and without it none.")
+            raise ValueError(
+                "`memory` must be given if `config.cross_attention` is True, and only then."
+            )
         if (layers := self.layers.cross) is None:
             return None
         return read_memory(layers, rows, memory, mask)
@@ -241,7 +253,7 @@ class GPT2(eqx.Module):
     def _run(self, tokens, positions, visible, cross, cache=None, key=None):
         c = self.config
         embed_key, key = split_key(key, 2)
-        # Indexing would give what is not in a table the row of something that is.
+        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
         x = jnp.take(self.embed, tokens, axis=0) + jnp.take(self.position_embed, positions, axis=0)
         x = dropout(x, c.embed_dropout, embed_key)
         *stored, real = cross or (None, None, None)

@@ -1,5 +1,5 @@
-"""The GPT-J decoder: attention and feed-forward network side by side, behind one norm, and rotary
-embeddings of some of each head's features."""
+"""The GPT-J decoder: attention and the feed-forward network in parallel after one shared norm, and
+rotary embeddings of some features of each head."""
 
 import math
 from dataclasses import dataclass
@@ -21,27 +21,30 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class GPTJConfig:
-    """The sizes of a `GPTJ`.
+    """The configuration of a `GPTJ`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
-      stream, and how many layers and heads there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `rotary_dim`: how many features of each head the rotary embeddings turn, an even number.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `norm_eps`: what the norms add to the variance.
-    - `tied`: whether the head is the embedding. It has a bias either way.
-    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the rates at which are dropped: the
-      embeddings, what is added to the residual stream, and attention weights.
-    - `context`: the length in tokens that the weights were trained for. Nothing enforces it.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
+      number of layers and the number of heads.
+    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `rotary_dim`: the number of features of each head that rotary embeddings rotate, an even
+      number.
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `norm_eps`: added to the variance in layer norms.
+    - `tied`: whether the output head shares the weights of the embedding. It has a bias either way.
+    - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
+      of the outputs that are added to the residual stream, and of the attention weights.
+    - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -69,8 +72,8 @@ class GPTJConfig:
         check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
-                "`rotary_dim` must be even and at most the size of a head, which is "
-                f"{self.head_dim}, but is {self.rotary_dim}."
+                f"`rotary_dim` must be even and at most the head size {self.head_dim}, but is "
+                f"{self.rotary_dim}."
             )
 
     @property
@@ -79,7 +82,7 @@ class GPTJConfig:
 
 
 class GPTJLayers(eqx.Module):
-    """The parameters of all the layers, each stacked along its first dimension."""
+    """The parameters of all layers, stacked along their first dimension."""
 
     norm: Float[Array, "layers width"]
     norm_shift: Float[Array, "layers width"]
@@ -95,7 +98,8 @@ class GPTJLayers(eqx.Module):
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        # What the layers add to the residual stream makes up the same variance for any number.
+        # With this scale the total variance that the layers add to the residual stream does not
+        # depend on their number.
         scale = 1 / math.sqrt(2 * c.layers)
         into = (c.layers, c.width, c.heads, c.head_dim)
         self.norm, self.norm_shift = jnp.ones(into[:2]), jnp.zeros(into[:2])
@@ -131,8 +135,8 @@ class GPTJ(eqx.Module):
     config: GPTJConfig = eqx.field(static=True)
 
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02; those of
-        the layers' outputs divided by sqrt(2 * layers)."""
+        """Initialises the parameters: normal with standard deviation 0.02. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.layers = GPTJLayers(config, key=layers)
@@ -150,17 +154,18 @@ class GPTJ(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token.
+        """Returns the logits of the next token at each position.
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gets NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
-          depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         return self.unembed(self.hidden(tokens, **options))
@@ -174,26 +179,29 @@ class GPTJ(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)
         return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens in each of `batch` rows."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
         c = self.config
         return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         cache = admit(cache, tokens.shape, mask)
         return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.head is None:
             return product("bsd,vd->bsv", hidden, self.embed, self.head_bias)
         return product("bsd,dv->bsv", hidden, self.head, self.head_bias)
@@ -201,7 +209,7 @@ class GPTJ(eqx.Module):
     def _run(self, tokens, positions, visible, cache, key):
         c = self.config
         embed_key, key = split_key(key, 2)
-        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
         x = dropout(jnp.take(self.embed, tokens, axis=0), c.embed_dropout, embed_key)
         angles = rotary_angles(positions, rotary_frequencies(c.rotary_dim, 10000.0), wide(x.dtype))
 

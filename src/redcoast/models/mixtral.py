@@ -1,4 +1,4 @@
-"""The Mixtral decoder: LLaMA's, whose feed-forward networks are mixtures of experts."""
+"""The Mixtral decoder: LLaMA with mixture-of-experts feed-forward networks."""
 
 import functools as ft
 import math
@@ -21,32 +21,37 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class MixtralConfig:
-    """The sizes of a `Mixtral`.
+    """The configuration of a `Mixtral`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`: how many different tokens, the size of the residual stream, and
-      how many decoder layers there are.
-    - `heads`, `kv_heads`: how many query heads; how many key and value heads, a divisor of it.
+    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
+      number of decoder layers.
+    - `heads`, `kv_heads`: the number of query heads, and the number of key and value heads, which
+      must divide it.
     - `hidden`: the hidden size of each expert.
-    - `experts`, `chosen`: how many experts a layer has, and how many of them see each token.
-    - `head_size`: the size of a head, an even number; `width / heads` by default.
-    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they
-      are stretched for long texts.
-    - `norm_eps`: what RMSNorm adds to the mean square.
-    - `tied`: whether the head is the embedding.
-    - `window`: how many tokens back a token sees, itself included; all by default.
-    - `attention_dropout`: the rate at which attention weights are dropped.
-    - `router_loss_weight`: what `router_loss` of `hidden_and_router_loss` is to be multiplied by in
-      a training loss.
-    - `context`: the length in tokens that the model is made for; it changes no result.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights of attention) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
+      token is routed to (top-k).
+    - `head_size`: the size of each head, an even number; `width / heads` by default.
+    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
+      scaled for long contexts.
+    - `norm_eps`: added to the mean square in RMSNorm.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `window`: the size of the sliding attention window in tokens, including the token itself; no
+      window by default.
+    - `attention_dropout`: the dropout rate of the attention weights.
+    - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
+      loss. The model itself does not use it.
+    - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights outside of the experts) or `"full"` (the entire
+      layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -77,8 +82,8 @@ class MixtralConfig:
         check_rates(self, "attention_dropout")
         if self.chosen > self.experts:
             raise ValueError(
-                f"`chosen` must be at most `experts`, but {self.chosen} of {self.experts} experts "
-                "cannot see a token."
+                f"`chosen` must be at most `experts`, but they are {self.chosen} and "
+                f"{self.experts}."
             )
 
     @property
@@ -87,7 +92,7 @@ class MixtralConfig:
 
 
 class MixtralLayers(eqx.Module):
-    """The parameters of all the decoder layers, each stacked along its first dimension."""
+    """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]
     wq: Float[Array, "layers width heads head_dim"]
@@ -103,8 +108,8 @@ class MixtralLayers(eqx.Module):
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
-        # Two outputs a layer are summed into the residual stream: scaled so, they add up to the
-        # same variance however many layers there are.
+        # Each layer adds two outputs to the residual stream. With this scale their total variance
+        # does not depend on the number of layers.
         scale = 1 / math.sqrt(2 * c.layers)
         q, kv = (
             (c.layers, c.width, c.heads, c.head_dim),
@@ -141,8 +146,8 @@ class Mixtral(eqx.Module):
     config: MixtralConfig = eqx.field(static=True)
 
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with variance 1 / fan-in, truncated
-        at three standard deviations; those of the layers' outputs divided by sqrt(2 * layers)."""
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         shape = (config.width, config.vocab)
         self.embed = normal(embed, shape[::-1], fan_in=config.width)
@@ -160,17 +165,18 @@ class Mixtral(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token.
+        """Returns the logits of the next token at each position.
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gets NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
-          depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         return self.unembed(self.hidden(tokens, **options))
@@ -184,7 +190,10 @@ class Mixtral(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         return self.hidden_and_router_loss(tokens, **options)[0]
 
@@ -197,8 +206,10 @@ class Mixtral(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
-        """Besides the hidden states, a loss that is least where the experts are used evenly
-        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>): for training.
+        """Returns the final hidden states, and the load-balancing loss of the routers for training
+        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
+
+        The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
 
         ```python
         hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)
@@ -214,27 +225,27 @@ class Mixtral(eqx.Module):
         return x, router_loss(count, probability, self.config.chosen)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens in each of `batch` rows."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
         c = self.config
         return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         cache = admit(cache, tokens.shape, mask)
         view = cached_view(cache, tokens.shape[1], window=self.config.window)
         x, cache, _ = self._run(tokens, real_tokens(tokens.shape, mask), *view, cache, None)
         return x, cache
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.head is None:
             return product("bsd,vd->bsv", hidden, self.embed)
         return product("bsd,dv->bsv", hidden, self.head)
 
     def _run(self, tokens, real, positions, visible, cache, key):
-        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
         x = jnp.take(self.embed, tokens, axis=0)
         c = self.config
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)

@@ -1,5 +1,4 @@
-"""The OPT decoder: learned positions, ReLU, and norms before each part of a layer or, in the one
-of 350 million parameters, behind it."""
+"""The OPT decoder: learned positions, ReLU and pre-layer-norm (OPT-350m: post-layer-norm)."""
 
 import math
 from dataclasses import dataclass
@@ -20,30 +19,34 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class OPTConfig:
-    """The sizes of an `OPT`.
+    """The configuration of an `OPT`.
 
     **Arguments:**
 
-    - `vocab`, `width`, `layers`, `heads`: how many different tokens, the size of the residual
-      stream, and how many layers and heads there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `embed_width`: the size of the embeddings, projected to the width and back where it is
-      another; the width by default.
-    - `positions`: the greatest length in tokens, since positions are learned.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `post_norm`: whether norms are behind each part of a layer, and not before it.
-    - `final_norm`: whether there is a norm behind the last layer; never with `post_norm`.
-    - `bias`, `affine`: whether projections have biases, and norms learned scales and shifts.
-    - `tied`: whether the head is the embedding.
-    - `dropout`, `attention_dropout`: the rates at which are dropped: what is added to the residual
-      stream, and attention weights.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
+      number of layers and the number of heads.
+    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `embed_width`: the size of the embeddings, `width` by default. If it differs from `width`,
+      embeddings are projected to `width` and back.
+    - `positions`: the maximum length in tokens (position embeddings are learned).
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `post_norm`: whether the norms come after attention and the feed-forward network instead of
+      before them.
+    - `final_norm`: whether there is a norm after the last layer. Must be False with `post_norm`.
+    - `bias`, `affine`: whether projections have biases, and whether norms have learned scales and
+      shifts.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `dropout`, `attention_dropout`: the dropout rates of the outputs that are added to the
+      residual stream, and of the attention weights.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -75,19 +78,21 @@ class OPTConfig:
         check_activation(self.activation)
         check_rates(self, "dropout", "attention_dropout")
         if self.post_norm and self.final_norm:
-            raise ValueError("With `post_norm` each layer ends in a norm: set `final_norm=False`.")
+            raise ValueError(
+                "With `post_norm=True` each layer already ends with a norm: set `final_norm=False`."
+            )
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
 
 
-# The table of positions begins with as many rows that stand for none.
+# The first rows of OPT's table of positions are unused.
 _OFFSET = 2
 
 
 class OPTLayers(eqx.Module):
-    """The parameters of all the layers, each stacked along its first dimension."""
+    """The parameters of all layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"] | None
     attention_norm_shift: Float[Array, "layers width"] | None
@@ -109,7 +114,8 @@ class OPTLayers(eqx.Module):
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        # What the layers add to the residual stream makes up the same variance for any number.
+        # With this scale the total variance that the layers add to the residual stream does not
+        # depend on their number.
         scale = 1 / math.sqrt(2 * c.layers)
         wide, head, outer = (c.layers, c.width), (c.layers, c.heads, c.head_dim), c.hidden
         self.attention_norm, self.attention_norm_shift = _affine(wide, c)
@@ -153,8 +159,8 @@ class OPT(eqx.Module):
     config: OPTConfig = eqx.field(static=True)
 
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.006; those of
-        the layers' outputs divided by sqrt(2 * layers)."""
+        """Initialises the parameters: normal with standard deviation 0.006. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
         c = config
         embed, positions, layers, into, out, head = jax.random.split(key, 6)
         sizes = (c.embed_width, c.width)
@@ -177,22 +183,24 @@ class OPT(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """The logits of the token that follows each token.
+        """Returns the logits of the next token at each position.
 
         **Arguments:**
 
-        - `tokens`: below the vocabulary's size; one that is not gets NaN.
-        - `mask`: 1 at real tokens, 0 at padding on either side. The logits of real tokens do not
-          depend on padding; those of padding mean nothing.
-        - `segments`: of several texts packed into one row, the number of each token's own; it
-          sees no other.
-        - `positions`: of the tokens, by default counted over the real ones of the row or segment.
-          A token at a position that there is not gets NaN.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment.
+          A position of `config.positions` or more gives NaN.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if there are more tokens in a row than positions.
+        `ValueError` if a row is longer than `config.positions`, unless `segments` or `positions` is
+        given.
         """
         options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
         return self.unembed(self.hidden(tokens, **options))
@@ -206,7 +214,10 @@ class OPT(eqx.Module):
         positions: Integer[Array, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         if segments is None and positions is None:
             check_length(self.config, tokens.shape[1])
         real = real_tokens(tokens.shape, mask)
@@ -215,21 +226,21 @@ class OPT(eqx.Module):
         return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens in each of `batch` rows."""
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
         c = self.config
         return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:
             check_length(self.config, tokens.shape[1])
         cache = admit(cache, tokens.shape, mask)
         return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.project_out is not None:
             hidden = product("bsd,de->bse", hidden, self.project_out)
         if self.head is None:
@@ -238,7 +249,7 @@ class OPT(eqx.Module):
 
     def _run(self, tokens, positions, visible, cache, key):
         c = self.config
-        # Indexing would give what is not in a table the row of something that is.
+        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
         x = jnp.take(self.embed, tokens, axis=0)
         if self.project_in is not None:
             x = product("bse,ed->bsd", x, self.project_in)

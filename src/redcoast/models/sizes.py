@@ -1,8 +1,8 @@
-"""The published sizes, by name.
+"""Functions that create models of published sizes.
 
-Each is a function: `llama_7b(key=key)` makes the model, and what it takes beside the key takes the
-place of the published value, as in `llama_7b(key=key, remat="full")`. One that fits no memory here
-can be planned all the same: `eqx.filter_eval_shape(llama_7b, key=key)`.
+`llama_7b(key=key)` creates a randomly initialised model. Other keyword arguments override fields
+of its configuration, as in `llama_7b(key=key, remat="full")`. A model that is too large for this
+machine can be created abstractly, for planning: `eqx.filter_eval_shape(llama_7b, key=key)`.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ Model = TypeVar("Model", covariant=True)
 
 @runtime_checkable
 class Named(Protocol[Model]):
-    """Makes a model of a published size."""
+    """Creates a randomly initialised model of a published size."""
 
     def __call__(self, *, key: PRNGKeyArray, **changes: Any) -> Model: ...
 

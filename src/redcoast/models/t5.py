@@ -1,5 +1,7 @@
-"""The T5 encoder-decoder: positions as distances between tokens, and RMSNorm; with a gated
-feed-forward network and a head of its own it is T5 v1.1, FLAN-T5, ByT5 and mT5."""
+"""The T5 encoder-decoder: relative position biases and RMSNorm.
+
+With a gated feed-forward network and an untied head it is T5 v1.1, FLAN-T5, ByT5 and mT5.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,33 +24,36 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class T5Config:
-    """The sizes of a `T5`.
+    """The configuration of a `T5`.
 
     **Arguments:**
 
-    - `vocab`, `width`: how many different tokens, and the size of the residual stream.
-    - `layers`, `decoder_layers`: how many layers the encoder and the decoder have.
-    - `heads`, `hidden`: how many heads, and the hidden size of the feed-forward network.
-    - `head_size`: the size of a head; `width / heads` by default.
-    - `buckets`, `distance`: how many ranges of distances between tokens are told apart, at least
-      4; and the distance from which on all are one range, more than half as much.
-    - `activation`, `gated`: of the feed-forward network, by its name in `config.json` files; and
-      whether what it gives is multiplied with a second product.
-    - `norm_eps`: what RMSNorm adds to the mean square.
-    - `tied`: whether the head is the embedding.
-    - `scale_head`: whether what goes into the head is divided by the root of the width; by
-      default that of a tied head is.
-    - `dropout`: the rate at which embeddings, attention weights, the feed-forward network's
-      hidden features, and what is added to the residual stream or leaves it are dropped.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
-    - `kind`: by what name `config.json` files are written; nothing is computed from it.
-    - `decoder_start`: the token that the decoder begins with.
-    - `eos`, `bos`, `pad`: the tokens that end a text, begin it, and fill what is behind.
+    - `vocab`, `width`: the vocabulary size and the size of the residual stream.
+    - `layers`, `decoder_layers`: the number of layers of the encoder and of the decoder.
+    - `heads`, `hidden`: the number of heads and the hidden size of the feed-forward network.
+    - `head_size`: the size of each head; `width / heads` by default.
+    - `buckets`, `distance`: the number of relative position buckets, at least 4; and the distance
+      from which on all distances share one bucket, more than `buckets / 2`.
+    - `activation`, `gated`: the activation function of the feed-forward network, by its name in
+      `config.json` files; and whether the network is gated, as in GEGLU.
+    - `norm_eps`: added to the mean square in RMSNorm.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `scale_head`: whether the input of the head is divided by the square root of the width; by
+      default only if the head is tied.
+    - `dropout`: the dropout rate of the embeddings, the attention weights, the hidden features of
+      the feed-forward network, the outputs that are added to the residual stream, and the final
+      hidden states.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
+    - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
+      results.
+    - `decoder_start`: the token id that the decoder starts with.
+    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
+      token ids.
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     vocab: int
@@ -80,7 +85,7 @@ class T5Config:
         check_activation(self.activation)
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
-            raise ValueError("Only a tied head is scaled: with `scale_head` set `tied`.")
+            raise ValueError("`scale_head=True` needs `tied=True`: only a tied head is scaled.")
 
     @property
     def head_dim(self) -> int:
@@ -92,7 +97,8 @@ class T5Config:
 
 
 class T5Layers(eqx.Module):
-    """The parameters of all layers of the encoder or the decoder, stacked."""
+    """The parameters of all layers of the encoder or decoder, stacked along their first
+    dimension."""
 
     attention: Projections
     cross: Projections | None
@@ -105,7 +111,7 @@ class T5Layers(eqx.Module):
         c = config
         attention, cross, gate, up, down = jax.random.split(key, 5)
         into = (layers, c.width, c.hidden)
-        # Scores are not divided by the root of a head's size, so queries are that much smaller.
+        # T5 does not divide scores by the square root of the head size; its queries start smaller.
         fan_in = (c.width * c.head_dim, c.width, c.width, c.heads * c.head_dim)
         scales = tuple(x**-0.5 for x in fan_in)
         create = eqx.Partial(Projections, c, layers, scales=scales, biased=False)
@@ -118,7 +124,7 @@ class T5Layers(eqx.Module):
 
 
 class T5Stack(eqx.Module):
-    """The encoder or the decoder; all its layers share what they add to scores at a distance."""
+    """The encoder or the decoder. All its layers share one table of relative position biases."""
 
     relative_bias: Float[Array, "buckets heads"]
     layers: T5Layers
@@ -150,9 +156,11 @@ class T5(eqx.Module):
     config: T5Config = eqx.field(static=True)
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal, truncated at three standard
-        deviations, with variance 1 for the embedding and 1 / fan-in for the rest, of queries'
-        divided by the size of a head."""
+        """Initialises the parameters: normal, truncated at three standard deviations.
+
+        The variance is 1 for the embedding and 1 / fan-in for all other weights; that of the query
+        projections is also divided by the head size.
+        """
         embed, encoder, decoder, head = jax.random.split(key, 4)
         shape = (config.width, config.vocab)
         self.embed = normal(embed, shape[::-1], fan_in=1)
@@ -172,18 +180,24 @@ class T5(eqx.Module):
         decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch decoder_seq vocab"]:
-        """The logits of the token that follows each of the decoder's tokens.
+        """Returns the logits of the next token at each position of the decoder.
 
         **Arguments:**
 
-        - `tokens`, `decoder_tokens`: what the encoder reads, and what the decoder goes on from,
-          as `shift_right` makes it; below the vocabulary's size; one that is not gets NaN.
-        - `mask`, `decoder_mask`: 1 at real tokens, 0 at padding on either side. The logits of
-          real tokens do not depend on padding; those of padding mean nothing.
-        - `segments`, `decoder_segments`: of texts packed into one row, the number of each.
-        - `key`: of the dropout; without it there is none.
+        - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
+          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
+          side. The logits of real tokens do not depend on padding; those of padding tokens are
+          meaningless.
+        - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
+          sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
+          number.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
-        Both must have as many rows, and both segments or none: otherwise a `ValueError`.
+        **Raises:**
+
+        `ValueError` if the encoder and the decoder have different numbers of rows, or if only one
+        of them has segments.
         """
         options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
         options |= {"segments": segments, "decoder_segments": decoder_segments}
@@ -200,13 +214,16 @@ class T5(eqx.Module):
         decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch decoder_seq width"]:
-        """What the logits are made of; the arguments are those of a call."""
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
         encoder_key, key = split_key(key, 2)
         seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
         memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
         real = real_tokens(decoder_tokens.shape, decoder_mask)
         visible = causal_view(real, segments=decoder_segments)
-        # Real tokens are next to each other: distances are those of slots, alike in all rows.
+        # Real tokens are contiguous, so slots give the same distances as positions, in all rows.
         slots = jnp.arange(decoder_tokens.shape[1])[None]
         bias = self._bias(slots, slots, causal=True)
         cross = (memory, None, seen)
@@ -220,7 +237,10 @@ class T5(eqx.Module):
         segments: Integer[Array, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
-        """What the decoder attends to; the arguments are those of a call."""
+        """Returns the encoder's hidden states, which the decoder attends to.
+
+        The arguments are those of `__call__`.
+        """
         visible = full_view(real_tokens(tokens.shape, mask), segments)
         slots = jnp.arange(tokens.shape[1])[None]
         bias = self._bias(slots, slots, causal=False)
@@ -229,8 +249,11 @@ class T5(eqx.Module):
     def init_cache(
         self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
     ) -> CrossCache:
-        """An empty cache for `length` of the decoder's tokens in each of `batch` rows, beside the
-        keys and values of the memory, what `encode` gave; and which of it is real."""
+        """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
+
+        The cache also holds the keys and values of `memory`, the output of `encode`.
+        `memory_mask` is 1 at its real tokens.
+        """
         c = self.config
         cross: Any = self.decoder.layers.cross
         own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
@@ -239,7 +262,7 @@ class T5(eqx.Module):
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], CrossCache]:
-        """Appends tokens to a cache; what `hidden` would give for them, and the cache."""
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         own = admit(cache.own, tokens.shape, mask)
         positions, visible = cached_view(own, tokens.shape[1])
         bias = self._bias(positions, count_positions(own.mask), causal=True)
@@ -248,7 +271,7 @@ class T5(eqx.Module):
         return x, cache.moved_on(own)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """The logits of hidden states."""
+        """Returns the logits of hidden states."""
         if self.config.scaled:
             hidden = hidden * self.config.width**-0.5
         if self.head is None:
@@ -262,9 +285,9 @@ class T5(eqx.Module):
     def _run(self, stack, tokens, bias, visible, cross, cache, key):
         c = self.config
         embed_key, key, last_key = split_key(key, 3)
-        # Indexing would give a token that is not in the vocabulary the embedding of one that is.
+        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
         x = dropout(jnp.take(self.embed, tokens, axis=0), c.dropout, embed_key)
-        # The keys and values of the memory are in a cache, or computed in each layer.
+        # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)
         memory, stored, seen = cross or nothing
 

@@ -1,4 +1,4 @@
-"""The Vision Transformer: an encoder whose tokens are an image's patches."""
+"""The Vision Transformer: an encoder whose tokens are the patches of an image."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,31 +20,32 @@ from ._scan import Remat, scan_layers
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """The sizes of a `ViT`.
+    """The configuration of a `ViT`.
 
     **Arguments:**
 
-    - `width`, `layers`, `heads`: the size of the residual stream, and how many layers and heads
-      there are.
-    - `hidden`: the hidden size of the feed-forward network, usually four times the width.
-    - `image`, `patch`: the height and width of images and of their patches, in pixels.
-    - `channels`: of a pixel.
-    - `head`: what a call returns. Hidden states, without one; with `"classification"`, logits of
-      an image's labels, or with one label what regression predicts.
-    - `labels`, `label_names`: of classification.
-    - `pooler`: whether there is a pooler, in a model without a head, and the size of what it
-      returns, the width by default: `pooler_size`.
-    - `activation`: of the feed-forward network, by its name in `config.json` files.
-    - `norm_eps`: what the norms add to the variance.
+    - `width`, `layers`, `heads`: the size of the residual stream, the number of layers and the
+      number of heads.
+    - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
+    - `image`, `patch`: the (height, width) of images and of patches, in pixels.
+    - `channels`: the number of channels of an image.
+    - `head`: decides what a call returns. `None`: the hidden states. `"classification"`: the logits
+      of the labels of each image; with one label, the prediction of a regression.
+    - `labels`, `label_names`: the number of labels of a classification head, and their names.
+    - `pooler`, `pooler_size`: whether a model without a head has a pooler, and the size of its
+      output (`width` by default).
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `norm_eps`: added to the variance in layer norms.
     - `qkv_bias`: whether Q, K and V have biases.
-    - `dropout`, `attention_dropout`: the rates at which are dropped: the embeddings and what is
-      added to the residual stream; attention weights.
-    - `remat`: what is computed again in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything but the products with weights) or `"full"` (everything in a layer).
+    - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
+      added to the residual stream, and of the attention weights.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights) or `"full"` (the entire layer).
 
     **Raises:**
 
-    `ValueError` if the sizes do not fit together.
+    `ValueError` if the values are inconsistent.
     """
 
     width: int
@@ -75,7 +76,7 @@ class ViTConfig:
         pairs = zip(self.image, self.patch, strict=True)
         if min(*self.patch, *self.image) < 1 or any(image % patch for image, patch in pairs):
             raise ValueError(
-                f"`image` must be a multiple of `patch`, but {self.image} is no multiple of "
+                f"`image` must be a multiple of `patch`, but {self.image} is not a multiple of "
                 f"{self.patch}."
             )
 
@@ -85,7 +86,7 @@ class ViTConfig:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many patches there are along the height and the width."""
+        """The number of patches along the height and along the width."""
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
 
 
@@ -111,8 +112,8 @@ class ViT(eqx.Module):
     config: ViTConfig = eqx.field(static=True)
 
     def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
-        """Initial parameters of these sizes by `key`: normal with a deviation of 0.02, truncated
-        at three; biases 0 and norms 1."""
+        """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
+        three standard deviations; biases 0 and norm scales 1."""
         c = config
         keys = jax.random.split(key, 6)
         pooled = c.pooler_size or c.width
@@ -134,19 +135,21 @@ class ViT(eqx.Module):
         mask: None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch ..."]:
-        """Logits "batch labels" of images, or without a head the hidden states "batch tokens
-        width": of the image as a whole first, then of its patches, row by row.
+        """Returns the logits of images, of shape (batch, labels).
+
+        Without a head, returns the hidden states, of shape (batch, tokens, width): first that of
+        the class token, then those of the patches, row by row.
 
         **Arguments:**
 
-        - `pixels`: with the channels first, as image processors give them: scaled and shifted as
-          those were that the weights were trained with, often to between -1 and 1.
-        - `mask`: images have no padding; only that none is given is allowed.
-        - `key`: of the dropout; without it there is none.
+        - `pixels`: images with the channels first, normalised in the same way as those that the
+          weights were trained on (often to the range from -1 to 1).
+        - `mask`: must be None, since images have no padding.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
 
         **Raises:**
 
-        `ValueError` if the images are not of the configuration's size.
+        `ValueError` if the images do not have the size of the configuration.
         """
         hidden = self.hidden(pixels, mask=mask, key=key)
         return hidden if self.head is None else self.head(hidden[:, 0])
@@ -158,8 +161,10 @@ class ViT(eqx.Module):
         mask: None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
-        """The hidden states behind the last norm, whatever the head; the arguments are those of a
-        call."""
+        """Returns the hidden states after the final norm, for any head.
+
+        The arguments are those of `__call__`.
+        """
         c = self.config
         embed_key, key = split_key(key, 2)
         x = dropout(self._embed(pixels), c.dropout, embed_key)
@@ -176,19 +181,21 @@ class ViT(eqx.Module):
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
 
     def pool(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch pooled"]:
-        """What the pooler makes of hidden states."""
+        """Applies the pooler to the hidden state of the class token."""
         if self.pooler is None:
-            raise ValueError("This model has no pooler: its configuration has none, or a head.")
+            raise ValueError(
+                "This model has no pooler: its configuration has `pooler=False`, or a head."
+            )
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def _embed(self, pixels):
         c, (rows, columns) = self.config, self.config.grid
         if pixels.shape[1:] != (c.channels, *c.image):
             raise ValueError(
-                f"The images are of shape {pixels.shape[1:]}, but the model takes "
+                f"The images have shape {pixels.shape[1:]}, but the model takes "
                 f"{(c.channels, *c.image)}: channels, height and width. Resize them."
             )
-        # A product over patches rather than a convolution: every dimension can be split.
+        # A product over patches, not a convolution, so that every dimension can be sharded.
         x = pixels.astype(self.patch_embed.dtype)
         x = x.reshape(-1, c.channels, rows, c.patch[0], columns, c.patch[1])
         x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)

@@ -1,4 +1,4 @@
-"""Published weights to models, and back."""
+"""Loading and saving models in Hugging Face's format."""
 
 from ._api import load_pretrained as load_pretrained
 from ._api import save_pretrained as save_pretrained

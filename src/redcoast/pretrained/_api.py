@@ -1,4 +1,4 @@
-"""The public functions. What they do is imported when it is first done, and with it the models."""
+"""The public functions. They import their implementation, and the models, on the first call."""
 
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,35 @@ def load_pretrained(
     dtype: Any = None,
     **options: Any,
 ) -> Any:
-    """Loads published weights into a model of `redcoast.models`.
+    """Loads pretrained weights into a model of `redcoast.models`.
 
-    Each device gets just what it is to hold, read from the files in pieces: beyond the devices'
-    own memory, the host holds less than 1.5 times the largest tensor.
+    Each device reads only its own slices of the tensors, in pieces. In addition to the memory of
+    the devices, the host needs less than 1.5 times the size of the largest tensor.
 
     **Arguments:**
 
     - `path`: a directory in Hugging Face's layout (`config.json` and `model.safetensors`, or
         several files and their `model.safetensors.index.json`); a `.gguf` file of the LLaMA
-        architecture, which needs the package `gguf`; or a directory with just one such file.
-    - `mesh`: devices to split the model over, as [`redcoast.infer_shardings`][] finds by tracing
-        the model's own forward pass.
-    - `shardings`: where to put the arrays, instead: a tree such as
-        [`redcoast.infer_shardings`][] gives for the model. With neither, all arrays go where JAX
-        puts new ones.
-    - `dtype`: of the arrays. By default that of the files; if they have several, the one that
-        most bytes have. What a `.gguf` file holds quantised counts as float32.
-    - `options`: what of the model's configuration is to be otherwise than published: `remat`, say,
-        or a rate of dropout.
+        architecture, which needs the package `gguf`; or a directory with exactly one such file.
+    - `mesh`: the devices to shard the model over. [`redcoast.infer_shardings`][] plans the
+        shardings by tracing the model's forward pass.
+    - `shardings`: the shardings of the arrays, in place of planned ones: a tree such as
+        [`redcoast.infer_shardings`][] returns for the model. With neither `mesh` nor `shardings`,
+        all arrays are put on JAX's default device.
+    - `dtype`: the dtype of the arrays. By default that of the files; if they have several, the one
+        with the most bytes. Quantised tensors of a `.gguf` file count as float32.
+    - `options`: fields of the model's configuration to override, such as `remat` or a dropout rate.
 
     **Returns:**
 
-    The model; its configuration is `model.config`.
+    The model. Its configuration is `model.config`.
 
     **Raises:**
 
-    `ValueError` if there is no model at `path`, or one of an unknown architecture or with settings
-    that are not implemented; if weights are pickled, since opening a pickle runs code; and if the
-    files do not hold exactly the tensors of the model: all that are missing, unexpected or
-    misshapen are listed. `TypeError` if the configuration has no such field.
+    `ValueError` if there is no model at `path`, or if its architecture or one of its settings is
+    not implemented; if the weights are pickled, because unpickling can run arbitrary code; or if
+    the files do not hold exactly the tensors of the model (all missing, unexpected and misshapen
+    ones are listed). `TypeError` if the configuration does not have a field of `options`.
 
     !!! Example
 
@@ -66,23 +65,23 @@ def load_pretrained(
 def save_pretrained(
     model: Any, path: str | Path, *, max_file_bytes: int | float = 2_000_000_000
 ) -> None:
-    """Saves a model of `redcoast.models` as `transformers` loads it.
+    """Saves a model of `redcoast.models` in the format of `transformers`.
 
-    Writes `config.json` and `model.safetensors`, or several files and their index. The model may
-    be split over any mesh; the host holds one file at a time, twice. Of several processes all
-    have to call this, with a `path` that they share; they write different files. The directory
-    appears under its name only when it is whole.
+    Writes `config.json` and `model.safetensors`, or several files and their index. The model may be
+    sharded over any mesh. The host needs memory for two copies of one file. In a job of several
+    processes, all of them must call this with the same `path` on a shared file system; they write
+    different files. The directory appears under its name only once it is complete.
 
     **Arguments:**
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
-    - `max_file_bytes`: above how many bytes of tensors there are several files.
+    - `max_file_bytes`: the maximum size of one file of tensors, in bytes.
 
     **Raises:**
 
-    `ValueError` if `path` holds something already, if the model is none of `redcoast.models`, or if
-    its weights are adapted (LoRA), so that they are not what would be saved: merge them first.
+    `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
+    `redcoast.models`, or if it has LoRA adapters, which must be merged first.
 
     !!! Example
 

@@ -1,20 +1,20 @@
-"""Files of a directory that a stranger may have made."""
+"""Paths of files in untrusted directories."""
 
 from pathlib import Path
 
 
 def file_inside(directory: Path, name: str) -> Path:
-    """A file of a directory by its name there, wherever the links on the way lead.
+    """Returns the path of a file in a directory, after checking that it does not lead outside.
 
-    They may lead inside the directory, and to where Hugging Face's cache keeps the contents of
-    the files of `<model>/snapshots/<revision>`, which is `<model>/blobs`.
+    Symbolic links may lead into the directory itself and, for a directory
+    `<model>/snapshots/<revision>` of Hugging Face's cache, into `<model>/blobs`.
 
     **Raises:**
 
-    `ValueError` if it is a file of somewhere else.
+    `ValueError` if the file is outside of the directory.
     """
     if not isinstance(name, str) or "\0" in name or Path(name).is_absolute():
-        raise ValueError(f"{directory} names a file {name!r}, which is no name of a file in it.")
+        raise ValueError(f"{directory} refers to {name!r}, which is not the name of a file in it.")
     inside = directory.resolve()
     places = [inside]
     if inside.parent.name == "snapshots":
@@ -22,7 +22,7 @@ def file_inside(directory: Path, name: str) -> Path:
     path = directory / name
     if not any(path.resolve().is_relative_to(place) for place in places) or ".." in path.parts:
         raise ValueError(
-            f"{path} leads out of its directory, to {path.resolve()}, and only what is in a "
-            "directory is read with it. If you trust it, copy the file to its place."
+            f"{path} leads out of its directory, to {path.resolve()}, but only files inside of the "
+            "directory are read. If you trust the file, copy it into the directory."
         )
     return path

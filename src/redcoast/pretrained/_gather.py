@@ -1,4 +1,4 @@
-"""Tensors put together on the host from arrays that are split over devices."""
+"""Gathering published tensors on the host from sharded arrays."""
 
 import functools as ft
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ Part = tuple[str, tuple[int, ...]]
 
 
 def parts_of(table: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> dict[str, list[Part]]:
-    """Which arrays each tensor is made of: their paths, and where in their leading dimensions."""
+    """Maps each tensor to its parts: paths of arrays, and indices in their leading dimensions."""
     parts: dict[str, list[Part]] = {}
     for path, tensor in table.items():
         for index, name in tensor_names(tensor, leaves[path].shape).items():
@@ -26,14 +26,17 @@ def parts_of(table: Mapping[str, Tensor], leaves: Mapping[str, Any]) -> dict[str
 
 
 def take(parts: list[Part], leaves: Mapping[str, Any]) -> list[Any]:
-    """The parts of one tensor, where this process can read them; all processes take part."""
+    """Returns the parts of one tensor as arrays that this process can read.
+
+    All processes must call this.
+    """
     return [_slice(leaves[path], index) for path, index in parts]
 
 
 def put_together(
     parts: list[Part], taken: list[Any], table: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> np.ndarray:
-    """One tensor on the host, of its parts."""
+    """Assembles a tensor on the host from its parts."""
     out = np.empty(shape, taken[0].dtype)
     plain = np.dtype(f"u{out.itemsize}")  # NumPy copies its own types faster than bfloat16
     for (path, _), part in zip(parts, taken, strict=True):
@@ -42,7 +45,7 @@ def put_together(
 
 
 def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
-    """What an array has at an index of its leading dimensions, where this process can read it."""
+    """Indexes the leading dimensions of an array; the result is readable by this process."""
     if not isinstance(leaf, jax.Array):
         return leaf[index]
     copy = _copy_into(_readable(leaf.sharding, len(index)))
@@ -50,7 +53,8 @@ def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
 
 
 def _readable(sharding: Sharding, lead: int) -> Sharding | None:
-    """Split as the whole array is, or whole on all devices where other processes have parts."""
+    """Returns the sharding of the array without its leading dimensions, or a replicated sharding if
+    other processes hold parts of it."""
     if not isinstance(sharding, NamedSharding):
         return None
     readable = sharding.is_fully_addressable
@@ -59,5 +63,6 @@ def _readable(sharding: Sharding, lead: int) -> Sharding | None:
 
 @ft.lru_cache
 def _copy_into(sharding: Sharding | None) -> Any:
-    # A copy even of what is not stacked: JAX keeps what the host reads as long as the array.
+    # Copies even arrays that are not stacked: JAX caches the host's copy for as long as the array
+    # lives, and this array is dropped soon.
     return jax.jit(lambda leaf, at: jnp.copy(leaf[tuple(at)]), out_shardings=sharding)

@@ -1,4 +1,4 @@
-"""Arrays in files, of which parts are read."""
+"""Tensors in files, which are read in parts."""
 
 import itertools as it
 from collections import deque
@@ -20,8 +20,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Stored:
-    """An array in a file; `read(box, out)` reads the part in a box, one slice a dimension, into
-    an array of that part's shape and of this dtype."""
+    """A tensor in a file.
+
+    `read(box, out)` reads a box (one slice for each dimension) into `out`, an array of the shape of
+    the box and of the same dtype.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -39,11 +42,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Source:
-    """A published model.
+    """A pretrained model in files.
 
-    - `settings`: of a `config.json`, or what corresponds to it.
-    - `stored`: the tensors, by name.
-    - `table`: what the arrays of the model are made of, if not what the model itself says.
+    - `settings`: the settings of its `config.json`, or the equivalent.
+    - `stored`: its tensors, by name.
+    - `table`: the tensors that each array of the model consists of, if they differ from those of
+      its family's `tensors(config)`.
     """
 
     settings: dict[str, Any]
@@ -52,7 +56,7 @@ class Source:
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array in memory so aligned that a CPU device takes it as it is, without a copy."""
+    """Allocates an array that is aligned so that a CPU device can use it without a copy."""
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -60,10 +64,10 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box]:
-    """Boxes of one shape that cover an array of `shape`, each of at most `most` elements.
+    """Covers an array with boxes of one shape, each of at most `most` elements.
 
-    It is cut along the dimensions in `order`. The last box may overlap the one before it, since
-    for another shape another program would have to be compiled.
+    The array is split along the dimensions in `order`. The last box may overlap the one before it:
+    a box of a different shape would need another compilation.
     """
     steps = list(shape)
     for i, d in enumerate(order):
@@ -82,7 +86,7 @@ def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box
 def ahead(
     fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item with `fn` of it, in order, computed in threads while those before it are used."""
+    """Yields `(item, fn(item))` in order, and computes the next results in threads."""
     pending: deque[tuple[Item, Future[Result]]] = deque()
 
     def oldest() -> tuple[Item, Result]:

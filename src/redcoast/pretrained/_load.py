@@ -1,4 +1,4 @@
-"""From published weights to a model."""
+"""Loading a pretrained model."""
 
 import dataclasses
 from collections import Counter
@@ -32,7 +32,7 @@ def load(
     dtype: Any,
     options: Mapping[str, Any],
 ) -> Any:
-    """The model at a path, with its arrays where they are to be."""
+    """Loads the model at a path; see `load_pretrained`."""
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
     family, config = find_family(source.settings, path)
@@ -70,12 +70,12 @@ def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
         return eqx.filter_eval_shape(model_class, config, key=abstract_key())
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ValueError(
-            f"{path} cannot be loaded: there is no model with its settings ({error})."
+            f"{path} cannot be loaded: its settings do not describe a valid model ({error})."
         ) from error
 
 
 def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
-    # One for all, since models do not multiply numbers of different dtypes.
+    # One dtype for all arrays, because models do not mix dtypes.
     sizes = Counter()
     for x in stored.values():
         sizes[x.dtype] += x.nbytes
@@ -90,8 +90,8 @@ def _floating(dtype: Any) -> np.dtype:
 
 
 def _piece_elements(stored: Mapping[str, Stored], dtype: np.dtype, most: int) -> int:
-    """How many elements to read at once: `most` bytes, or less where the tensors are small, so
-    that all that is under way is less than the largest of them."""
+    """Returns the number of elements to read at once: `most` bytes, or less if all tensors are
+    small, so that the pieces in flight are smaller than the largest tensor."""
     largest = max(x.nbytes for x in stored.values())
     size = max(dtype.itemsize, *(x.dtype.itemsize for x in stored.values()))
     return min(max(largest // 16, 2**18), most) // size

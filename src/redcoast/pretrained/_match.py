@@ -1,4 +1,4 @@
-"""Whether files hold the tensors that a model needs."""
+"""Matching the tensors in files with those that a model needs."""
 
 import re
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ COMPARED_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Layout:
-    """How files name the tensors of a model.
+    """The names of a model's tensors in files.
 
-    - `table`: what each array of the model is made of.
-    - `base_prefix`: what all names begin with that belong to the base of a model with a head, and
-      which a file of the base alone leaves out.
-    - `buffers`: regular expressions, searched in names, of tensors that nothing is computed from.
-    - `duplicates`: names under which a file may hold a tensor once more, or instead, and that
-      tensor's own.
-    - `zeros`: tensors that are zero where a file lacks them.
+    - `table`: the tensors that each array of the model consists of.
+    - `base_prefix`: the prefix of the base model's tensors, which files of the base model without a
+      head leave out.
+    - `buffers`: regular expressions for the names of tensors that are ignored.
+    - `duplicates`: alternative names under which a file may hold a tensor (again, or instead), and
+      the tensor's own names.
+    - `zeros`: tensors that are zero if a file lacks them.
     """
 
     table: Mapping[str, Tensor]
@@ -36,7 +36,7 @@ class Layout:
 
 
 def layout_of(config: Any) -> Layout:
-    """The layout of a model of `redcoast.models`."""
+    """Returns the layout of a model of `redcoast.models`."""
     names = hf_names(config)
     duplicates = getattr(names, "duplicates", None)
     return Layout(
@@ -49,11 +49,11 @@ def layout_of(config: Any) -> Layout:
 
 
 def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors that make up the arrays of a model."""
+    """Returns the names and shapes of the tensors that the arrays of a model consist of."""
     if odd := layout.table.keys() ^ leaves.keys():
         raise ValueError(
-            "The arrays of the model are not those that its tensors are known for: "
-            f"{', '.join(sorted(odd))} is in one of the two only."
+            "The arrays of the model do not match its table of tensors: "
+            f"{', '.join(sorted(odd))} is in only one of the two."
         )
     shapes: dict[str, tuple[int, ...]] = {}
     for path, tensor in layout.table.items():
@@ -67,12 +67,12 @@ def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[
 def match(
     layout: Layout, needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], where: Any
 ) -> dict[str, Stored]:
-    """The stored tensor for each that is needed.
+    """Finds the stored tensor for each needed one.
 
     **Raises:**
 
     One `ValueError` that lists all tensors that are missing, unexpected or misshapen, or that
-    differ from what they should be a duplicate of.
+    differ from the tensor that they should duplicate.
     """
     known = {*needed, *layout.duplicates}
     stored = _with_prefix(dict(stored), layout.base_prefix, known)
@@ -90,11 +90,11 @@ def match(
             name for name in stored if name not in known and not _is_buffer(name, layout)
         ],
         "misshapen": [
-            f"{name} ({_kind(x)}, and not {needed[name]})"
+            f"{name} ({_kind(x)}, expected {needed[name]})"
             for name, x in found.items()
             if x.shape != needed[name] or not _is_float(x.dtype)
         ],
-        "different from what they should duplicate": [
+        "different from the tensor they should duplicate": [
             f"{copy} (of {name})"
             for copy, name in layout.duplicates.items()
             if copy in stored and name in found and not _equal(stored[copy], found[name])
@@ -115,7 +115,7 @@ def _is_buffer(name: str, layout: Layout) -> bool:
 
 
 def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:
-    """Puts the prefix of the base back that a file of the base alone leaves out."""
+    """Adds the prefix of the base model to the names in a file of the base model alone."""
     if not prefix or any(name.startswith(prefix) for name in stored):
         return stored
     return {n if n in known or prefix + n not in known else prefix + n: stored[n] for n in stored}

@@ -1,4 +1,4 @@
-"""Where the arrays of a model that is being loaded go."""
+"""The shardings of a model that is being loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ PLANNED_TOKENS = 128
 def choose_shardings(
     abstract: PyTree, family: Family, config: Any, mesh: Mesh | None, shardings: PyTree | None
 ) -> dict[str, Sharding]:
-    """Where each array of a model goes, by path: as is said, as is planned, or all on the device
-    that JAX takes by default."""
+    """Returns the sharding of each array by its path: as given, as planned for the mesh, or on
+    JAX's default device."""
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     if shardings is not None:
         return _check(leaf_paths(shardings, Sharding), arrays, mesh)
@@ -35,11 +35,11 @@ def choose_shardings(
 
 
 def example_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """Abstract inputs on which a model is planned: those that its class gives, or else tokens, no
-    more in a row than the model has positions; of an encoder-decoder, for both."""
+    """Returns the abstract inputs for planning: those of the family's `example_inputs` if it has
+    them; otherwise tokens, no more in a row than the model has positions, for both parts of an
+    encoder-decoder."""
     if own := getattr(family.hf, "example_inputs", None):
         return own(config, mesh.size)
-    # Learned positions are as many as there are; others are not in the configuration.
     length = min(PLANNED_TOKENS, getattr(config, "positions", PLANNED_TOKENS))
     tokens = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32)
     return (tokens, tokens) if hasattr(family.model, "encode") else (tokens,)
@@ -50,13 +50,12 @@ def _check(
 ) -> dict[str, Sharding]:
     if odd := shardings.keys() ^ arrays.keys():
         raise ValueError(
-            "`shardings` must have one sharding for each array of the model, as "
-            "`rc.infer_shardings` gives them; only in one of the two is "
-            f"{', '.join(sorted(odd))}."
+            "`shardings` must have one sharding for each array of the model, such as "
+            f"`rc.infer_shardings` returns; {', '.join(sorted(odd))} is in only one of the two."
         )
     meshes = {s.mesh for s in shardings.values() if isinstance(s, NamedSharding)}
     if len({frozenset(s.device_set) for s in shardings.values()}) > 1:
-        raise ValueError("`shardings` are over several sets of devices; all arrays need the same.")
+        raise ValueError("`shardings` use several sets of devices. All must use the same devices.")
     if mesh is not None and meshes != {mesh}:
-        raise ValueError("`shardings` are over another mesh than `mesh`. Pass one of the two.")
+        raise ValueError("`shardings` use another mesh than `mesh`. Pass only one of the two.")
     return shardings

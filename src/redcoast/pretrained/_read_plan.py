@@ -1,4 +1,4 @@
-"""Arrays that are to be made from files, and the steps that it takes."""
+"""The arrays to create from files, and the steps to read them."""
 
 import functools as ft
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from ._tensors import Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """An array to be made: what of, and where. Each device of this process holds a box of it."""
+    """An array to create, its tensors, and its sharding: each device holds a box of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -25,13 +25,13 @@ class Target:
 
     @ft.cached_property
     def starts(self) -> dict[Any, tuple[int, ...]]:
-        """Where the box of each device starts."""
+        """The start indices of the box of each device of this process."""
         boxes = self.sharding.addressable_devices_indices_map(self.shape)
         return {d: tuple(part.start or 0 for part in box or ()) for d, box in boxes.items()}
 
     @ft.cached_property
     def distinct_starts(self) -> list[tuple[int, ...]]:
-        """The same without those of devices that hold what another one does."""
+        """The start indices without duplicates, which replicated boxes have."""
         return list(dict.fromkeys(self.starts.values()))
 
     @ft.cached_property
@@ -39,24 +39,24 @@ class Target:
         return self.sharding.shard_shape(self.shape)
 
     def assemble(self, boxes: Mapping[Any, jax.Array]) -> jax.Array:
-        """The array, of the box on each device."""
+        """Assembles the array from the box on each device."""
         shards = [boxes[device] for device in self.starts]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The same part of every box, and what to read for it in each of the distinct ones."""
+    """One part of every box, and the window to read for it in each distinct box."""
 
     path: str
     part: Box
     windows: tuple[Window, ...]
-    last: bool  # of its array
+    last: bool  # whether it is the last step of its array
 
 
 def steps_of(path: str, target: Target, most: int) -> Iterator[Step]:
-    """The steps of an array, in the order in which files store it; in each, `most` elements of a
-    box are read."""
+    """Yields the steps of an array, in the order of storage. Each step reads at most `most`
+    elements of a box."""
     parts = split_box(target.box_shape, reading_order(target.tensor), most)
     for i, part in enumerate(parts, 1):
         boxes = [
@@ -68,7 +68,8 @@ def steps_of(path: str, target: Target, most: int) -> Iterator[Step]:
 
 
 def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -> np.ndarray:
-    """The same slices of several tensors, stacked; of `dtype` if those of the tensors differ."""
+    """Reads the same slices of several tensors and stacks them; casts to `dtype` if the dtypes of
+    the tensors differ."""
     dtypes = {stored[name].dtype for name in window.names}
     shape = [part.stop - part.start for part in window.slices]
     dtype = dtypes.pop() if len(dtypes) == 1 else dtype

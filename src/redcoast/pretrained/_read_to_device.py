@@ -1,4 +1,4 @@
-"""Arrays on accelerators, filled piece by piece: no box is ever whole on the host."""
+"""Reading arrays to accelerators in pieces, so that the host never holds a complete box."""
 
 import functools as ft
 import os
@@ -21,7 +21,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Read:
-    """What a step has read for each distinct box, and how a device brings it into place."""
+    """The pieces that a step has read for each distinct box, and how a device rearranges them."""
 
     pieces: list[np.ndarray]
     place: Place | None
@@ -30,7 +30,7 @@ class Read:
 def fill_device(
     targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
-    """Makes arrays, all over the same devices, reading `most` elements at once for all boxes."""
+    """Creates arrays, all over the same devices, reading at most `most` elements at once."""
     devices = tuple(next(iter(targets.values())).starts)
     mesh = Mesh(np.array(devices), ("device",))
     small = {path for path, target in targets.items() if prod(target.box_shape) <= most}
@@ -56,7 +56,7 @@ def fill_device(
         buffer = _write(
             buffers[step.path], _join(pieces, mesh), start, place=found.place, mesh=mesh
         )
-        # Waiting for it keeps pieces from piling up on their way to the devices.
+        # Waits, so that pieces do not accumulate on their way to the devices.
         buffers[step.path] = buffer.block_until_ready()
         if step.last:
             boxes = buffers.pop(step.path).addressable_shards
@@ -67,7 +67,7 @@ def fill_device(
 def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, whole: bool) -> Read:
     pieces = [read_window(window, target.dtype, stored) for window in step.windows]
     places = [window.place for window in step.windows]
-    # Devices bring into place what all of them can by one program, and faster than the host.
+    # If the rearrangement is the same for all devices, one program does it faster than the host.
     if len({*places}) == 1 and not whole:
         return Read(pieces, places[0])
     placed = (place(piece) for place, piece in zip(places, pieces, strict=True))
@@ -75,19 +75,19 @@ def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, whole: bo
 
 
 def _zeros(targets: Mapping[str, Target], mesh: Mesh) -> dict[str, jax.Array]:
-    """Room for the boxes of all devices, one behind the other."""
+    """Allocates the boxes of all devices, concatenated along the first dimension."""
 
     def shape(target: Target) -> tuple[int, ...]:
         rows, *rest = target.box_shape
         return (mesh.size * rows, *rest)
 
-    # By one program: each that is compiled takes as long as reading a hundred megabytes.
+    # One program for all arrays: a compilation takes as long as reading 100 MB.
     make = lambda: {path: jnp.zeros(shape(t), t.dtype) for path, t in targets.items()}
     return jax.jit(make, out_shardings=NamedSharding(mesh, P("device")))()
 
 
 def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """The pieces of all devices as one array, one behind the other."""
+    """Returns the pieces of all devices as one array, concatenated along the first dimension."""
     rows, *rest = pieces[0].shape
     sharding = NamedSharding(mesh, P("device"))
     return jax.make_array_from_single_device_arrays((mesh.size * rows, *rest), sharding, pieces)
@@ -97,13 +97,13 @@ def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 def _write(
     buffer: jax.Array, pieces: jax.Array, start: jax.Array, *, place: Place | None, mesh: Mesh
 ) -> jax.Array:
-    """Writes one piece into the box of each device, at the same place in each."""
+    """Writes one piece into the box of each device, at the same position in each."""
 
     def write(box, piece, start):
         piece = piece if place is None else place(piece)
         return jax.lax.dynamic_update_slice(box, piece.astype(box.dtype), list(start))
 
-    # One program for all devices: each of its own would have to be compiled for each.
+    # One program for all devices, instead of a compilation for each.
     along = P("device")
     each = jax.shard_map(write, mesh=mesh, in_specs=(along, along, P()), out_specs=along)
     return each(buffer, pieces, start)

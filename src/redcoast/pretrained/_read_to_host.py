@@ -1,4 +1,4 @@
-"""Arrays on CPU devices, whose memory is the host's: files are read right into it."""
+"""Reading arrays to CPU devices: files are read directly into the memory of the arrays."""
 
 import os
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from ._lazy_tensor import Stored, ahead, aligned_empty, split_box
 from ._read_plan import Step, Target, read_window, steps_of
 
 WORKERS = min(4, os.cpu_count() or 1)
-CACHED = 2**15  # numbers that a processor's cache holds
+CACHED = 2**15  # elements that fit into a processor's cache
 
 
 def fill_host(
     targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
-    """Makes arrays, reading `most` elements at once in each thread."""
+    """Creates arrays, reading at most `most` elements at once in each thread."""
     boxes: dict[str, list[np.ndarray]] = {}
     made: dict[str, jax.Array] = {}
 
@@ -37,17 +37,17 @@ def fill_host(
         if step.last:
             target = targets[step.path]
             of_start = dict(zip(target.distinct_starts, boxes.pop(step.path), strict=True))
-            # Aligned as they are, JAX takes them without a copy.
+            # The boxes are aligned, so JAX uses them without a copy.
             on_devices = {d: jax.device_put(of_start[a], d) for d, a in target.starts.items()}
             made[step.path] = target.assemble(on_devices)
     return {path: made[path] for path in targets}
 
 
 def copy_across(source: np.ndarray, target: np.ndarray) -> None:
-    """Copies an array into one whose dimensions may be stored in another order."""
-    # Of types that are not its own, such as bfloat16, NumPy copies one number after the other.
+    """Copies an array into one with another memory order."""
+    # NumPy copies types that are not its own, such as bfloat16, element by element.
     source, target = (x.view(f"u{x.dtype.itemsize}") for x in (source, target))
-    # A few rows of the source at a time, so that what is touched of the target stays in the cache.
+    # A few rows of the source at a time, so that the written part of the target stays in the cache.
     slowest = sorted(range(source.ndim), key=lambda d: -source.strides[d])
     for box in split_box(source.shape, slowest, CACHED):
         target[box] = source[box]

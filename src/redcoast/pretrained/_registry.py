@@ -1,4 +1,4 @@
-"""The families of models: which `config.json` is of which, and its module in `hf`."""
+"""The model families: their classes, `model_type`s, and modules in `hf`."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,12 +10,14 @@ from .hf import bart, bert, captioner, gemma, gpt2, gptj, llama, mixtral, opt, t
 
 @dataclass(frozen=True)
 class Family:
-    """A model of `redcoast.models` and what Hugging Face calls its settings and tensors.
+    """A model family of `redcoast.models`, and the names of its settings and tensors in Hugging
+    Face's format.
 
     - `model`, `config`: the classes of the model and of its configuration.
-    - `hf`: a module with `read(settings)`, the configuration's fields; `write(config)`, the
-      settings; and `tensors(config)`, which published tensors each array is made of. Where they
-      are needed also `duplicates`, `settle`, `example_inputs`, `BASE_PREFIX`, `BUFFERS`, `ZEROS`.
+    - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
+      `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
+      its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `BASE_PREFIX`,
+      `BUFFERS` or `ZEROS`.
     - `types`: the values of `model_type` in a `config.json`.
     """
 
@@ -43,36 +45,36 @@ _BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.con
 
 
 def family_of(model_or_config: Any) -> Family | None:
-    """The family of a model or of a configuration; `None` for any other value."""
+    """Returns the family of a model or of a configuration, or None for any other value."""
     return _BY_CLASS.get(type(model_or_config))
 
 
 def hf_names(config: Any) -> ModuleType:
-    """The module of `hf` for a configuration of `redcoast.models`."""
+    """Returns the module in `hf` for a configuration of `redcoast.models`."""
     return _BY_CLASS[type(config)].hf
 
 
 def read_config(config_class: Any, settings: dict[str, Any]) -> Any:
-    """The configuration that a parsed `config.json` describes, of a given class.
+    """Creates a configuration of a given class from a parsed `config.json`.
 
     **Raises:**
 
-    `ValueError` that names every setting that is not known and might change the results.
+    `ValueError` that names every unknown setting that might change the results.
     """
     return config_class(**_BY_CLASS[config_class].hf.read(settings))
 
 
 def write_config(config: Any) -> dict[str, Any]:
-    """The settings of a `config.json` for a configuration."""
+    """Returns the settings of a `config.json` for a configuration."""
     return hf_names(config).write(config)
 
 
 def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
-    """The family of the model that the settings describe, and its configuration."""
+    """Returns the family of the model that the settings describe, and its configuration."""
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise ValueError(
-            f"{where} holds a model of the type {kind!r}. Supported types are "
+            f"{where} holds a model of type {kind!r}, which is not supported. Supported types: "
             f"{', '.join(sorted(_BY_TYPE))}."
         )
     family = _BY_TYPE[kind]
@@ -82,6 +84,6 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
         raise ValueError(f"{where} cannot be loaded. {error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(
-            f"{where} cannot be loaded: its settings have values of another kind than those of a "
+            f"{where} cannot be loaded: its settings have values that are not valid for the type "
             f"{kind} ({type(error).__name__}: {error})."
         ) from error

@@ -1,4 +1,4 @@
-"""Files of safetensors."""
+"""Reading and writing safetensors files."""
 
 import functools as ft
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from ._lazy_tensor import Box, Stored
 
-# What is mapped counts as memory of the process until it is closed: so much is read at once.
+# Bytes to read at once. Mapped pages count as memory of the process until the file is closed.
 MAPPED_BYTES = 2**22
 _DTYPES = {
     "F64": np.float64,
@@ -34,18 +34,18 @@ _DTYPES = {
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
-    """The arrays of a file, of which only the header is read.
+    """Returns the arrays of a file. Only its header is read.
 
     **Raises:**
 
-    `ValueError` if the file is damaged, or has a dtype that is not known.
+    `ValueError` if the file is damaged, or has an unknown dtype.
     """
     try:
         with safe_open(path, "numpy") as file:
             return {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged, or no file of safetensors: {error}. Fetch or save it again."
+            f"{path} is damaged, or not a safetensors file: {error}. Download or save it again."
         ) from error
 
 
@@ -77,9 +77,9 @@ def write_safetensors(
 
     **Arguments:**
 
-    - `path`: of a file that does not exist.
-    - `shapes`: shape and dtype of each array.
-    - `arrays`: the arrays in the same order.
+    - `path`: the path of a file that does not exist yet.
+    - `shapes`: the shape and dtype of each array, by its name.
+    - `arrays`: the arrays, in the same order.
     """
     found = {name: np.ascontiguousarray(x) for name, x in zip(shapes, arrays, strict=True)}
-    save_file(found, path, metadata={"format": "pt"})  # what `transformers` asks for
+    save_file(found, path, metadata={"format": "pt"})  # required by `transformers`

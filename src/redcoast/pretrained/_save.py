@@ -1,4 +1,4 @@
-"""From a model to published weights."""
+"""Saving a model in the format of `transformers`."""
 
 import json
 import os
@@ -27,11 +27,11 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
-    """Writes a model; see `save_pretrained`."""
+    """Saves a model; see `save_pretrained`."""
     if family_of(model) is None:
         raise ValueError(
-            f"`save_pretrained` saves models of `redcoast.models`, and not a "
-            f"{type(model).__name__}. `rc.save_checkpoint` saves any tree."
+            f"`save_pretrained` saves models of `redcoast.models`, but got a "
+            f"{type(model).__name__}. `rc.save_checkpoint` saves any PyTree."
         )
     leaves = _check_model(model)
     _check_free(path)
@@ -49,18 +49,18 @@ def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
         if i % jax.process_count() == jax.process_index():
             write_safetensors(work / file, {n: shapes[n] for n in names}, map(tensor, names))
         else:
-            for name in names:  # the process that writes them needs this one's parts
+            for name in names:  # takes part in the gathering by the process that writes the file
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
     _on_first(lambda: _finish(write_config(model.config), shapes, files, work, path), "finished")
 
 
 def _check_model(model: Any) -> dict[str, Any]:
-    """The arrays of a model, which are as its configuration says."""
+    """Returns the arrays of a model, after checking them against its configuration."""
     if adapted := leaf_paths(model, LowRank):
         raise ValueError(
-            f"The weights {', '.join(adapted)} are adapted (LoRA): what would be saved are not the "
-            "weights that the model computes with. Merge the adapters into them first."
+            f"The weights {', '.join(adapted)} have adapters (LoRA), which cannot be saved in this "
+            "format. Merge the adapters first (`lora.merge`)."
         )
     leaves = leaf_paths(model, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     wanted = leaf_paths(
@@ -68,13 +68,13 @@ def _check_model(model: Any) -> dict[str, Any]:
     )
     shape = lambda found, path: found[path].shape if path in found else "missing"
     odd = [
-        f"{path} is {shape(leaves, path)}, and should be {shape(wanted, path)}"
+        f"{path} is {shape(leaves, path)}, but should be {shape(wanted, path)}"
         for path in {**wanted, **leaves}
         if shape(leaves, path) != shape(wanted, path)
     ]
     if odd or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves.values()):
         raise ValueError(
-            f"The arrays of this {type(model).__name__} are not those that its `config` says: "
+            f"The arrays of this {type(model).__name__} do not match its `config`: "
             f"{'; '.join(odd) or 'they are abstract, without values'}."
         )
     return leaves
@@ -83,13 +83,13 @@ def _check_model(model: Any) -> dict[str, Any]:
 def _check_free(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
-            f"{path} exists already, and nothing is overwritten. Choose another path; what belongs "
-            "beside the model, such as a tokenizer, can be put there once the model is saved."
+            f"{path} exists already, and nothing is overwritten. Choose another path. Other files, "
+            "such as a tokenizer, can be added to the directory after the model is saved."
         )
 
 
 def _files(shapes: Shapes, most: int | float) -> dict[str, list[str]]:
-    """Which tensors each file holds: one file, or as many as are needed."""
+    """Distributes the tensors over files of at most `most` bytes."""
     groups: list[list[str]] = []
     size = most
     for name in shapes:
@@ -110,7 +110,7 @@ def _nbytes(shapes: Shapes, name: str) -> int:
 
 
 def _start_afresh(work: Path) -> None:
-    # What a process that died left behind.
+    # Removes the files of an earlier process that died.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
 
@@ -127,11 +127,11 @@ def _finish(
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    os.rename(work, path)  # takes the place of an empty directory
+    os.rename(work, path)  # replaces an empty directory
 
 
 def _on_first(action: Callable[[], None], name: str) -> None:
-    """Runs something on the first process, while the others wait for it."""
+    """Runs an action on process 0, while the others wait for it."""
     if jax.process_index() == 0:
         action()
     _barrier(name)

@@ -1,4 +1,4 @@
-"""Published `config.json` files, read strictly."""
+"""Strict reading of `config.json` files."""
 
 import math
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from typing import Any
 
 REQUIRED: Any = object()
 
-# What changes no result of a model: names, the file's history, how it was initialised, the
-# defaults of text generation, and what only chooses between ways to compute the same.
+# Settings that do not change the results: names, the file's history, initialisation, defaults for
+# text generation, and choices between equivalent implementations.
 _HARMLESS = frozenset(
     """
     architectures model_type transformers_version _name_or_path name_or_path auto_map dtype
@@ -24,7 +24,7 @@ _HARMLESS = frozenset(
     remove_invalid_values exponential_decay_length_penalty
     """.split()  # noqa: SIM905
 )
-# Of every architecture, features that no model here has.
+# Features of any architecture that no model here implements, with the values that disable them.
 _OFF: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
@@ -39,15 +39,14 @@ def read_settings(
     only: Mapping[str, tuple[Any, ...]] | None = None,
     ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """The values of a `config.json`, refusing what would change a result without being read.
+    """Reads the values of a `config.json`, and rejects unknown settings that might change results.
 
     **Arguments:**
 
     - `settings`: the parsed file.
-    - `defaults`: the settings that the family reads, and what their absence means; `REQUIRED` if
-        nothing.
-    - `only`: settings whose other values are not implemented, with the values that are.
-    - `ignored`: settings of this family that change no result.
+    - `defaults`: the settings that the family reads, with their default values, or `REQUIRED`.
+    - `only`: settings of which only some values are implemented, with those values.
+    - `ignored`: settings of this family that do not change the results.
 
     **Returns:**
 
@@ -60,12 +59,12 @@ def read_settings(
     only = {**_OFF, **(only or {})}
     known = {*defaults, *only, *ignored, *_HARMLESS}
     problems = [
-        f"`{name}` is {settings[name]!r}, and only {' or '.join(map(repr, values))} is implemented"
+        f"`{name}` is {settings[name]!r}, but only {' or '.join(map(repr, values))} is implemented"
         for name, values in only.items()
         if name in settings and settings[name] not in values
     ]
     problems += [
-        f"`{name}`, which is {value!r}, is not known and might change the results (remove it from "
+        f"`{name}`, which is {value!r}, is unknown and might change the results (remove it from "
         "the file if it does not)"
         for name, value in settings.items()
         if name not in known
@@ -82,26 +81,26 @@ def read_settings(
     ]
     if problems:
         raise ValueError(
-            f"The settings of this {settings.get('model_type', 'model')} cannot be used as they "
-            f"are: {'; '.join(problems)}."
+            f"The settings of this {settings.get('model_type', 'model')} are not supported: "
+            f"{'; '.join(problems)}."
         )
     return {name: settings.get(name, value) for name, value in defaults.items()}
 
 
 def rename(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The settings with one name for each where a family has two: `names` gives, for a name, the
-    one that takes its place."""
+    """Renames settings for which a family has two names: `names` maps the other name to the one
+    that is read."""
     for other, name in names.items():
         if {other, name} <= settings.keys() and settings[other] != settings[name]:
             raise ValueError(
-                f"`{other}` and `{name}` are two names of one setting, but one is "
-                f"{settings[other]!r} and the other {settings[name]!r}."
+                f"`{other}` and `{name}` are two names of one setting, but they are "
+                f"{settings[other]!r} and {settings[name]!r}."
             )
     return {names.get(name, name): value for name, value in settings.items()}
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """The token ids of a setting that has none, one or several."""
+    """Returns the token ids of a setting that may have none, one or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -110,6 +109,6 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 def published_ids(
     *, eos: tuple[int, ...], bos: int | None = None, pad: int | None = None
 ) -> dict[str, Any]:
-    """Token ids as a `config.json` has them."""
+    """Returns the settings of a `config.json` for token ids."""
     ends = eos[0] if len(eos) == 1 else list(eos) or None
     return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}

@@ -1,4 +1,4 @@
-"""Which part of its published tensors a part of an array is, and the way from one to the other."""
+"""Mapping slices of an array to slices of its published tensors, and back."""
 
 import itertools as it
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """How slices of tensors, stacked, become a box of the array; for arrays of NumPy and JAX.
+    """Converts stacked slices of tensors to a box of the array, for NumPy and JAX arrays.
 
-    The tensors' dimensions are split into factors, of which a part may be cut out, transposed and
-    merged into the array's dimensions, of which again a part may be cut out.
+    The dimensions of the tensors are split into factors and sliced, transposed, merged into the
+    dimensions of the array, and sliced again.
     """
 
     split: tuple[int, ...]
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Window:
-    """What to read for a box of an array: the same slices of each of these tensors."""
+    """What to read for a box of an array: the same slices of several tensors."""
 
     names: tuple[str, ...]
     slices: Box
@@ -44,7 +44,7 @@ class Window:
 
 
 def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
-    """Where a box of an array (one slice a dimension) lies in the tensors it is made of."""
+    """Locates a box of an array (one slice for each dimension) in its tensors."""
     sizes = factor_sizes(tensor, leaf_shape)
     box = tuple(slice(*part.indices(n)[:2]) for part, n in zip(box, leaf_shape, strict=True))
     lead = len(tensor.fields)
@@ -70,8 +70,8 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
 def _part(
     group: tuple[str, ...], part: slice, sizes: dict[str, int]
 ) -> tuple[dict[str, Span], int, Span]:
-    """Which span of each factor a slice of one of the array's dimensions needs; the size that
-    they make up; and which span of that is the slice."""
+    """For a slice of one dimension of the array, returns the span of each factor that it needs, the
+    product of these spans, and the span of the slice in it."""
     first, *others = group
     inner = prod(sizes[f] for f in others)
     low, high = part.start // inner, -(-part.stop // inner)
@@ -83,11 +83,11 @@ def _part(
 def _whole_rows(
     group: tuple[str, ...], spans: dict[str, Span], sizes: dict[str, int]
 ) -> tuple[slice, list[int], list[Span]]:
-    """The slice of one of a tensor's dimensions that has these spans of its factors; the factors'
-    extents in it; and the span of each that is wanted."""
+    """For spans of the factors of one dimension of a tensor, returns a slice that covers them, the
+    extents of the factors in that slice, and the span of each factor in it."""
     inner = [prod(sizes[f] for f in group[i + 1 :]) for i in range(len(group))]
-    # A slice cuts one factor only, so that those that vary faster are whole in it. Those that vary
-    # slower are at one index.
+    # A slice cuts only one factor. Factors that vary faster are complete in it; those that vary
+    # slower have a single index.
     wide = [i for i, f in enumerate(group) if spans[f][1] - spans[f][0] > 1]
     cut = wide[0] if wide else len(group) - 1
     start = sum(spans[f][0] * inner[i] for i, f in enumerate(group[: cut + 1]))
@@ -98,7 +98,7 @@ def _whole_rows(
 
 
 def reading_order(tensor: Tensor) -> tuple[int, ...]:
-    """The array's dimensions in the order in which its tensors are stored, the slowest first."""
+    """Returns the dimensions of the array in the memory order of its tensors, slowest first."""
     rank = {f: i for i, f in enumerate(it.chain(*tensor.left))}
     lead = len(tensor.fields)
     where = [min((rank[f] for f in group if f in rank), default=0) for group in tensor.right]
@@ -106,7 +106,7 @@ def reading_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def insert(tensor: Tensor, part: np.ndarray, whole: np.ndarray) -> None:
-    """Writes what an array has at one index of its leading dimensions into that tensor."""
+    """Writes the part of an array at one index of its leading dimensions into its tensor."""
     lead = (1,) * len(tensor.fields)
     sizes = factor_sizes(tensor, lead + part.shape)
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]

@@ -1,4 +1,4 @@
-"""What stands at a path: settings, and tensors in files."""
+"""Opening a pretrained model: its settings, and its tensors in files."""
 
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -12,31 +12,31 @@ from ._safetensors import read_safetensors
 
 COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers")
 COUNTS += ("decoder_layers", "vision_layers")
-# A tensor may be used more than once, and be left out where it is zero.
+# A tensor may be used several times, and may be left out if it is zero.
 MOST_TIMES, SPARE_ELEMENTS = 4, 2**16
 
 
 def check_layers(settings: Mapping[str, Any], tensors: int, path: Path) -> None:
-    """Each layer has tensors, so that there are no more layers than these."""
+    """Raises if the settings claim more layers than there are tensors."""
     for name, value in settings.items():
         if isinstance(value, dict):
             check_layers(value, tensors, path)
         elif name in COUNTS and isinstance(value, int) and value > tensors:
             raise ValueError(
-                f"{path} has settings and tensors of different models: `{name}` is {value}, and "
-                f"there are {tensors} tensors."
+                f"{path} has settings and tensors of different models: `{name}` is {value}, but "
+                f"there are only {tensors} tensors."
             )
 
 
 def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Path) -> None:
-    """The arrays of a model are what the files hold, in about the same number."""
+    """Raises if the model has many more parameters than the files hold, or arrays without any."""
     sizes = [prod(x.shape) for x in arrays]
     held = sum(prod(x.shape) for x in stored.values())
     if 0 in sizes or sum(sizes) > MOST_TIMES * held + SPARE_ELEMENTS:
         raise ValueError(
-            f"{path} has settings and tensors of different models: that of the settings has "
-            f"{sum(sizes)} parameters{', and arrays without any' * (0 in sizes)}; the files hold "
-            f"{held}."
+            f"{path} has settings and tensors of different models: according to the settings there "
+            f"are {sum(sizes)} parameters{', and arrays without any' * (0 in sizes)}; the files "
+            f"hold {held}."
         )
 
 
@@ -47,11 +47,11 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_source(path: Path) -> Source:
-    """Reads settings and the headers of files, and no tensor."""
+    """Reads the settings and the headers of the files, but no tensors."""
     if not path.exists():
         raise ValueError(
-            f"There is nothing at {path}. `load_pretrained` reads a directory of this machine, "
-            "such as `huggingface-cli download` makes with `--local-dir`, or a `.gguf` file."
+            f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, "
+            "such as one from `huggingface-cli download --local-dir`, or a `.gguf` file."
         )
     if path.is_dir():
         return _open_directory(path)
@@ -69,25 +69,25 @@ def _open_directory(path: Path) -> Source:
         return _open_gguf(file_inside(path, ggufs[0].name))
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
-        several = ", but several `.gguf` files, of which one has to be named" if ggufs else ""
+        several = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
         raise ValueError(
             _pickled(pickles)
             if pickles and not ggufs
             else f"{path} holds neither {SINGLE} nor {INDEX}{several}."
         )
     if not (path / SETTINGS).is_file():
-        raise ValueError(f"{path} holds tensors, but no {SETTINGS} that says of which model.")
+        raise ValueError(f"{path} holds tensors, but no {SETTINGS} that describes the model.")
     stored: dict[str, Stored] = {}
     for file in files:
         found = read_safetensors(file)
         if twice := stored.keys() & found.keys():
-            raise ValueError(f"{file} holds {min(twice)}, which another file of {path} holds too.")
+            raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
         stored |= found
     return Source(read_json(file_inside(path, SETTINGS)), stored)
 
 
 def tensor_files(path: Path) -> list[Path]:
-    """The files of a directory that hold the tensors of its model."""
+    """Returns the files of a directory that hold the tensors of its model."""
     if (path / SINGLE).is_file():
         return [file_inside(path, SINGLE)]
     if not (path / INDEX).is_file():
@@ -112,7 +112,7 @@ def _open_gguf(path: Path) -> Source:
 
 def _pickled(files: list[Path]) -> str:
     return (
-        f"{', '.join(map(str, files))}: the weights are pickled, and opening a pickle runs "
-        "whatever code it holds. If you trust it, load it once with `transformers` and write it "
-        "with `model.save_pretrained(directory)`, which makes files of safetensors."
+        f"{', '.join(map(str, files))}: the weights are pickled, and unpickling runs any code in "
+        "the file. If you trust it, load it once with `transformers` and save it with "
+        "`model.save_pretrained(directory)`, which writes safetensors files."
     )

@@ -1,4 +1,4 @@
-"""What published tensors have to do with the arrays of a model, said in one line each."""
+"""One-line descriptions of how the arrays of a model correspond to published tensors."""
 
 import itertools as it
 import re
@@ -11,7 +11,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, init=False)
 class Tensor:
-    """The published tensors that one array (a leaf) of a model is made of.
+    """The published tensors that one array (a leaf) of a model consists of.
 
     ```python
     Tensor(
@@ -23,17 +23,18 @@ class Tensor:
 
     **Arguments:**
 
-    - `name`: of the tensors. Each of its fields, such as `{layer}`, is a leading dimension of the
-      leaf, in their order.
-    - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf. Each
-      dimension is a factor, or several in parentheses, the slowest first; a number is a factor of
-      that size. Every factor is on both sides, but for those of size 1 and those at an index.
-    - `fixed`: sizes of factors that the leaf's shape does not say; or an index and a size, for a
-      factor of which the leaf has only that part: `qkv=(0, 3)` is the first of three.
+    - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
+      of the leaf, in the same order.
+    - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
+      the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
+      first; a number is a factor of that size. Every factor must be on both sides, except factors
+      of size 1 and those fixed at an index.
+    - `fixed`: sizes of factors that do not follow from the leaf's shape; or an index and a size,
+      for a factor of which the leaf holds only that index: `qkv=(0, 3)` is the first of three.
 
     **Raises:**
 
-    `ValueError` if name and pattern do not make sense.
+    `ValueError` if the name or the pattern is invalid.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Tensor:
         put("fields", tuple(f for _, f, _, _ in string.Formatter().parse(name) if f is not None))
         sides = pattern.split("->")
         if len(sides) != 2:
-            raise ValueError(f"{self} has no `->`, or several, between its two sides.")
+            raise ValueError(f"{self} must have exactly one `->` between its two sides.")
         put("left", _groups(sides[0], self))
         put("right", _groups(sides[1], self))
         _check(self)
@@ -61,7 +62,7 @@ class Tensor:
 
 
 def _groups(side: str, tensor: Tensor) -> Groups:
-    """The dimensions of one side, each as its factors."""
+    """Parses one side of a pattern: the factors of each dimension."""
     found = re.findall(r"\(([\w\s]+)\)|(\w+)|(\S)", side)
     if odd := [sign for _, _, sign in found if sign]:
         raise ValueError(
@@ -71,7 +72,7 @@ def _groups(side: str, tensor: Tensor) -> Groups:
     groups = tuple(tuple((inside or word).split()) for inside, word, _ in found)
     names = [f for group in groups for f in group if f != "1"]
     if again := {f for f in names if names.count(f) > 1}:
-        raise ValueError(f"{tensor} has {_words(again)} several times on one side.")
+        raise ValueError(f"{tensor} has {_words(again)} more than once on one side.")
     if odd := [f for f in names if (not f.isidentifier() and not f.isdecimal()) or f == "0"]:
         raise ValueError(f"{tensor} has {_words(odd)}, which is neither a name nor a size.")
     return groups
@@ -85,8 +86,8 @@ def _check(tensor: Tensor) -> None:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
     if alone := (left - parts) ^ right:
         raise ValueError(
-            f"{tensor} has {_words(alone)} on one side only. Only a factor of size 1 may be, and "
-            "on the left one that is fixed at an index, such as qkv=(0, 3)."
+            f"{tensor} has {_words(alone)} on one side only. This is allowed only for factors of "
+            "size 1 and, on the left, for factors fixed at an index, such as qkv=(0, 3)."
         )
     for factor, size in fixed.items():
         index, size = size if isinstance(size, tuple) else (0, size)
@@ -96,7 +97,7 @@ def _check(tensor: Tensor) -> None:
         if len(unsized := [f for f in group if _given(f, fixed) is None]) > 1:
             raise ValueError(f"{tensor} needs the size of {_words(unsized[:-1])}.")
     if len({*tensor.fields}) < len(tensor.fields) or not all(map(str.isidentifier, tensor.fields)):
-        raise ValueError(f"The fields of {tensor.name} must be different names, such as {{layer}}.")
+        raise ValueError(f"The fields of {tensor.name} must be distinct names, such as {{layer}}.")
 
 
 def _given(factor: str, fixed: dict[str, int | tuple[int, int]]) -> int | None:
@@ -111,44 +112,44 @@ def _words(factors) -> str:
 
 
 def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
-    """The size of each factor, for a leaf of this shape.
+    """Returns the size of each factor for a leaf of this shape.
 
     **Raises:**
 
-    `ValueError` if the leaf's shape and the pattern do not go together.
+    `ValueError` if the shape does not match the pattern.
     """
     fixed = dict(tensor.fixed)
     shape = leaf_shape[len(tensor.fields) :]
     sizes = {f: _given(f, fixed) for f in it.chain(*tensor.left, *tensor.right)}
     if len(leaf_shape) != len(tensor.fields) + len(tensor.right):
         raise ValueError(
-            f"{tensor} makes {len(tensor.fields) + len(tensor.right)} dimensions, but the array "
-            f"is of shape {leaf_shape}."
+            f"{tensor} has {len(tensor.fields) + len(tensor.right)} dimensions, but the array has "
+            f"shape {leaf_shape}."
         )
     for group, size in zip(tensor.right, shape, strict=True):
         known = prod(sizes[f] or 1 for f in group)
         unsized = [f for f in group if sizes[f] is None]
         if size % known or (not unsized and size != known):
             raise ValueError(
-                f"{tensor} has sizes that do not make up {size}, as the array's shape "
-                f"{leaf_shape} needs: { ({f: sizes[f] for f in group}) }."
+                f"{tensor} has sizes whose product cannot be {size}, as the array's shape "
+                f"{leaf_shape} requires: { ({f: sizes[f] for f in group}) }."
             )
         sizes |= dict.fromkeys(unsized, size // known)
     return {f: size for f, size in sizes.items() if size is not None}
 
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
-    """The name of the tensor at an index of a leaf's leading dimensions."""
+    """Returns the name of the tensor at an index of a leaf's leading dimensions."""
     return tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
 
 
 def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:
-    """The names of a leaf's tensors, by their index in its leading dimensions."""
+    """Returns the names of a leaf's tensors, by their index in its leading dimensions."""
     counts = map(range, leaf_shape[: len(tensor.fields)])
     return {index: tensor_name(tensor, index) for index in it.product(*counts)}
 
 
 def tensor_shape(tensor: Tensor, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of each of a leaf's tensors."""
+    """Returns the shape of each of a leaf's tensors."""
     sizes = factor_sizes(tensor, leaf_shape)
     return tuple(prod(sizes[f] for f in group) for group in tensor.left)

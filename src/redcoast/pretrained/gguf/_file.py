@@ -1,4 +1,4 @@
-"""Files of GGUF: metadata, and tensors, mostly quantised
+"""Reading GGUF files: metadata, and (mostly quantised) tensors
 (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>)."""
 
 import functools as ft
@@ -13,24 +13,24 @@ from .._lazy_tensor import Box, Stored
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-MOST_NESTED = 4  # arrays of arrays; models have none
+MOST_NESTED = 4  # maximum depth of nested arrays; models have none
 MOST_DIMENSIONS = 8
 
 
 def check_header(path: Path) -> None:
-    """Walks through the metadata and the descriptions of the tensors, without keeping them.
+    """Checks the metadata and the descriptions of the tensors against the size of the file.
 
     **Raises:**
 
-    `ValueError` that says what does not fit into the file.
+    `ValueError` that describes the first problem.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ValueError("it does not begin as GGUF files do")
+            raise ValueError("it does not start with the GGUF magic number")
         (version,) = struct.unpack("<I", _take(file, 4))
         if version not in (2, 3):
-            raise ValueError(f"it is of version {version}, and 2 and 3 can be read")
+            raise ValueError(f"it has version {version}, but only 2 and 3 are supported")
         tensors, pairs = struct.unpack("<QQ", _take(file, 16))
         for _ in range(pairs):
             _skip(file, _long(file), size)
@@ -43,13 +43,13 @@ def check_header(path: Path) -> None:
 
 
 def check_extents(extents: list[tuple[str, int, int]], size: int) -> None:
-    """Refuses tensors that share bytes, or reach beyond the end of the file."""
+    """Raises if tensors overlap, or extend beyond the end of the file."""
     end, before = 0, ""
     for name, start, count in sorted(extents, key=lambda x: (x[1], x[2])):
         if count and start < end:
             raise ValueError(f"the tensors {before} and {name} overlap")
         if start + count > size:
-            raise ValueError(f"the tensor {name} reaches beyond the end of the file")
+            raise ValueError(f"the tensor {name} extends beyond the end of the file")
         end, before = max(end, start + count), name
 
 
@@ -61,23 +61,23 @@ def _value(file: BinaryIO, kind: int, size: int, depth: int) -> None:
     elif kind in _SIZES:
         _skip(file, _SIZES[kind], size)
     else:
-        raise ValueError(f"it has metadata of an unknown kind, {kind}")
+        raise ValueError(f"it has metadata of the unknown type {kind}")
 
 
 def _elements(file: BinaryIO, size: int, depth: int) -> None:
     if depth == MOST_NESTED:
-        raise ValueError("its metadata are nested too deeply")
+        raise ValueError("its metadata is nested too deeply")
     kind, count = _int(file), _long(file)
     if kind in _SIZES:
         _skip(file, _SIZES[kind] * count, size)
         return
-    for _ in range(count):  # ends at the end of the file, as each takes some bytes
+    for _ in range(count):  # each element takes some bytes, so this ends with the file
         _value(file, kind, size, depth + 1)
 
 
 def _skip(file: BinaryIO, count: int, size: int) -> None:
     if file.tell() + count > size:
-        raise ValueError(f"its header claims {count} bytes where the file has ended")
+        raise ValueError(f"its header claims {count} bytes beyond the end of the file")
     file.seek(count, 1)
 
 
@@ -96,24 +96,24 @@ def _long(file: BinaryIO) -> int:
     return struct.unpack("<Q", _take(file, 8))[0]
 
 
-# Words of the vocabulary and the like: nothing that a model computes with.
+# The vocabulary, which the model does not need.
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """What a file says of its model, and its tensors."""
+    """The metadata and the tensors of a file."""
 
     metadata: dict[str, Any]
     stored: dict[str, Stored]
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the metadata of a file, and of its tensors where they are.
+    """Reads the metadata of a file and the locations of its tensors.
 
     **Raises:**
 
-    `ValueError` if the file is damaged, or holds tensors quantised in a way that is not known.
+    `ValueError` if the file is damaged, or has tensors with an unknown quantisation.
     """
     gguf = _import_gguf(path)
     try:
@@ -125,12 +125,12 @@ def read_gguf(path: Path) -> GGUF:
             [(x.name, x.data_offset, x.data.nbytes) for x in reader.tensors], path.stat().st_size
         )
     except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise ValueError(f"{path} is damaged, or no GGUF file: {error}.") from error
+        raise ValueError(f"{path} is damaged, or not a GGUF file: {error}.") from error
     return GGUF(metadata, {tensor.name: _stored(gguf, tensor) for tensor in reader.tensors})
 
 
 def _stored(gguf: Any, tensor: Any) -> Stored:
-    # The fastest dimension comes first in the file.
+    # GGUF lists the fastest dimension first.
     shape = tuple(int(size) for size in tensor.shape[::-1])
     if tensor.data.dtype.kind == "f":
         return Stored(shape, tensor.data.dtype, ft.partial(_read_plain, tensor.data))
@@ -152,11 +152,11 @@ def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:
 
 
 def _import_gguf(path: Path) -> Any:
-    """The package, or an error that says how to get it."""
+    """Imports `gguf`, or raises an error that explains how to install it."""
     try:
         import gguf
     except ImportError as error:
         raise ImportError(
-            f"{path} can be read with the package `gguf`: pip install 'redcoast[gguf]'."
+            f"Reading {path} needs the package `gguf`: pip install 'redcoast[gguf]'."
         ) from error
     return gguf

@@ -1,4 +1,4 @@
-"""LLaMA in GGUF files, where settings and tensors have other names than in Hugging Face's."""
+"""LLaMA models in GGUF files, whose settings and tensors have different names."""
 
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,24 @@ _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_i
 
 
 def open_gguf(path: Path) -> Source:
-    """The model of a file.
+    """Opens the model of a file.
 
     **Raises:**
 
-    `ValueError` if it is not of the LLaMA architecture, or has settings that are not implemented.
+    `ValueError` if its architecture is not LLaMA, or if it has settings that are not implemented.
     """
     file = read_gguf(path)
     if (kind := file.metadata.get("general.architecture")) != "llama":
         raise ValueError(
-            f"{path} is of the architecture {kind!r}; of GGUF files only 'llama' is implemented. "
-            "Load the model from a directory in Hugging Face's layout."
+            f"{path} has the architecture {kind!r}, but for GGUF files only 'llama' is "
+            "implemented. Load the model from a directory in Hugging Face's layout."
         )
     settings = _settings(path, file)
     return Source(settings, file.stored, _table(settings))
 
 
 def _settings(path: Path, file: GGUF) -> dict[str, Any]:
-    """The metadata as a `config.json` has them."""
+    """Converts the metadata to the settings of a `config.json`."""
     given = {
         name.removeprefix("llama."): value
         for name, value in file.metadata.items()
@@ -79,7 +79,7 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
 
 
 def _shortest(value: Any) -> Any:
-    # 1e-5 was stored with 32 bits, which in 64 reads as 9.999999747378752e-06.
+    # Values were stored in float32: 1e-5 would be read as 9.999999747378752e-06.
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -87,8 +87,8 @@ def _table(settings: dict[str, Any]) -> dict[str, Tensor]:
     block, turned = "blk.{layer}.", "outputs inputs -> inputs outputs"
     into = "(heads head_dim) width -> width heads head_dim"
     out = "width (heads head_dim) -> heads head_dim width"
-    # Features that rotary embeddings turn together are neighbours here, and half a head apart in
-    # the model.
+    # Features that are rotated together are adjacent in GGUF files, and half a head apart in the
+    # model.
     pairs = "(heads half 2) width -> width heads (2 half)"
     table = {
         "embed": Tensor("token_embd.weight", "vocab width -> vocab width"),

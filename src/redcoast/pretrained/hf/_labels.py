@@ -1,4 +1,4 @@
-"""Heads and labels, as the settings of encoders say them."""
+"""The settings of encoders for heads and labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,17 +7,17 @@ from .._tensors import Tensor
 
 
 def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], default: str) -> Any:
-    """What is known of the settings' architecture; a base model, if they name none."""
+    """Looks up the setting `architectures` in `known`; `default` is used if there is none."""
     names = settings.get("architectures") or [default]
     if len(names) > 1 or names[0] not in known:
         raise ValueError(
-            f"The setting `architectures` is {names}, and only {' or '.join(known)} is implemented."
+            f"The setting `architectures` is {names}, but only {' or '.join(known)} is implemented."
         )
     return known[names[0]]
 
 
 def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """How many labels a classifier has, and their names unless they are just numbered."""
+    """Returns the number of labels, and their names unless they are the default names."""
     found = settings.get("id2label")
     if not found:
         count = settings.get("num_labels")
@@ -25,7 +25,7 @@ def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
     by_number = {int(number): name for number, name in found.items()}
     if sorted(by_number) != list(range(len(by_number))):
         raise ValueError(
-            f"The setting `id2label` numbers its labels {sorted(by_number)}, and not from 0 on."
+            f"The setting `id2label` numbers its labels {sorted(by_number)}, but must count from 0."
         )
     names = tuple(by_number[i] for i in range(len(by_number)))
     plain = names == tuple(_numbered(len(names)))
@@ -43,7 +43,7 @@ def write_labels(config: Any) -> dict[str, Any]:
 
 
 def linear(leaf: str, name: str) -> dict[str, Tensor]:
-    """The two tensors of a `Linear`."""
+    """Returns the two tensors of a `Linear`."""
     weight = Tensor(name + ".weight", "outputs inputs -> inputs outputs")
     return {leaf + "/w": weight, leaf + "/b": Tensor(name + ".bias", "outputs -> outputs")}
 

@@ -1,4 +1,4 @@
-"""How `config.json` says that rotary embeddings are scaled."""
+"""The settings of `config.json` for the scaling of rotary embeddings."""
 
 from typing import Any
 
@@ -16,20 +16,20 @@ def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
         names |= {"original_max_position_embeddings": "original"}
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(
-            f"The setting `rope_scaling` is of the kind {kind!r}; known are 'default', "
-            "'linear' and 'llama3'."
+            f"The setting `rope_scaling` has the type {kind!r}, but only 'default', 'linear' and "
+            "'llama3' are implemented."
         )
     if unknown := settings.keys() - names.keys():
-        raise ValueError(f"`rope_scaling` has settings that are not known: {sorted(unknown)}.")
+        raise ValueError(f"`rope_scaling` has unknown settings: {sorted(unknown)}.")
     if kind == "default":
         return None
     if missing := names.keys() - settings.keys():
-        raise ValueError(f"`rope_scaling` of the kind {kind!r} needs {sorted(missing)}.")
+        raise ValueError(f"`rope_scaling` of the type {kind!r} needs {sorted(missing)}.")
     return RopeScaling(kind, **{names[name]: value for name, value in settings.items()})
 
 
 def write_rope(scaling: RopeScaling) -> dict[str, Any]:
-    """The setting `rope_scaling` of a `config.json`."""
+    """Returns the setting `rope_scaling` of a `config.json`."""
     settings = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         settings |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}

@@ -6,7 +6,7 @@ from .._tensors import Tensor
 
 BASE_PREFIX = "model."
 BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
-# Files of the base alone lack it, and in all others it is zero as long as nobody sets it.
+# Files of the base model lack it, and in all others it is zero unless a user has set it.
 ZEROS = ("final_logits_bias",)
 
 _NAMES = {
@@ -31,13 +31,13 @@ _OTHER_NAMES = {
     "num_attention_heads": "encoder_attention_heads",
     "num_hidden_layers": "encoder_layers",
 }
-# Of heads that are not here, of how texts are made, of how a smaller model was made from a larger
-# one, and of versions long gone.
+# Settings of heads that are not implemented, of generation, of distillation, and of old versions of
+# `transformers`.
 _IGNORED = """
     classifier_dropout classif_dropout _num_labels output_past save_step replacing_rate
     eos_token_ids force_bos_token_to_be_generated student_encoder_layers student_decoder_layers
 """
-# What the code of BART once did for other families.
+# Settings of other families that once shared the implementation of BART.
 _NEVER = """
     normalize_before add_final_layer_norm add_bias_logits static_position_embeddings
     do_blenderbot_90_layernorm is_decoder
@@ -89,7 +89,7 @@ def write(config: BartConfig) -> dict[str, Any]:
 
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     return {
         "embed": Tensor("model.shared.weight", "vocab width -> vocab width"),
         **_stack("encoder"),
@@ -141,6 +141,6 @@ def _norm(name: str, leaf: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     return dict.fromkeys((*names, "lm_head.weight"), "model.shared.weight")

@@ -57,7 +57,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "position_embedding_type": ("absolute",),
         "tie_word_embeddings": (True,),
     }
-    # Of poolers that were never built, and of versions long gone.
+    # Settings of poolers that were never implemented, and of old versions of `transformers`.
     ignored = """
         directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
         pooler_size_per_head pooler_type output_past _num_labels
@@ -89,8 +89,11 @@ def write(config: BertConfig) -> dict[str, Any]:
 
 
 def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
-    """The configuration of files with tensors of these names: settings do not say whether there
-    is a pooler, and call files with BERT's second head those of a masked model."""
+    """Completes a configuration from the names of the tensors in the files.
+
+    The settings do not say whether there is a pooler, and describe files with BERT's next-sentence
+    head as those of a masked language model.
+    """
     pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
     second = config.head == "masked" and "cls.seq_relationship.weight" in names
     head = "pretraining" if second else config.head
@@ -98,7 +101,7 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
 
 
 def tensors(config: BertConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
     into = "(heads head_dim) width -> width heads head_dim"
@@ -130,7 +133,7 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
     roberta, head = config.kind == "roberta", config.head
     found = {}
     if head == "classification":
-        # RoBERTa's classifier has the pooler in it.
+        # RoBERTa's classifier includes the pooler.
         pooler = "classifier.dense" if roberta else base + "pooler.dense"
         found |= linear("pooler", pooler)
         found |= linear("head", "classifier.out_proj" if roberta else "classifier")
@@ -153,12 +156,12 @@ def _norm(leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: BertConfig) -> dict[str, str]:
-    """Other names under which a file may hold a tensor, once more or instead."""
+    """Maps other names under which a file may hold a tensor to the tensor's own name."""
     found, base = {}, f"{config.kind}."
     for tensor in tensors(config).values():
         for name in tensor_names(tensor, (config.layers,)).values():
             others = [name, name if config.head else base + name]
-            # Google's names, which the oldest files still have.
+            # The names in Google's original files.
             old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
             old = old.replace("LayerNorm.bias", "LayerNorm.beta")
             others += [old, old if config.head else base + old]

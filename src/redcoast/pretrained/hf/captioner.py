@@ -21,16 +21,16 @@ _IDS = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id"
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = {"encoder": REQUIRED, "decoder": REQUIRED, **dict.fromkeys(_IDS)}
     only = {"model_type": ("vision-encoder-decoder",), "is_encoder_decoder": (True,)}
-    # The embeddings of the two parts are never tied; the decoder's settings have its own.
+    # The embeddings of the two parts are never tied. The decoder has its own settings for these.
     ignored = ("tie_word_embeddings", "vocab_size", "is_decoder", "add_cross_attention")
     c = read_settings(settings, defaults, only, ignored)
     model = "VisionEncoderDecoderModel"
     read_architecture(settings, {model: None}, model)
     decoder = dict(c["decoder"])
-    # What the whole does not say its decoder does; a caption begins as a text does, otherwise.
+    # Token ids that are missing are those of the decoder. Captions start with `bos` by default.
     start, bos, eos, pad = (decoder.get(n) if c[n] is None else c[n] for n in _IDS)
     return {
-        # What the encoder was before is no matter: it is a model without a head here.
+        # The encoder has no head here, whatever its own settings name.
         "encoder": ViTConfig(**vit.read({**c["encoder"], "architectures": None})),
         "decoder": GPT2Config(**gpt2.read(decoder)),
         "decoder_start": bos if start is None else start,
@@ -55,14 +55,16 @@ def write(config: CaptionerConfig) -> dict[str, Any]:
 
 
 def settle(config: CaptionerConfig, names: Collection[str]) -> CaptionerConfig:
-    """The configuration of files with tensors of these names: settings do not say whether the
-    encoder has a pooler, which nothing reads."""
+    """Completes a configuration from the names of the tensors in the files.
+
+    The settings do not say whether the encoder has a pooler (which is not used).
+    """
     encoder = vit.settle(config.encoder, [n for n in names if n.startswith("encoder.")])
     return dataclasses.replace(config, encoder=encoder)
 
 
 def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     parts = {"encoder": vit.tensors(config.encoder), "decoder": gpt2.tensors(config.decoder)}
     found = {
         f"{part}/{leaf}": Tensor(f"{part}.{t.name}", t.pattern, **dict(t.fixed))
@@ -75,12 +77,12 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: CaptionerConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     found = gpt2.duplicates(config.decoder)
     return {f"decoder.{copy}": f"decoder.{name}" for copy, name in found.items()}
 
 
 def example_inputs(config: CaptionerConfig, rows: int) -> tuple[Any, ...]:
-    """Abstract arguments of a call, from which it can be planned."""
+    """Returns abstract inputs for planning."""
     tokens = jax.ShapeDtypeStruct((rows, min(128, config.positions)), jnp.int32)
     return (*vit.example_inputs(config.encoder, rows), tokens)

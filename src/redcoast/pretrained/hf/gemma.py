@@ -22,7 +22,7 @@ _NAMES = {
     "bos": "bos_token_id",
     "pad": "pad_token_id",
 }
-# Of the second generation on.
+# Settings since Gemma 2.
 _LATER = {
     "score_scale": "query_pre_attn_scalar",
     "score_cap": "attn_logit_softcapping",
@@ -51,7 +51,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     only: dict[str, tuple[Any, ...]] = {
         "model_type": ("gemma", "gemma2", "gemma3_text"),
-        # The first files say "gelu", and their models were trained with the approximation.
+        # The first files have "gelu", but their models were trained with the tanh approximation.
         "hidden_act": ("gelu", _GELU),
         "hidden_activation": (_GELU, None),
         "attention_bias": (False,),
@@ -74,7 +74,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local(c: dict[str, Any]) -> dict[str, Any]:
-    """Which layers have a window."""
+    """Reads which layers have a sliding window."""
     if "layer_types" not in c or not c["sliding_window"]:
         return {"window": None}
     each = c["sliding_window_pattern"]
@@ -82,12 +82,14 @@ def _local(c: dict[str, Any]) -> dict[str, Any]:
         _LOCAL if (i + 1) % each else _GLOBAL for i in range(c["num_hidden_layers"])
     ]
     if odd := {*kinds} - {_LOCAL, _GLOBAL}:
-        raise ValueError(f"`layer_types` has {sorted(odd)}; known are {[_LOCAL, _GLOBAL]}.")
+        raise ValueError(
+            f"`layer_types` has {sorted(odd)}, but only {[_LOCAL, _GLOBAL]} are implemented."
+        )
     return {"local": tuple(kind == _LOCAL for kind in kinds)}
 
 
 def _rope(c: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings; those of layers with a window may have a base of their own."""
+    """Reads the rotary embeddings. Layers with a window may have a separate base."""
     rope = c["rope_parameters"] or {}
     by_kind = {_LOCAL, _GLOBAL} & rope.keys()
     everywhere = (rope.get(_GLOBAL) or {}) if by_kind else rope
@@ -98,11 +100,15 @@ def _rope(c: dict[str, Any]) -> dict[str, Any]:
     }
     if "rope_local_base_freq" not in c:
         if by_kind:
-            raise ValueError("`rope_parameters` is by kind of layer, which only Gemma 3's is.")
+            raise ValueError(
+                "`rope_parameters` has an entry for each layer type, which only Gemma 3 supports."
+            )
         return found
     near = (rope.get(_LOCAL) or {}) if by_kind else {}
     if read_rope(near):
-        raise ValueError(f"`rope_parameters` scales those of {_LOCAL!r}, which is not implemented.")
+        raise ValueError(
+            f"`rope_parameters` scales the layers with {_LOCAL!r}, which is not implemented."
+        )
     return found | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
 
 
@@ -129,7 +135,7 @@ def write(config: GemmaConfig) -> dict[str, Any]:
 
 
 def _kind(c: GemmaConfig) -> str:
-    """The generation that has what a configuration has."""
+    """Returns the `model_type` of the generation of Gemma that has these features."""
     if not c.post_norms and not c.qk_norm:
         odd = [c.score_scale not in (None, c.head_dim), c.score_cap, c.logit_cap, any(c.local)]
         kind = "gemma"
@@ -139,16 +145,16 @@ def _kind(c: GemmaConfig) -> str:
         odd, kind = [not c.post_norms, c.score_cap], "gemma3_text"
     if any(odd):
         raise ValueError(
-            "No generation of Gemma is published with this mixture of settings: the first has "
-            "neither `post_norms` nor `qk_norm`, nor windows, caps or a scale of its own; the "
-            "second has `post_norms`, and one base of rotary embeddings; the third has both, and "
+            "No generation of Gemma has this combination of settings. The first has no "
+            "`post_norms`, `qk_norm`, windows, caps or `score_scale`; the second has `post_norms` "
+            "and a single base of rotary embeddings; the third has `post_norms` and `qk_norm`, but "
             "no `score_cap`."
         )
     return kind
 
 
 def tensors(config: GemmaConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     layer = "model.layers.{layer}."
     attention = layer + "self_attn."
     into = "(heads head_dim) width -> width heads head_dim"
@@ -180,5 +186,5 @@ def tensors(config: GemmaConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: GemmaConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}

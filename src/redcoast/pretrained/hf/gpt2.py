@@ -5,7 +5,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 BASE_PREFIX = "transformer."
-# What is seen by whom, and the number in the place of what is not.
+# Causal masks, and the score of masked tokens.
 BUFFERS = (r"^(transformer\.)?h\.\d+\.(attn|crossattention)\.(masked_)?bias$",)
 
 _NAMES = {
@@ -33,7 +33,8 @@ OTHER_NAMES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# Of heads that are not here, of how scores are computed, and of versions long gone.
+# Settings of heads that are not implemented, of the precision of scores, and of old versions of
+# `transformers`.
 _IGNORED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     reorder_and_upcast_attn n_ctx n_special predict_special_tokens output_past _num_labels
@@ -72,7 +73,7 @@ def write(config: GPT2Config) -> dict[str, Any]:
 
 
 def tensors(config: GPT2Config) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
     found = {
         "embed": Tensor("transformer.wte.weight", "vocab width -> vocab width"),
@@ -96,7 +97,7 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
 
 
 def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dict[str, Tensor]:
-    # The fused parts are Q, K and V; or K and V, with Q apart.
+    # Self-attention fuses Q, K and V; cross-attention fuses K and V, with Q separate.
     weight = "width (part heads head_dim) -> width heads head_dim"
     bias = "(part heads head_dim) -> heads head_dim"
     found = {
@@ -116,5 +117,5 @@ def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dic
 
 
 def duplicates(config: GPT2Config) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}

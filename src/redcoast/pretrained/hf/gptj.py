@@ -5,7 +5,7 @@ from .._settings import REQUIRED, published_ids, read_settings, rename, token_id
 from .._tensors import Tensor
 
 BASE_PREFIX = "transformer."
-# Who sees whom, the number in the place of what is not seen, and the angles of all positions.
+# Causal masks, the score of masked tokens, and the rotary angles.
 BUFFERS = (r"^(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)$",)
 
 _NAMES = {
@@ -31,7 +31,7 @@ _OTHER_NAMES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# Of heads that are not here, and of versions long gone.
+# Settings of heads that are not implemented, and of old versions of `transformers`.
 _IGNORED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     n_ctx is_decoder decoder_start_token_id
@@ -74,7 +74,7 @@ def write(config: GPTJConfig) -> dict[str, Any]:
 
 
 def tensors(config: GPTJConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
     into = "(heads head_dim) width -> width heads head_dim"
     out = "width (heads head_dim) -> heads head_dim width"
@@ -101,5 +101,5 @@ def tensors(config: GPTJConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: GPTJConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}

@@ -70,8 +70,8 @@ def _window(c: dict[str, Any]) -> int | None:
         return None
     if c["max_window_layers"] or {*(c["layer_types"] or ())} - {"sliding_attention"}:
         raise ValueError(
-            "`max_window_layers` or `layer_types` gives only some of the layers a sliding window; "
-            "only a window in all layers, or in none, is implemented."
+            "`max_window_layers` or `layer_types` gives only some layers a sliding window, but "
+            "only a window in all layers or in none is implemented."
         )
     return c["sliding_window"]
 
@@ -96,7 +96,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
 
 
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     layer = "model.layers.{layer}."
     attention = layer + "self_attn."
     into = "(heads head_dim) width -> width heads head_dim"

@@ -52,7 +52,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": ("silu",),
         "router_jitter_noise": (0.0,),
     }
-    # Whether a training loss has the router's in it is said where that loss is written.
+    # `output_router_logits` only selects the training loss, which users define themselves.
     c = read_settings(settings, defaults, only, ("output_router_logits",))
     kv_heads = c["num_key_value_heads"]
     rope = c["rope_parameters"] or c["rope_scaling"] or {}
@@ -77,7 +77,7 @@ def write(config: MixtralConfig) -> dict[str, Any]:
 
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     layer = "model.layers.{layer}."
     attention, moe = layer + "self_attn.", layer + "block_sparse_moe."
     expert = moe + "experts.{expert}."
@@ -104,5 +104,5 @@ def tensors(config: MixtralConfig) -> dict[str, Tensor]:
 
 
 def duplicates(config: MixtralConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}

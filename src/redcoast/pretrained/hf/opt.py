@@ -68,7 +68,7 @@ def write(config: OPTConfig) -> dict[str, Any]:
 
 
 def tensors(config: OPTConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     base = "model.decoder."
     positions = base + "embed_positions.weight"
     turned = "outputs inputs -> inputs outputs"
@@ -117,5 +117,5 @@ def _norm(leaf: str, name: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: OPTConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     return {"lm_head.weight": "model.decoder.embed_tokens.weight"} if config.tied else {}

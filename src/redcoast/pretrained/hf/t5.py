@@ -6,7 +6,7 @@ from ...models.t5 import T5Config
 from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
 from .._tensors import Tensor
 
-# A table that the first files have, and that nothing reads.
+# An unused table in the first files.
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
 
 _HEAD = "lm_head.weight"
@@ -35,7 +35,7 @@ _OTHER_NAMES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-# Of heads that are not here, and of versions long gone.
+# Settings of heads that are not implemented, and of old versions of `transformers`.
 _IGNORED = ("classifier_dropout", "n_positions", "output_past")
 
 
@@ -48,7 +48,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "num_decoder_layers": None,
         "relative_attention_num_buckets": 32,
         "relative_attention_max_distance": 128,
-        # By this one name, the approximation by a hyperbolic tangent is meant.
+        # Only "gated-gelu" means the tanh approximation.
         "dense_act_fn": "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-"),
         "is_gated_act": proj.startswith("gated-"),
         "layer_norm_epsilon": 1e-6,
@@ -77,17 +77,17 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_scaled(c: dict[str, Any]) -> bool:
-    # Version 4 of `transformers` scales a head that is tied. Version 5 writes that every head is
-    # tied, and in a setting of its own which is scaled; of mT5, none is.
+    # Version 4 of `transformers` scales tied heads. Version 5 saves every head as tied, and saves
+    # in a separate setting whether it is scaled. The head of mT5 is never scaled.
     if c["scale_decoder_outputs"] is None:
         return c["tie_word_embeddings"] is not False
     return c["scale_decoder_outputs"]
 
 
 def settle(config: T5Config, names: Collection[str]) -> T5Config:
-    """The configuration for a file that holds tensors of these names.
+    """Completes a configuration from the names of the tensors in the files.
 
-    Whether a head that is not scaled is tied, only the lack of one may say: see `_is_scaled`.
+    A head that is not scaled is tied if the files do not hold it; see `_is_scaled`.
     """
     if config.tied or _HEAD in names:
         return config
@@ -99,8 +99,8 @@ def write(config: T5Config) -> dict[str, Any]:
     name = {"t5": "T5", "mt5": "MT5"}[c.kind]
     if c.scaled and c.kind == "mt5":
         raise ValueError(
-            "A tied head is scaled, and that of an mT5 never is. Set `scale_head=False`, or "
-            "`tied=False`, or the `kind` to 't5'."
+            "A tied head is scaled by default, but the head of an mT5 is never scaled. Set "
+            "`scale_head=False`, `tied=False` or `kind='t5'`."
         )
     settings = {name: getattr(c, field) for field, name in _NAMES.items()}
     settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
@@ -116,7 +116,7 @@ def write(config: T5Config) -> dict[str, Any]:
 
 
 def tensors(config: T5Config) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     found = {"embed": Tensor("shared.weight", "vocab width -> vocab width")}
     found |= _stack(config, "encoder")
     found |= _stack(config, "decoder")
@@ -157,6 +157,6 @@ def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
 
 
 def duplicates(config: T5Config) -> dict[str, str]:
-    """Names under which a file may hold a tensor once more."""
+    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     return dict.fromkeys(names + [_HEAD] * config.tied, "shared.weight")

@@ -45,7 +45,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "add_cross_attention": (False,),
         "is_encoder_decoder": (False,),
     }
-    # Of guessing hidden patches; and of texts, which there are none of.
+    # Settings of masked image modelling, and of text models.
     ignored = """
         encoder_stride bos_token_id eos_token_id pad_token_id decoder_start_token_id
         tie_word_embeddings
@@ -78,14 +78,16 @@ def write(config: ViTConfig) -> dict[str, Any]:
 
 
 def settle(config: ViTConfig, names: Collection[str]) -> ViTConfig:
-    """The configuration of files with tensors of these names: settings do not say whether there
-    is a pooler."""
+    """Completes a configuration from the names of the tensors in the files.
+
+    The settings do not say whether there is a pooler.
+    """
     pooler = config.head is None and any(name.endswith("pooler.dense.weight") for name in names)
     return dataclasses.replace(config, pooler=pooler)
 
 
 def tensors(config: ViTConfig) -> dict[str, Tensor]:
-    """The published tensors that each array is made of."""
+    """Maps each array to its published tensors."""
     base = "vit." if config.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     attention = layer + "attention.attention."
@@ -125,7 +127,7 @@ def _pair_of(leaf: str, suffix: str, name: str, pattern: str) -> dict[str, Tenso
 
 
 def duplicates(config: ViTConfig) -> dict[str, str]:
-    """Names under which a file may hold a tensor instead."""
+    """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:
         return {}
     table = tensors(config).values()
@@ -134,5 +136,5 @@ def duplicates(config: ViTConfig) -> dict[str, str]:
 
 
 def example_inputs(config: ViTConfig, rows: int) -> tuple[Any, ...]:
-    """Abstract arguments of a call, from which it can be planned."""
+    """Returns abstract inputs for planning."""
     return (jax.ShapeDtypeStruct((rows, config.channels, *config.image), jnp.float32),)

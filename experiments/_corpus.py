@@ -62,12 +62,12 @@ def _chat(chat: Any, render: Callable[..., str], encode: Encode) -> tuple[np.nda
     """Tokenizes a chat piece by piece: the text that each message adds, as one piece."""
     before, tokens, learned = "", [], []
     for index, message in enumerate(chat):
-        says = message["role"] == "assistant"
+        assistant = message["role"] == "assistant"
         # The generation prompt before the assistant's message is not learned.
-        texts = [render(chat[:index], add_generation_prompt=True)] if says else []
+        texts = [render(chat[:index], add_generation_prompt=True)] if assistant else []
         for text in (*texts, render(chat[: index + 1], add_generation_prompt=False)):
             piece = [*encode(text[len(before) :])]
             tokens += piece
-            learned += [says and text is not (texts or [None])[0]] * len(piece)
+            learned += [assistant and text is not (texts or [None])[0]] * len(piece)
             before = text
     return np.array(tokens, np.int32), np.array(learned, bool)

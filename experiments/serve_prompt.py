@@ -40,10 +40,10 @@ def main(c: Config) -> None:
         prompt = render(chat, add_generation_prompt=True)
         tokens = np.array([tokenizer.encode(prompt, add_special_tokens=False).ids])
         key = jax.random.fold_in(jax.random.key(c.seed), turn)
-        drawn = {"temperature": c.temperature, "top_p": c.top_p, "key": key}
-        drawn = drawn if c.temperature else {}
+        sampling = {"temperature": c.temperature, "top_p": c.top_p, "key": key}
+        sampling = sampling if c.temperature else {}
         printer = Printer(tokenizer)
-        rc.generate(model, tokens, max_new_tokens=c.new_tokens, stream=printer, **drawn)
+        rc.generate(model, tokens, max_new_tokens=c.new_tokens, stream=printer, **sampling)
         say("")
         chat.append({"role": "assistant", "content": printer.text})
 

@@ -117,7 +117,7 @@ def test_is_split_over_a_mesh():
 def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="encoder of a captioner must have no head"):
         CaptionerConfig(dataclasses.replace(ENCODER, head="classification"), DECODER)
-    with pytest.raises(ValueError, match="decoder must have `cross_attention=True`"):
+    with pytest.raises(ValueError, match="decoder of a captioner must have `cross_attention=True`"):
         CaptionerConfig(ENCODER, dataclasses.replace(DECODER, cross_attention=False))
 
 

@@ -60,7 +60,7 @@ def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:
 
 
 # Added to the scores of hypotheses that must not be selected. Finite, so that they stay ranked.
-_REFUSED = -1e9
+_EXCLUDED = -1e9
 
 
 class Running(eqx.Module):
@@ -108,7 +108,7 @@ def search(
     cache = repeat_rows(cache, dims, beams)
     found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), request)
 
-    def going(carry):
+    def keep_going(carry):
         return (carry[1].count < request.limit) & jnp.any(carry[1].open)
 
     def step(carry):
@@ -118,7 +118,7 @@ def search(
         found = _select(logits, found, request)
         return reorder_rows(longer, cache, dims, found.running.parent), found
 
-    _, found = jax.lax.while_loop(going, step, (cache, found))
+    _, found = jax.lax.while_loop(keep_going, step, (cache, found))
     return jnp.where(found.valid[:, None], found.finished.tokens[:, 0], INVALID)
 
 
@@ -127,12 +127,12 @@ def _begin(batch: int, request: Request) -> Search:
     tokens = jnp.full((*shape, request.room), request.pad, jnp.int32)
     # All beams start equal, so only the first is continued.
     first = (jnp.arange(request.beams) == 0)[None]
-    refused = jnp.full(shape, _REFUSED, jnp.float32)
-    scores = jnp.where(first, 0.0, refused)
+    excluded = jnp.full(shape, _EXCLUDED, jnp.float32)
+    scores = jnp.where(first, 0.0, excluded)
     rows = jnp.ones(batch, bool)
     return Search(
         Running(tokens, scores, jnp.zeros(shape, jnp.int32)),
-        Finished(tokens, refused, jnp.zeros(shape, bool)),
+        Finished(tokens, excluded, jnp.zeros(shape, bool)),
         rows,
         rows,
         jnp.zeros((), jnp.int32),
@@ -148,7 +148,7 @@ def _select(logits: Float[Array, "rows vocab"], last: Search, request: Request) 
     # The score of the best running hypothesis if it ended here. While some entries are unfilled,
     # every row stays open.
     bound = running.scores[:, :1] / norm
-    worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _REFUSED)
+    worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _EXCLUDED)
     invalid = last.open & jnp.any(jnp.isnan(found.scores), axis=1)
     return Search(
         running,
@@ -174,7 +174,7 @@ def _candidates(logits: Float[Array, "rows vocab"], last: Search, request: Reque
 
 
 def _continue(found: Candidates, request: Request) -> Running:
-    scores = found.scores + jnp.where(found.ends, _REFUSED, 0.0)
+    scores = found.scores + jnp.where(found.ends, _EXCLUDED, 0.0)
     scores, best = jax.lax.top_k(scores, request.beams)
     tokens = jnp.take_along_axis(found.tokens, best[:, :, None], axis=1)
     return Running(tokens, scores, jnp.take_along_axis(found.parent, best, axis=1))
@@ -185,8 +185,8 @@ def _finish(found: Candidates, last: Search, norm: Float[Array, ""]) -> Finished
     # The other candidates are only there to be continued.
     ends = found.ends & (jnp.arange(found.ends.shape[1]) < beams)[None]
     scores = found.scores / norm
-    scores += jnp.where(last.open[:, None], 0.0, _REFUSED)
-    scores += jnp.where(ends, 0.0, _REFUSED)
+    scores += jnp.where(last.open[:, None], 0.0, _EXCLUDED)
+    scores += jnp.where(ends, 0.0, _EXCLUDED)
     tokens = jnp.concatenate([last.finished.tokens, found.tokens], axis=1)
     filled = jnp.concatenate([last.finished.filled, ends], axis=1)
     scores, best = jax.lax.top_k(jnp.concatenate([last.finished.scores, scores], axis=1), beams)

@@ -94,13 +94,13 @@ def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
         return new[:, :count]
     # Cut on the host: on the devices each number of columns would be compiled.
     host = whole(new)[:, :count]
-    refuse_invalid(host)
+    check_tokens(host)
     if isinstance(new.sharding, NamedSharding) and not new.is_fully_addressable:
         return put(host, NamedSharding(new.sharding.mesh, P()))  # every process gets all of them
     return jax.device_put(host, new.sharding if new.committed else None)
 
 
-def refuse_invalid(new: np.ndarray) -> None:
+def check_tokens(new: np.ndarray) -> None:
     """Raises if a token is invalid, that is if its logits were NaN."""
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:

@@ -75,8 +75,8 @@ def generate(
         ```python
         prompts = np.array([[5, 3, 8], [0, 0, 7]])
         mask = np.array([[1, 1, 1], [0, 0, 1]])
-        likeliest = rc.generate(model, prompts, mask=mask, max_new_tokens=20)
-        drawn = rc.generate(
+        greedy = rc.generate(model, prompts, mask=mask, max_new_tokens=20)
+        sampled = rc.generate(
             model, prompts, mask=mask, max_new_tokens=20, key=jax.random.key(0),
             temperature=0.8, top_p=0.95, stream=lambda tokens: print(tokens),
         )

@@ -48,19 +48,19 @@ def make_request(
     eos: int | Sequence[int] | None,
 ) -> Request:
     """Makes a request from the arguments of `generate` and the model's configuration."""
-    drawn = temperature > 0
+    sampled = temperature > 0
     ends = stop_tokens(config, eos)
     # In double precision first, as in `transformers`.
     lengths = np.arange(1, room + 1, dtype=np.float64)
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
-        key=key if drawn else None,
-        temperature=np.asarray(temperature, np.float32) if drawn else None,
+        key=key if sampled else None,
+        temperature=np.asarray(temperature, np.float32) if sampled else None,
         # `top_p=1` excludes nothing, not even by rounding.
-        tail=np.asarray(1 - top_p, np.float32) if drawn and top_p and top_p < 1 else None,
+        tail=np.asarray(1 - top_p, np.float32) if sampled and top_p and top_p < 1 else None,
         norms=(lengths**length_penalty).astype(np.float32) if beams > 1 else None,
         room=room,
-        top_k=top_k if drawn else None,
+        top_k=top_k if sampled else None,
         beams=beams,
         eos=ends,
         pad=_padding(config, ends),

@@ -30,7 +30,7 @@ def sample(
     def write(new, last):
         return jax.lax.dynamic_update_slice_in_dim(new, last.tokens[:, None], last.count - 1, 1)
 
-    def going(carry):
+    def keep_going(carry):
         return (carry[1].count < request.limit) & ~jnp.all(carry[1].ended)
 
     def step(carry):
@@ -38,7 +38,7 @@ def sample(
         cache, last = advance(model, cache, last, request)
         return cache, last, write(new, last)
 
-    return jax.lax.while_loop(going, step, (cache, last, write(new, last)))[2]
+    return jax.lax.while_loop(keep_going, step, (cache, last, write(new, last)))[2]
 
 
 def begin(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
 from ._checks import check_stream
-from ._compiled import prepare_prompt, refuse_invalid
+from ._compiled import check_tokens, prepare_prompt
 from ._request import Request
 from ._sampling import Last, advance, begin
 
@@ -29,7 +29,7 @@ def decode_streaming(
     for last in _ahead(_steps(model, tokens, mask, request, count)):
         tokens_of_step, ended = whole(last.tokens), whole(last.ended)
         columns.append(tokens_of_step)
-        refuse_invalid(tokens_of_step[:, None])
+        check_tokens(tokens_of_step[:, None])
         stream(tokens_of_step)
         if ended.all():
             break

@@ -118,7 +118,7 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     make = lambda key: type(old)(config, key=key)
     # The compiler removes what is not returned, so no second encoder is allocated.
     new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in ("pooler", "head")})(key)
-    new = _alike(new, old)
+    new = _like(new, old)
     if old.pooler is not None and new["pooler"] is not None:
         new["pooler"] = old.pooler
     fields = [f.name for f in dataclasses.fields(old) if f.name != "config"]
@@ -128,7 +128,7 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     return eqx.tree_at(where, skeleton, values, is_leaf=lambda x: x is None)
 
 
-def _alike(new: PyTree, old: PyTree) -> Any:
+def _like(new: PyTree, old: PyTree) -> Any:
     """Casts new arrays to the dtype of the old ones, and replicates them over the same mesh."""
     leaf = next(leaf for leaf in jax.tree.leaves(old) if eqx.is_inexact_array(leaf))
     new = jax.tree.map(lambda x: x.astype(leaf.dtype), new)

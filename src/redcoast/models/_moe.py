@@ -74,7 +74,7 @@ def _dispatch(expert_fn, x, weights, chosen):
     length, experts = x.shape[1], weights.shape[1]
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
     parts = -(-length // room)
-    order = _own_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
+    order = _routed_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
     most = jnp.max(jnp.sum(weights != 0, axis=-1))
 
     def run(y: Array, at: Int[Array, "batch experts room"]) -> Array:
@@ -95,11 +95,11 @@ def _dispatch(expert_fn, x, weights, chosen):
     return jax.lax.scan(remat(run_if_any), jnp.zeros_like(x), inputs)[0]
 
 
-def _own_first(
+def _routed_first(
     weights: Float[Array, "batch experts seq"], length: int
 ) -> Int[Array, "batch experts length"]:
     """Returns for each expert the indices of all tokens, those routed to it first, padded to
     `length` with an index that is out of bounds."""
     order = jnp.argsort(weights == 0, axis=-1)
-    behind = length - order.shape[-1]
-    return jnp.pad(order, ((0, 0), (0, 0), (0, behind)), constant_values=order.shape[-1])
+    padding = length - order.shape[-1]
+    return jnp.pad(order, ((0, 0), (0, 0), (0, padding)), constant_values=order.shape[-1])

@@ -246,7 +246,7 @@ class Bart(eqx.Module):
         cross = (None, (cache.k, cache.v), full_view(cache.mask))
         view = cached_view(own, tokens.shape[1])
         x, own = self._run(self.decoder, tokens, *view, cross, own, None)
-        return x, cache.moved_on(own)
+        return x, cache.with_own(own)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""

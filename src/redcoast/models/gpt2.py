@@ -233,7 +233,7 @@ class GPT2(eqx.Module):
         cross = (cache.k, cache.v, cache.mask) if crossed else None
         own = admit(cache.own if crossed else cache, tokens.shape, mask)
         x, own = self._run(tokens, *cached_view(own, tokens.shape[1]), cross, cache=own)
-        return x, cache.moved_on(own) if crossed else own
+        return x, cache.with_own(own) if crossed else own
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""

@@ -111,7 +111,7 @@ class T5Layers(eqx.Module):
         c = config
         attention, cross, gate, up, down = jax.random.split(key, 5)
         into = (layers, c.width, c.hidden)
-        # T5 does not divide scores by the square root of the head size; its queries start smaller.
+        # T5 does not divide scores by the square root of the head size, so queries start smaller.
         fan_in = (c.width * c.head_dim, c.width, c.width, c.heads * c.head_dim)
         scales = tuple(x**-0.5 for x in fan_in)
         create = eqx.Partial(Projections, c, layers, scales=scales, biased=False)
@@ -268,7 +268,7 @@ class T5(eqx.Module):
         bias = self._bias(positions, count_positions(own.mask), causal=True)
         cross = (None, (cache.k, cache.v), full_view(cache.mask))
         x, own = self._run(self.decoder, tokens, bias, visible, cross, own, None)
-        return x, cache.moved_on(own)
+        return x, cache.with_own(own)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""

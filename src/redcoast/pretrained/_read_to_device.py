@@ -38,7 +38,7 @@ def fill_device(
     made: dict[str, jax.Array] = {}
 
     def read(step: Step) -> Read:
-        return _read(step, targets[step.path], stored, whole=step.path in small)
+        return _read(step, targets[step.path], stored, small=step.path in small)
 
     def steps():
         for path, target in targets.items():
@@ -64,11 +64,11 @@ def fill_device(
     return {path: made[path] for path in targets}
 
 
-def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, whole: bool) -> Read:
+def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, small: bool) -> Read:
     pieces = [read_window(window, target.dtype, stored) for window in step.windows]
     places = [window.place for window in step.windows]
     # If the rearrangement is the same for all devices, one program does it faster than the host.
-    if len({*places}) == 1 and not whole:
+    if len({*places}) == 1 and not small:
         return Read(pieces, places[0])
     placed = (place(piece) for place, piece in zip(places, pieces, strict=True))
     return Read([np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None)

@@ -53,7 +53,7 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     right = [_part(g, part, sizes) for g, part in zip(tensor.right, box[lead:], strict=True)]
     spans = {f: (i[0], i[0] + 1) for f, i in tensor.fixed if isinstance(i, tuple)}
     spans = spans | {"1": (0, 1)} | {f: span for found, _, _ in right for f, span in found.items()}
-    left = [_whole_rows(group, spans, sizes) for group in tensor.left]
+    left = [_covering_slice(group, spans, sizes) for group in tensor.left]
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
     rest = [i for i, f in enumerate(factors) if f not in moved]
     place = Place(
@@ -80,7 +80,7 @@ def _part(
     return spans, (high - low) * inner, trim
 
 
-def _whole_rows(
+def _covering_slice(
     group: tuple[str, ...], spans: dict[str, Span], sizes: dict[str, int]
 ) -> tuple[slice, list[int], list[Span]]:
     """For spans of the factors of one dimension of a tensor, returns a slice that covers them, the
@@ -105,13 +105,13 @@ def reading_order(tensor: Tensor) -> tuple[int, ...]:
     return (*range(lead), *(lead + d for d in sorted(range(len(where)), key=where.__getitem__)))
 
 
-def insert(tensor: Tensor, part: np.ndarray, whole: np.ndarray) -> None:
+def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
     """Writes the part of an array at one index of its leading dimensions into its tensor."""
     lead = (1,) * len(tensor.fields)
     sizes = factor_sizes(tensor, lead + part.shape)
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
     at = {f: i[0] for f, i in tensor.fixed if isinstance(i, tuple)} | {"1": 0}
-    view = whole.reshape([sizes[f] for f in factors])  # of contiguous memory, so that it is no copy
+    view = out.reshape([sizes[f] for f in factors])  # a view, since `out` is contiguous
     order = [moved.index(f) for f in factors if f in moved]
     source = part.reshape([sizes[f] for f in moved]).transpose(order)
     view[tuple(at.get(f, slice(None)) for f in factors)] = source

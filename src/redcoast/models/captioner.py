@@ -31,7 +31,7 @@ class CaptionerConfig:
 
     **Raises:**
 
-    `ValueError` if the values are inconsistent.
+    `ValueError` if the encoder has a head, or if the decoder has no cross-attention.
     """
 
     encoder: ViTConfig

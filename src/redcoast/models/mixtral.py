@@ -51,7 +51,8 @@ class MixtralConfig:
 
     **Raises:**
 
-    `ValueError` if the values are inconsistent.
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
     """
 
     vocab: int

@@ -45,7 +45,8 @@ class ViTConfig:
 
     **Raises:**
 
-    `ValueError` if the values are inconsistent.
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
     """
 
     width: int

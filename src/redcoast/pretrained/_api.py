@@ -76,12 +76,14 @@ def save_pretrained(
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
-    - `max_file_bytes`: the maximum size of one file of tensors, in bytes.
+    - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
+        has a file of its own.
 
     **Raises:**
 
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
-    `redcoast.models`, or if it has LoRA adapters, which must be merged first.
+    `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
+    which must be merged first.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-"""Reading arrays to accelerators in pieces, so that the host never holds a complete box."""
+"""Reading arrays to accelerators in pieces, so that the host never holds a large array."""
 
 import functools as ft
 import os

@@ -1,3 +1,5 @@
+"""Dropout, and the splitting of its PRNG keys."""
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray

@@ -1,3 +1,5 @@
+"""The input tokens of decoders, from their labels."""
+
 from typing import Any
 
 import jax.numpy as jnp

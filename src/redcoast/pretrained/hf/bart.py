@@ -1,3 +1,5 @@
+"""The settings and tensors of BART in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.bart import BartConfig

@@ -1,3 +1,5 @@
+"""The settings and tensors of BERT and RoBERTa in Hugging Face's format."""
+
 import dataclasses
 import re
 from collections.abc import Collection

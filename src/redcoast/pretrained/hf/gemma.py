@@ -1,3 +1,5 @@
+"""The settings and tensors of Gemma 1, 2 and 3 in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.gemma import GemmaConfig

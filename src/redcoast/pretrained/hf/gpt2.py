@@ -1,3 +1,5 @@
+"""The settings and tensors of GPT-2 in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.gpt2 import GPT2Config

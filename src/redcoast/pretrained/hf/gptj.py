@@ -1,3 +1,5 @@
+"""The settings and tensors of GPT-J in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.gptj import GPTJConfig

@@ -1,3 +1,5 @@
+"""The settings and tensors of LLaMA, Mistral, Qwen2 and Qwen3 in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.llama import LlamaConfig

@@ -1,3 +1,5 @@
+"""The settings and tensors of Mixtral in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.mixtral import MixtralConfig

@@ -1,3 +1,5 @@
+"""The settings and tensors of OPT in Hugging Face's format."""
+
 from typing import Any
 
 from ...models.opt import OPTConfig

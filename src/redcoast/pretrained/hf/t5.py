@@ -1,3 +1,5 @@
+"""The settings and tensors of T5 and mT5 in Hugging Face's format."""
+
 import dataclasses
 from collections.abc import Collection
 from typing import Any

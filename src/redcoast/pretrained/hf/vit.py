@@ -1,3 +1,5 @@
+"""The settings and tensors of ViT in Hugging Face's format."""
+
 import dataclasses
 from collections.abc import Collection
 from typing import Any

@@ -263,7 +263,7 @@ def test_tokens_beyond_the_positions_are_refused():
         generate(model, np.zeros((1, 12), int), max_new_tokens=1)
     pair = tiny(0, TinySeq2Seq, positions=10, decoder_start=1)
     assert generate(pair, LEFT, max_new_tokens=10).shape == (4, 10)
-    with pytest.raises(ValueError, match="that the decoder begins with and .* Pass `max_new_tok"):
+    with pytest.raises(ValueError, match="that the decoder starts with and .* Pass `max_new_tok"):
         generate(pair, LEFT, max_new_tokens=11)
 
 

@@ -1,7 +1,7 @@
 """Automatic distributed training and inference of any PyTree model, in plain functions."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from .checkpoint._policy import Checkpoints as Checkpoints
 from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
@@ -10,10 +10,6 @@ from .checkpoint._tree import save_checkpoint as save_checkpoint
 from .distributed._initialize import initialize as initialize
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
-from .dryrun import DryRun as DryRun
-from .dryrun import MeshSuggestion as MeshSuggestion
-from .dryrun import dry_run as dry_run
-from .dryrun import suggest_mesh as suggest_mesh
 from .generate import generate as generate
 from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict_examples as predict_examples
@@ -36,18 +32,33 @@ from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import lora as lora
     from . import losses as losses
     from . import models as models
+    from .dryrun import DryRun as DryRun
+    from .dryrun import MeshSuggestion as MeshSuggestion
+    from .dryrun import dry_run as dry_run
+    from .dryrun import suggest_mesh as suggest_mesh
+
+# Imported at first use, so that `import redcoast` costs little more than its libraries.
+_LAZY = {
+    "lora": ".lora",
+    "losses": ".losses",
+    "models": ".models",
+    "DryRun": ".dryrun",
+    "MeshSuggestion": ".dryrun",
+    "dry_run": ".dryrun",
+    "suggest_mesh": ".dryrun",
+}
 
 
-def __getattr__(name: str) -> Any:
-    # Imported at first use, so that `import redcoast` costs little more than its libraries.
-    if name in ("lora", "losses", "models"):
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(_LAZY[name], __name__)
+    return module if _LAZY[name] == f".{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "lora", "losses", "models"])
+    return sorted({*globals(), *_LAZY})

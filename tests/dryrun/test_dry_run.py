@@ -1,6 +1,7 @@
 """Dry runs: against a step compiled by hand, sums, words, errors; for the CPU's compiler."""
 
 import functools as ft
+import gc
 import json
 from typing import Any
 
@@ -74,9 +75,10 @@ def test_no_array_is_made():
         assert isinstance(key, Tracer)
         return init_wide(key)
 
+    gc.collect()  # what earlier tests left may go at any time
     before = len(jax.live_arrays())
     rc.dry_run(traced, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh={"model": 8})
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
 
 
 def test_memory_adds_up(run):

@@ -103,13 +103,15 @@ def log(metrics, step):
 
 
 # The function, at which of its calls it raises, what the notes say, and the last step saved.
-# Before the first step, evaluation is tried on one batch of eight: a call of each. The metrics of a
+# Before the first step, the loss is traced, a batch is made for its shapes, and evaluation is tried
+# on one batch of eight: a call of each. The metrics of a
 # step are logged when the next is under way.
 @pytest.mark.parametrize(
     ("name", "when", "words", "last"),
     [
         ("loss_fn", 1, "`loss_fn`.*before the first step", None),
-        ("loss_fn", 2, "`loss_fn`.*Raised by step 1", None),
+        ("loss_fn", 2, "`loss_fn`.*before the first step", None),
+        ("loss_fn", 3, "`loss_fn`.*Raised by step 1", None),
         ("predict_fn", 1, "`predict_fn`.*before the first step", None),
         ("output_fn", 1, "`output_fn`.*indices 0 to 7.*before the first step", None),
         ("output_fn", 3, "`output_fn`.*indices 8 to 15.*in the evaluation after step 12", 12),
@@ -205,7 +207,10 @@ def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augment
         fit(collate_fn=collate, checkpoints=rc.Checkpoints(tmp_path, every=100), **EVALUATION)
     found = notes(error.value)
     assert f"Raised by `collate_fn` for the examples with indices {error.value}." in found
-    if augmented:
+    if augmented and when == 1:
+        assert "planned, before the first step" in found
+        assert not saved(tmp_path)
+    elif augmented:
         # Threads may be ahead by some batches, which does not matter to those before.
         (step,) = map(int, re.findall(r"while the batch of step (\d+) was made", found))
         assert step >= when - 1

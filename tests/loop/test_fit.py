@@ -170,10 +170,10 @@ def test_a_short_last_batch_counts_all_of_it(batch_size):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_fewer_examples_than_a_batch_train_and_it_says_so(capsys):
+def test_fewer_examples_than_a_batch_train_and_it_says_so(caplog):
     state = fit(examples=EXAMPLES[:5], epochs=10, progress=None)
     assert int(state.step) == 4  # 50 positions in batches of 16
-    assert "5 examples are fewer than a batch of 16" in capsys.readouterr().out
+    assert "`batch_size=16` is more than the 5 examples" in caplog.text
 
 
 def test_a_batch_that_does_not_divide_says_so(capsys):

@@ -1,7 +1,6 @@
 """Values that no model can have are refused where a configuration is made, or read."""
 
 import dataclasses
-import importlib
 import json
 import math
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from redcoast.models import (
 )
 from redcoast.models._checks import check_fields
 from redcoast.models._rotary import RopeScaling
-from redcoast.pretrained._registry import write_config
+from redcoast.pretrained._registry import hf_names, read_config, write_config
 
 SIZES: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
 TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
@@ -46,15 +45,15 @@ CONFIGS = {
 def numbers_of(family):
     """Each setting of a `config.json` that a field of the configuration is read from, if it is a
     number: (setting, value)."""
-    names = importlib.import_module(f"redcoast.models._published.{family}")._NAMES
-    settings = CONFIGS[family].to_hugging_face()
+    names = hf_names(CONFIGS[family])._NAMES
+    settings = write_config(CONFIGS[family])
     found = [(name, settings.get(name)) for name in names.values()]
     return [(name, value) for name, value in found if type(value) in (int, float)]
 
 
 def read(family, **changes):
     config = CONFIGS[family]
-    return type(config).from_hugging_face({**write_config(config), **changes})
+    return read_config(type(config), {**write_config(config), **changes})
 
 
 @pytest.mark.parametrize("family", CONFIGS)

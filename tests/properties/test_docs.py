@@ -137,7 +137,7 @@ np.savez("read.npz", **dict(zip(names, [x for _, x in flat])))
 
 def public():
     """The public objects, by name."""
-    found = {name: x for name, x in vars(rc).items() if not name.startswith("_")}
+    found = {name: getattr(rc, name) for name in dir(rc) if not name.startswith("_")}
     return {name: x for name, x in found.items() if not inspect.ismodule(x)} | {"Llama": Llama}
 
 

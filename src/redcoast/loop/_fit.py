@@ -28,7 +28,6 @@ from ..data._collate import CollateFn
 from ..data._permutation import data_seed
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
-from ..dryrun._auto_mesh import auto_mesh
 from ..tracking._metrics import Log, MetricsReader
 from ..tracking._progress import progress_logger
 from ..tracking._run import listed_loggers, start_loggers
@@ -170,19 +169,23 @@ def fit(
         given = {"compute_dtype": compute_dtype, "trainable": trainable}
         planned = {"accumulate": accumulate, "overrides": overrides, **given}
         if mesh == "auto":
+            # Imported where it is used, so that importing redcoast stays fast.
+            from ..dryrun._auto_mesh import auto_mesh
+
             data.mesh = auto_mesh(
                 abstract, optimizer, data.spec, loss_fn=loss_fn, quiet=quiet, **planned
             )
-        plan = plan_step(abstract, loss_fn, data.spec, data.mesh, **planned)
-        check_coupling(
-            plan,
-            abstract,
-            data.spec,
-            accumulate=accumulate,
-            loss_fn=loss_fn,
-            compute_dtype=compute_dtype,
-            eval_examples=eval_examples,
-        )
+        with noting("Raised while the step was planned, before the first step."):
+            plan = plan_step(abstract, loss_fn, data.spec, data.mesh, **planned)
+            check_coupling(
+                plan,
+                abstract,
+                data.spec,
+                accumulate=accumulate,
+                loss_fn=loss_fn,
+                compute_dtype=compute_dtype,
+                eval_examples=eval_examples,
+            )
         check_agreement(
             plan,
             model_or_state,

@@ -112,8 +112,8 @@ def _follow(
 
 def _used(jaxpr: Jaxpr, needed: Sequence[bool]) -> set[int]:
     """The places of the equations that the needed results depend on."""
-    wanted = {atom for atom, need in zip(jaxpr.outvars, needed, strict=True) if need}
-    wanted = {atom for atom in wanted if not isinstance(atom, Literal)}
+    outputs = zip(jaxpr.outvars, needed, strict=True)
+    wanted = {atom for atom, need in outputs if need and not isinstance(atom, Literal)}
     used: set[int] = set()
     for place in range(len(jaxpr.eqns) - 1, -1, -1):
         equation = jaxpr.eqns[place]
@@ -291,10 +291,3 @@ def _line(equation: JaxprEqn) -> str:
         if not frame.file_name.startswith(foreign):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
-
-
-def coupling_sentence(entry: dict[str, str]) -> str:
-    where = f" ({entry['where']})" if entry["where"] else ""
-    return (
-        f"The examples of a batch depend on each other: {entry['operation']}{where} {entry['why']}."
-    )

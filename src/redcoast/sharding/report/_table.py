@@ -5,8 +5,7 @@ from typing import Any
 
 from ..tree._rows import FSDP_TOO
 from ._closed_over import closed_over_sentences
-from ._coupling import coupling_sentence
-from ._text import WIDTH, braced, columns, megabytes, paragraph
+from ._text import WIDTH, braced, columns, coupling_sentence, megabytes, paragraph
 
 # For each axis, so many causes at most, and none with less than this part of what is sent.
 _SHOWN, _LITTLE = 6, 0.01

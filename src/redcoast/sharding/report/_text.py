@@ -134,3 +134,10 @@ def columns(cells: Sequence[str], widths: Sequence[int], right: int) -> list[str
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def coupling_sentence(entry: dict[str, str]) -> str:
+    where = f" ({entry['where']})" if entry["where"] else ""
+    return (
+        f"The examples of a batch depend on each other: {entry['operation']}{where} {entry['why']}."
+    )

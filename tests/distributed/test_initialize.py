@@ -454,7 +454,7 @@ def test_bad_arguments(arguments, says):
         ("COORDINATOR", "machine", "host:port"),
         ("LOCAL_DEVICES", "0", "`local_devices` must be at least 1, but is 0"),
         ("JAX_NUM_PROCESSES", "two", "JAX_NUM_PROCESSES must be an integer, but is 'two'"),
-        ("JAX_NUM_PROCESSES", "2", "Give coordinator and process_id too"),
+        ("JAX_NUM_PROCESSES", "2", "Pass coordinator and process_id too"),
         ("JAX_COORDINATOR_ADDRESS", "machine", "host:port"),
     ],
 )

@@ -289,7 +289,7 @@ def batches(
     if epochs is not None and steps is not None:
         raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` are given; pass one of them.")
     if epochs is None and steps is None and not is_stream(examples):
-        raise ValueError("How long to train is not given. Pass `epochs` or `steps`.")
+        raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
     if epochs is not None and is_stream(examples):
         raise ValueError("A stream has no epochs. Pass `steps`, or neither to read it to its end.")
     options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}

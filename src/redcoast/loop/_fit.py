@@ -40,7 +40,15 @@ from ._consistency import check_agreement
 from ._errors import explained_memory, noted_checkpoint, rescued
 from ._evaluate import OutputFn, check_batch_size
 from ._nonfinite import check_finite, diagnose_step
-from ._setup import announce, check_eval_every, rehearse, run_info, starting_state, warn_of_repeats
+from ._setup import (
+    announce,
+    check_eval_every,
+    is_init_fn,
+    rehearse,
+    run_info,
+    starting_state,
+    warn_of_repeats,
+)
 from ._steps import Step, training_steps
 from ._stop import stop_on_signal
 from ._validation import MetricFn, Validation, make_validation
@@ -190,7 +198,7 @@ def fit(
             plan,
             model_or_state,
             {
-                "init_fn": model_or_state,
+                "init_fn": model_or_state if is_init_fn(model_or_state) else None,
                 "collate_fn": collate_fn,
                 "loss_fn": loss_fn,
                 "predict_fn": predict_fn,

@@ -35,7 +35,7 @@ def starting_state(
     trainable: PyTree,
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
     """The abstract state of the run, its key, and a function that makes it with given shardings."""
-    if _is_init_fn(model_or_state):
+    if is_init_fn(model_or_state):
         key = jax.random.key(0) if key is None else key
         create = ft.partial(init_state, model_or_state, optimizer, key=key, trainable=trainable)
         return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
@@ -67,7 +67,7 @@ def starting_state(
     return eqx.filter_eval_shape(create, model_or_state, key), key, make
 
 
-def _is_init_fn(model: Any) -> bool:
+def is_init_fn(model: Any) -> bool:
     """Whether a model is given as a function of a key; modules can be called, too, and are not."""
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))

@@ -3,10 +3,15 @@
 import importlib as _importlib
 import typing as _typing
 
+from .checkpoint._checkpointer import Checkpointer as Checkpointer
+from .checkpoint._checkpointer import Restored as Restored
 from .checkpoint._policy import Checkpoints as Checkpoints
 from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
 from .checkpoint._tree import load_checkpoint as load_checkpoint
 from .checkpoint._tree import save_checkpoint as save_checkpoint
+from .data._batches import Batch as Batch
+from .data._batches import Batches as Batches
+from .data._batches import batches as batches
 from .distributed._initialize import initialize as initialize
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
@@ -14,6 +19,9 @@ from .generate import generate as generate
 from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict_examples as predict_examples
 from .loop._fit import fit as fit
+from .loop._steps import Step as Step
+from .loop._steps import training_steps as training_steps
+from .loop._stop import stop_on_signal as stop_on_signal
 from .pretrained import load_pretrained as load_pretrained
 from .pretrained import save_pretrained as save_pretrained
 from .sharding import Hardware as Hardware
@@ -23,9 +31,11 @@ from .sharding import load_plan as load_plan
 from .sharding import plan_shardings as plan_shardings
 from .sharding import save_plan as save_plan
 from .tracking._jsonl import read_metrics as read_metrics
+from .tracking._progress import progress_logger as progress_logger
 from .tracking._run import console_logger as console_logger
 from .tracking._wandb import wandb_logger as wandb_logger
 from .train._compile import compile_step as compile_step
+from .train._plan import plan_step as plan_step
 from .train._predict import predict as predict
 from .train._schedule import learning_rate_schedule as learning_rate_schedule
 from .train._step import TrainState as TrainState

@@ -18,7 +18,7 @@ from bad_helpers import (
     step,
     written,
 )
-from problem import Stream, batch_of, loss_fn, make_model
+from problem import Stream, batch_of, collate_fn, loss_fn, make_model
 
 import redcoast as rc
 
@@ -34,6 +34,12 @@ LOSSES = {
     "text": (lambda m, b, k: (jnp.sum(b["x"]), {"a": "b"}), TypeError, r"aux\['a'\].*str"),
     "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "other|another struct"),
 }
+
+
+def loop_batches(**options):
+    given = {"batch_size": 4, "key": KEY, "steps": 2, **options}
+    return rc.batches(EXAMPLES, collate_fn, **given)
+
 
 ROWS = {
     "init_state": [
@@ -101,6 +107,31 @@ ROWS = {
             TypeError,
             "`predict_fn`",
         ),
+    ],
+    "batches": [
+        (lambda d: loop_batches(batch_size=0), ValueError, "`batch_size` is 0"),
+        (lambda d: loop_batches(steps=None), ValueError, "how long"),
+        (lambda d: loop_batches(epochs=1), ValueError, "epochs=1.*steps=2"),
+        (lambda d: loop_batches(key=3), TypeError, "`key` is 3"),
+        (lambda d: loop_batches().set_state({"step": 1, "length": None}), ValueError, "a stream"),
+    ],
+    "plan_step": [
+        (
+            lambda d: rc.plan_step(state(), loss_fn, batch_of(8), rc.make_mesh(), accumulate=0),
+            ValueError,
+            "`accumulate` is 0",
+        ),
+        (lambda d: rc.plan_step(state(), None, batch_of(8)), TypeError, "`loss_fn`"),
+    ],
+    "Checkpointer": [
+        (lambda d: rc.Checkpointer(str(d)), TypeError, "`checkpoints` is .*redcoast.Checkpoints"),
+    ],
+    "training_steps": [
+        (lambda d: next(rc.training_steps(state(), [], None)), TypeError, "`step`"),
+    ],
+    "stop_on_signal": [
+        (lambda d: rc.stop_on_signal(0).__enter__(), ValueError, "`max_seconds` is 0"),
+        (lambda d: rc.stop_on_signal("1h").__enter__(), TypeError, "`max_seconds` is '1h'"),
     ],
     "fit": [
         (lambda d: fit(batch_size=0), ValueError, "`batch_size` is 0"),

@@ -25,7 +25,7 @@ from redcoast.models.llama import Llama, LlamaConfig
 PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
 README = (ROOT / "README.md").read_text("utf-8")
 # These show something of one line or of an attribute, and have no example of their own.
-WITHOUT_EXAMPLE = {"Plan", "TrainState"}
+WITHOUT_EXAMPLE = {"Plan", "TrainState", "Batch", "Batches", "Restored", "Step"}
 
 
 def blocks(text, language="python"):
@@ -164,7 +164,9 @@ def namespace(name):
     made = {"model": model, "optimizer": optimizer, "state": state, "key": key, "mesh": mesh}
     data = {"examples": examples, "test_examples": examples, "images": examples}
     batches = {"batch": batch_of(16), "batches": [batch_of(16), batch_of(16, seed=1)]}
-    more = {"init_fn": lambda key: make_model(), "Llama": Llama, "LlamaConfig": LlamaConfig}
+    options = {"batch_size": 4, "key": key, "mesh": mesh, "steps": 3}
+    loop = {"data": rc.batches(examples, collate_fn, **options), "step": lambda s, b: (s, {})}
+    more = loop | {"init_fn": lambda key: make_model(), "Llama": Llama, "LlamaConfig": LlamaConfig}
     return modules | functions | made | data | batches | more
 
 

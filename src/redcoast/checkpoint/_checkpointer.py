@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from ..core._errors import check_kind
 from ._policy import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
@@ -59,6 +60,8 @@ class Checkpointer:
     """
 
     def __init__(self, checkpoints: Checkpoints | None):
+        if checkpoints is not None:
+            check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
         self._checkpoints = checkpoints
         self._entered = contextlib.ExitStack()
         self._locked = False

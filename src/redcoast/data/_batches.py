@@ -71,7 +71,7 @@ class Batches:
         self._state: dict[str, Any] = {}
         self._loading: Iterator[tuple[Loaded, bool]] | None = None
         self._threads = contextlib.ExitStack()
-        self.set_state({"step": 0, "seed": data_seed(key).tolist()})
+        self.set_state({"step": 0}, key=key)
 
     @property
     def step(self) -> int:
@@ -122,13 +122,15 @@ class Batches:
         """The state after the batch that was returned last, as JSON can hold it."""
         return dict(self._state)
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
         """Continues after the batch whose state is given.
 
         **Arguments:**
 
         - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` alone stands for a run of
-            `n` full batches in the order of `key`.
+            `n` full batches.
+        - `key`: decides the order from now on, if the state does not: `state.key` of a
+            [`redcoast.TrainState`][], as in `fit`.
 
         **Raises:**
 
@@ -154,7 +156,9 @@ class Batches:
             self._examples.set_state(decode_stream_state(stream))
         position = state.get("position", guess)
         self.close()
-        seed = state.get("seed") or self._state["seed"]
+        seed = state.get("seed") or self._state.get("seed")
+        if key is not None and not state.get("seed"):
+            seed = data_seed(key).tolist()
         self._state = {"step": step, "seed": seed, "position": position, "length": length}
         self._state["stream"] = stream
 

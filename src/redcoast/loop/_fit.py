@@ -18,14 +18,12 @@ from ..core._errors import (
     check_functions,
     check_integer,
     check_key,
-    check_kind,
     check_number,
     check_optimizer,
     noting,
 )
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
-from ..data._permutation import data_seed
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..tracking._metrics import Log, MetricsReader
@@ -165,8 +163,6 @@ def fit(
         check_number("max_seconds", max_seconds, above=0)
     if key is not None:
         check_key(key)
-    if checkpoints is not None:
-        check_kind("checkpoints", checkpoints, Checkpoints, "a `redcoast.Checkpoints`")
     quiet = progress is False or not is_main()
     saver = Checkpointer(checkpoints)
     with watching(), saver.locked():
@@ -216,9 +212,8 @@ def fit(
         with explained_memory(plan):
             restored = saver.restore(abstract, plan.shardings)
             state = restored.state if restored else make(plan.shardings)
-        seed = data_seed(state.key).tolist()
         saved = restored.data if restored else {}
-        data.set_state({"step": int(state.step), "seed": seed, **saved})
+        data.set_state({"step": int(state.step), **saved}, key=state.key)
         warn_of_repeats(data)
         validation = make_validation(
             eval_examples,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
-from ..core._errors import noting
+from ..core._errors import check_functions, noting
 from ..data._batches import Batch
 
 
@@ -55,6 +55,7 @@ def training_steps(
             print(done.number, done.batch.rows)
         ```
     """
+    check_functions(step=step)
     for batch in batches:
         with noting(f"Raised by step {batch.step}."):
             state, metrics = step(state, batch.arrays)

@@ -138,6 +138,7 @@ def variables_of(launcher, port, number):
     return dict(zip(names, (*address, "2", str(number), str(number)), strict=False))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["kubeflow", "torchrun"])
 def test_processes_join_by_the_variables_of_their_launcher(launcher):
     """Of Kubeflow Trainer's runtime for JAX, and of torchrun, whose agent listens on the port that

@@ -118,7 +118,7 @@ def test_batches_resume_after_any_of_them(stream):
     first = rc.batches(make(), index_collate, **options)
     states = [batch.state for batch in first]
     for i, state in enumerate(states[:-1]):
-        again = rc.batches(make(), index_collate, **(options | {"key": jax.random.key(9)}))
+        again = rc.batches(make(), index_collate, **{**options, "key": jax.random.key(9)})
         again.set_state(json.loads(json.dumps(state)))
         assert drawn(again) == whole[i + 1 :]
 

@@ -133,7 +133,7 @@ def recorded(case, directory, stop=None):
 
 @pytest.mark.parametrize(
     "case",
-    few_of(CASES, "accumulation and a schedule on a mesh", "evaluation and the best", "Grain"),
+    few_of(CASES, "accumulation and a schedule on a mesh", "Grain"),
 )
 def test_resume_is_bitwise(case, tmp_path):
     expected, whole = recorded(case, tmp_path / "whole")

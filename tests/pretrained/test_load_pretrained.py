@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import few_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import formula, write_weights
@@ -181,7 +182,7 @@ def cast(directory, dtype, **others):
     rewrite(directory, **{name: x.astype(kinds[name]) for name, x in tensors.items()})
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("fill", [fill_host, fill_device])
 def test_half_precision_stays_what_it_is(directory, monkeypatch, dtype, fill):
     monkeypatch.setattr(loading, "fill_host", fill)

@@ -84,7 +84,7 @@ def cheapest(problem):
 
 def test_as_cheap_as_the_best_of_all_sets_of_classes():
     excess, counts = [], []
-    for seed in range(60):
+    for seed in range(40):
         problem, picked = random_problem(seed)
         assert problem.allowed(picked)
         excess.append(problem.price(picked) / cheapest(problem) - 1)

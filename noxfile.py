@@ -7,6 +7,8 @@ import nox
 
 nox.options.sessions = ["lint", "tests", "docs"]
 REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
+# A worker runs neighbouring tests, which share fixtures, and takes over from the other at the end.
+WORKERS = ("-n", "2", "--dist", "worksteal")
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -18,21 +20,21 @@ def install(session: nox.Session, *groups: str, extras: str = "experiments") -> 
 def tests(session: nox.Session) -> None:
     """The default suite, on 8 emulated CPU devices. Arguments go to pytest."""
     install(session, "tests")
-    session.run("pytest", "-n", "2", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs)
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Real processes, whole programs and the pages of the docs. Arguments go to pytest."""
     install(session, "tests")
-    session.run("pytest", "-m", "integration", "-n", "2", *session.posargs)
+    session.run("pytest", "-m", "integration", *WORKERS, *session.posargs)
 
 
 @nox.session
 def thorough(session: nox.Session) -> None:
     """What the default suite checks, in all its cases. Arguments go to pytest."""
     install(session, "tests")
-    session.run("pytest", "-m", "thorough", "-n", "2", *session.posargs)
+    session.run("pytest", "-m", "thorough", *WORKERS, *session.posargs)
 
 
 @nox.session
@@ -60,7 +62,7 @@ def faults(session: nox.Session) -> None:
 
 @nox.session
 def hosts(session: nox.Session) -> None:
-    """Runs of 1, 2 and 4 processes with 1, 2 and 4 devices each, and what may befall them."""
+    """Runs of 1, 2 and 4 processes with 1, 2 and 4 devices each, and their failures."""
     install(session, "tests")
     session.run("pytest", "-m", "hosts", *session.posargs)
 

@@ -30,12 +30,12 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def paper_table(cells: list[Cell]) -> str:
-    """The paper's configurations: which models fit, and the bytes that they send."""
+    """The table of the paper's configurations: which models fit, and the bytes communicated."""
     return markdown(PAPER, [_paper(cell) for cell in cells if cell["column"] == "paper"])
 
 
 def beyond_text(cells: list[Cell]) -> str:
-    """The table of variants, and sentences that say which models fit."""
+    """The table of variants, followed by sentences that list the models that fit."""
     words = {"twice": "At twice the length", "half": "On half of the devices"}
     lines = [_fitting(where, [x for x in cells if x["column"] == c]) for c, where in words.items()]
     return "\n\n".join([beyond_table(cells), " ".join(filter(None, lines))]).rstrip()
@@ -56,14 +56,15 @@ def beyond_table(cells: list[Cell]) -> str:
     return markdown(BEYOND, [[model, *_beyond(found, model)] for model in models])
 
 
-PAPER = ["fp32, AdamW", "on", "compiler", "mesh", "fits", "peak, GiB", "headroom", "GB sent"]
+PAPER = ["fp32, AdamW", "on", "compiler", "mesh", "fits", "peak, GiB", "headroom"]
+PAPER += ["GB communicated"]
 BEYOND = [
-    "one sequence a device",
+    "one sequence per device",
     "twice the length, GiB",
     "half the devices, GiB",
     "holds",
     "bfloat16, GiB",
-    "bfloat16, GB sent",
+    "bfloat16, GB communicated",
 ]
 
 
@@ -103,7 +104,7 @@ def refused(cell: Cell) -> bool:
 
 
 def sent_bytes(cell: Cell) -> int | None:
-    """The bytes sent by a device; `None` if the compiler rejected the program."""
+    """The bytes communicated by a device; `None` if the compiler rejected the program."""
     return None if refused(cell) else cell["sent_bytes"]
 
 

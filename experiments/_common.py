@@ -1,4 +1,4 @@
-"""What the experiments share: their processes, the directory of a run, a plot of its metrics."""
+"""Shared by the experiments: options for several processes, run directories, and plots."""
 
 import json
 import math
@@ -18,19 +18,20 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Hosts:
-    """Several processes that run one script together; see docs/hosts.md."""
+    """Options for several processes that run one script together; see docs/hosts.md."""
 
-    coordinator: str | None = None  # host:port of process 0; by default what a launcher says
-    processes: int | None = None  # how many there are; by default what a launcher says
-    process_id: int | None = None  # which of them this is, from 0
-    local_devices: int | None = None  # emulate so many devices on the CPU of each process
+    coordinator: str | None = None  # host:port of process 0; by default from the launcher
+    processes: int | None = None  # number of processes; by default from the launcher
+    process_id: int | None = None  # index of this process, from 0; by default from the launcher
+    local_devices: int | None = None  # number of CPU devices to emulate in each process
 
 
 def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
-    """A new directory named by the time, with the configuration in it, or the newest one."""
-    # Process 0 decides for all: clocks differ, and so do views of a file system that is shared.
+    """Creates a directory named after the time, with the configuration in it; to resume, returns
+    the newest one."""
+    # Process 0 chooses for all: clocks differ, and shared file systems may not be in sync.
     runs = sorted(path.parent.name for path in root.glob("*/config.json"))
-    name = from_first((runs or [""])[-1] if resume else time.strftime("%Y%m%d-%H%M%S"))
+    name = broadcast_text((runs or [""])[-1] if resume else time.strftime("%Y%m%d-%H%M%S"))
     if not name:
         raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
     if not resume and jax.process_index() == 0:
@@ -40,28 +41,28 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     return root / name
 
 
-def from_first(text: str) -> str:
-    """The text that process 0 has, on all."""
+def broadcast_text(text: str) -> str:
+    """Broadcasts a text from process 0 to all processes."""
     encoded = np.frombuffer(text.encode(), np.uint8)
     room = np.zeros(int(broadcast_one_to_all(np.int32(encoded.size))), np.uint8)
     room[: encoded.size] = encoded[: room.size]
     return bytes(np.asarray(broadcast_one_to_all(room), np.uint8)).decode(errors="replace")
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Prints it once, and not from each process."""
+def print_once(text: str, end: str = "\n") -> None:
+    """Prints a text from process 0 only."""
     if jax.process_index() == 0:
         print(text, end=end, flush=True)
 
 
-def leave_if_stopped(steps_done: int, steps: int) -> None:
-    """Says to whoever started the script that the run was stopped, and goes on if started again."""
+def exit_if_stopped(steps_done: int, steps: int) -> None:
+    """Exits with `EX_TEMPFAIL` if the run was stopped, so that a launcher can start it again."""
     if steps_done < steps:
         raise SystemExit(os.EX_TEMPFAIL)
 
 
 def plot_metric(directory: Path, name: str) -> float:
-    """Draws a metric of training and evaluation to a PNG; returns its last value in evaluation."""
+    """Plots a metric in training and validation to a PNG; returns its last value in validation."""
     if jax.process_index() > 0:
         return math.nan  # process 0 has the metrics
     import matplotlib
@@ -71,19 +72,19 @@ def plot_metric(directory: Path, name: str) -> float:
 
     history = rc.read_metrics(directory / "metrics.jsonl")
     figure, axes = plt.subplots()
-    for key, label, style in ((name, "training", "-"), (f"eval/{name}", "held out", "o-")):
+    for key, label, style in ((name, "training", "-"), (f"eval/{name}", "validation", "o-")):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
     axes.set(xlabel="step", ylabel=name.replace("_", " "))
     axes.legend()
     figure.savefig(directory / f"{name}.png", dpi=150)
     plt.close(figure)
-    # A run that was interrupted early has none.
+    # A run that was interrupted early has no evaluation.
     return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
 
 
 def make_optimizer(c: Any, examples: int, **adamw: float) -> optax.GradientTransformation:
-    """AdamW with clipped gradients and the learning rate of `c`, which the log shows."""
+    """Creates AdamW with gradient clipping and a logged learning-rate schedule."""
     learning_rate = rc.learning_rate_schedule(
         c.learning_rate, examples=examples, batch_size=c.batch_size, steps=c.steps
     )

@@ -78,12 +78,12 @@ def measure(row: Row, column: str, *, mesh: dict[str, int] | None = None) -> dic
     target = parse_target(row.half if column == "half" else row.target)
     usable = target.chip.usable if row.usable is None else row.usable
     workload = make_workload(row.model, row.seq * (2 if column == "twice" else 1))
-    asked: dict[str, Any] = {"compute_dtype": jnp.bfloat16 if column == "bfloat16" else None}
+    settings: dict[str, Any] = {"compute_dtype": jnp.bfloat16 if column == "bfloat16" else None}
     if mesh is None:
-        run = dry_run_to_fit(workload, target.count, target, usable=usable, **asked)
+        run = dry_run_to_fit(workload, target.count, target, usable=usable, **settings)
     else:
-        asked |= {"target": target.name, "mesh": mesh}
-        run = rc.dry_run(*workload.arguments(target.count), **asked, suggest=False)
+        settings |= {"target": target.name, "mesh": mesh}
+        run = rc.dry_run(*workload.arguments(target.count), **settings, suggest=False)
     return {
         "model": row.model,
         "column": column,

@@ -1,8 +1,9 @@
 """Compiles a training step for accelerators that you do not have, and prints what it needs.
 
-It reports whether the step fits, the memory on each device, the bytes sent between devices, and the
-least time of a step. The figures are those of the accelerator's own compiler (`pip install
-"redcoast[tpu]"` or `"redcoast[cuda12]"`) if it is installed, otherwise those of the CPU compiler.
+It reports whether the step fits, the memory on each device, the communication between devices, and
+a lower bound on the time of a step. The figures are those of the accelerator's own compiler if it
+is installed (`pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`), otherwise those of the CPU
+compiler.
 The exit code is 1 if the step does not fit, and 2 if the options are invalid or the compiler fails.
 
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
@@ -58,10 +59,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A dry run, and the model, batch and settings (`asked`) that it is for."""
+    """A dry run, and its settings: model, batch and options."""
 
     run: rc.DryRun
-    asked: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def fits(self) -> bool:
@@ -69,7 +70,7 @@ class Attempt:
 
     @property
     def report(self) -> dict[str, Any]:
-        return self.asked | self.run.report
+        return self.settings | self.run.report
 
 
 def main(c: Config) -> None:
@@ -154,10 +155,10 @@ def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False
     else:
         run = dry_run_to_fit(workload, rows, target, **options)
     run = replace(run, notes=(*workload.notes, *run.notes))
-    asked = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
-    asked |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}
-    print(_line(run, asked), *workload.notes, file=sys.stderr, flush=True)
-    return Attempt(run, asked)
+    settings = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
+    settings |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}
+    print(_line(run, settings), *workload.notes, file=sys.stderr, flush=True)
+    return Attempt(run, settings)
 
 
 def rows_of(c: Config, target: Target) -> int:
@@ -180,11 +181,11 @@ def read_mesh(text: str | None) -> dict[str, int] | None:
     return {axis: int(size) for axis, size in pairs}
 
 
-def _line(run: rc.DryRun, asked: dict[str, Any]) -> str:
+def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
-    length = "" if asked["seq"] is None else f", {asked['seq']} tokens"
+    length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
     sizes = f"{peak_gib(run.report)} of {gib(run.memory['usable'])} GiB"
-    return f"{asked['model']} on {run.target} ({mesh}){length}: {sizes}"
+    return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
 
 
 if __name__ == "__main__":

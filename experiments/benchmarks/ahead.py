@@ -1,4 +1,4 @@
-"""Bytes sent by training steps on A100s and TPUs, read from programs of their compilers.
+"""Bytes communicated by training steps on A100s and TPUs, read from programs of their compilers.
 
 The compilers come with JAX and need no device: the programs are compiled but not run. The models
 and columns are those of `collectives.py`.
@@ -58,7 +58,7 @@ def main(
         columns: Layouts to compare.
         sequence: Whether to add a column for plans with `sequence=True`.
     """
-    layouts = choose(columns, COLUMNS) | ({"sequence": split_sequence} if sequence else {})
+    layouts = choose(columns, COLUMNS) | ({"sequence": shard_sequence} if sequence else {})
     devices = target_devices(platform)
     lines = []
     for case in choose(cases, {case.name: case for case in CASES}).values():
@@ -67,18 +67,18 @@ def main(
             rows = [measure(case, mesh, make) for make in layouts.values()]
             lines.append([f"{case.name}, {data},{fsdp},{model}", *cells(rows)])
             print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
-    heads = [f"MB sent, {name}" for name in layouts]
+    heads = [f"MB communicated, {name}" for name in layouts]
     print(markdown([f"on {platform}", *heads, "collectives", "MB of temporaries"], lines))
 
 
-def split_sequence(case: Case, mesh: Mesh) -> Layout:
+def shard_sequence(case: Case, mesh: Mesh) -> Layout:
     args = (abstract(case.batch()), abstract_key())
     plan = rc.plan_shardings(case.abstract_params(), mesh, fn=case.loss, args=args, sequence=True)
     return Layout(plan.shardings, batch_shardings(case, mesh), plan.constrain(case.loss))
 
 
 def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
-    """The bytes that a program sends, and those of its temporaries; None without such a layout."""
+    """The bytes communicated and the bytes of temporaries; None if the column does not apply."""
     layout = make(case, mesh)
     if layout is None:
         return None
@@ -89,7 +89,7 @@ def measure(case: Case, mesh: Mesh, make: Any) -> dict[str, Any] | None:
 
 
 def cells(rows: list[dict[str, Any] | None]) -> list[str]:
-    """The bytes sent for each layout, then all numbers of collectives, and all temporaries."""
+    """The communication of each layout, then all numbers of collectives, and all temporaries."""
     sent = [number(row and row["sent_bytes"] / 1e6, ",.1f") for row in rows]
     times = " / ".join("-" if row is None else str(row["collectives"]) for row in rows)
     kept = " / ".join(number(row and row["temporary_bytes"] / 1e6, ",.0f") for row in rows)

@@ -1,8 +1,8 @@
-"""Bytes sent in a training step with different shardings: planned, by hand, by rules, replicated.
+"""The communication of training steps with planned, hand-written, rule-based and simple shardings.
 
 For models of many kinds and meshes of 8 emulated CPU devices, the same training step is compiled
-with different shardings, and the bytes sent are read from the compiled program. redcoast's program
-is also run, and its loss and gradients are compared with those of one device.
+with different shardings, and the bytes communicated are read from the compiled program. redcoast's
+program is also run, and its loss and gradients are compared with those of one device.
 
     python experiments/benchmarks/collectives.py --out runs/collectives
 

@@ -16,16 +16,15 @@ from traffic.columns import COLUMNS
 from traffic.tables import claim_lines, detail_table, sent_table
 
 DOCS = Path(__file__).parents[2] / "docs"
-BEGIN, END = "<!-- collectives:begin -->", "<!-- collectives:end -->"
 FAMILIES = {
-    "transformer": "Transformers, relative to what Megatron's split sends",
-    "other": "Other models, relative to what fsdp over all devices sends",
+    "transformer": "Transformers, relative to Megatron's communication",
+    "other": "Other models, relative to fsdp over all devices",
 }
 
 
 def main(
     out: Path = Path("runs/collectives"),
-    page: Path = DOCS / "sharding.md",
+    page: Path = DOCS / "sharding_measured.md",
     images: Path = DOCS / "images",
 ) -> None:
     """Writes tables into the page, and plots into a directory next to it.
@@ -39,16 +38,17 @@ def main(
     if not file.exists():
         raise SystemExit(f"There is no {file}. Run collectives.py --out {out} first.")
     results = json.loads(file.read_text())
-    text = between_marks(page.read_text("utf-8"), measured(results, images.name))
+    text = between_marks(page.read_text("utf-8"), "collectives", measured(results, images.name))
     collectives_plots.draw(images, results)
     page.write_text(text, "utf-8")
 
 
-def between_marks(text: str, new: str) -> str:
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"The page must have one line {BEGIN} and after it one line {END}.")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{new}\n\n{END}{rest.split(END)[1]}"
+def between_marks(text: str, name: str, new: str) -> str:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"The page must have one line {begin} and after it one line {end}.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
 
 
 def measured(results: dict[str, Any], images: str) -> str:
@@ -58,14 +58,12 @@ def measured(results: dict[str, Any], images: str) -> str:
     parts = [of_mesh(rows, mesh, images) for mesh in meshes]
     if "planning" in results:
         parts.append(of_planning(results["planning"], images))
-    # Computed again from all rows: the last run may have measured only a part.
+    # Computed from all rows: the last run may have measured only a part.
     claims = check_claims(rows) + check_planning(
         results.get("planning", {"layers": [], "large": []})
     )
     claims = [claim for claim in claims if claim["checked"]]
-    parts.append(
-        "What was claimed, and the worst figure of each:\n\n" + fenced(claim_lines(claims))
-    )
+    parts.append("The claims, with the worst figure of each:\n\n" + fenced(claim_lines(claims)))
     return "\n\n".join(parts)
 
 

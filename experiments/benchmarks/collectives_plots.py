@@ -48,7 +48,7 @@ def draw(out: Path, results: dict[str, Any]) -> None:
 
 
 def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) -> None:
-    """Plots the bytes sent with each column, relative to column `base`, one line per case."""
+    """Plots the communication of each column, relative to column `base`, one line per case."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 
@@ -74,7 +74,7 @@ def draw_bytes(file: Path, rows: list[Row], base: str, mesh: tuple[int, ...]) ->
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
-    axes.set_xlabel(f"bytes sent per device and step, relative to {base}")
+    axes.set_xlabel(f"bytes communicated per device and step, relative to {base}")
     axes.set_title(f"data {mesh[0]}, fsdp {mesh[1]}, model {mesh[2]}", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(file, dpi=150)

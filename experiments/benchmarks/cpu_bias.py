@@ -1,7 +1,7 @@
 """The error of the CPU compiler when it is used in place of an accelerator's.
 
 The dry runs of `dry_run.py --table1` are repeated with the CPU compiler on the same meshes. Their
-peak memory and bytes sent are compared with those of the targets' own compilers.
+peak memory and communication are compared with those of the targets' own compilers.
 
     python experiments/dry_run.py --table1 && python experiments/benchmarks/cpu_bias.py
 
@@ -62,13 +62,14 @@ def forget_accelerators() -> None:
 def report(targets: list[dict[str, Any]], cpus: list[dict[str, Any]]) -> str:
     known = {name(cell): cell for cell in targets}
     pairs = [(known[name(cell)], cell) for cell in cpus if name(cell) in known]
-    heads = ["", "on", "peak, GiB", "by the CPU's", "off by", "GB sent", "by the CPU's", "times"]
+    heads = ["", "on", "peak, GiB", "by the CPU's", "off by"]
+    heads += ["GB communicated", "by the CPU's", "times"]
     table = markdown(heads, [line(target, cpu) for target, cpu in pairs])
     far = [name(cpu) for target, cpu in pairs if abs(off(target, cpu) or 0) > CLOSE]
     words = [f"Peak memory is off by more than {CLOSE:.0%} for: {', '.join(far) or 'none'}."]
     # A peak without a figure to compare with may still be below its lower bound.
     if low := [name(cpu) for target, cpu in pairs if below(target, cpu)]:
-        words.append(f"Below the least of a program that was refused: {', '.join(low)}.")
+        words.append(f"Below the lower bound of a rejected program: {', '.join(low)}.")
     return "\n\n".join([table, *words, summary(pairs)])
 
 
@@ -76,14 +77,14 @@ def summary(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     """The range of the CPU compiler's errors, for each kind of program."""
     groups: dict[str, list[list[float | None]]] = {}
     for target, cpu in pairs:
-        split = "with" if cpu["mesh"]["fsdp"] > 1 else "without"
-        kind = "bfloat16" if cpu["column"] == "bfloat16" else f"float32, {split} `fsdp`"
+        word = "with" if cpu["mesh"]["fsdp"] > 1 else "without"
+        kind = "bfloat16" if cpu["column"] == "bfloat16" else f"float32, {word} `fsdp`"
         groups.setdefault(kind, []).append([off(target, cpu), times(target, cpu)])
     body = []
     for kind, rows in groups.items():
         offs, sent = ([x for x in column if x is not None] for column in zip(*rows, strict=True))
         body.append([kind, str(len(offs)), span(offs, "+.1%"), span(sent, ".2f")])
-    return markdown(["", "programs", "peak off by", "times as much sent"], body)
+    return markdown(["", "programs", "peak off by", "times as much communication"], body)
 
 
 def span(values: list[float], form: str) -> str:
@@ -116,7 +117,7 @@ def below(target: dict[str, Any], cpu: dict[str, Any]) -> bool:
 
 
 def times(target: dict[str, Any], cpu: dict[str, Any]) -> float | None:
-    """The ratio of the bytes sent."""
+    """The ratio of the bytes communicated."""
     sent, by_cpu = sent_bytes(target), sent_bytes(cpu)
     return by_cpu / sent if sent and by_cpu is not None else None
 

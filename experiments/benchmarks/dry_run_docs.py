@@ -15,6 +15,7 @@ import megatron_ahead
 import meshes
 import real_peak
 import tyro
+from collectives_docs import between_marks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import beyond_text, paper_table, read_cells
@@ -47,14 +48,6 @@ def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:
     if (real := out / "real_peak.json").exists():
         text = between_marks(text, "real", real_peak.table(json.loads(real.read_text())))
     page.write_text(text, "utf-8")
-
-
-def between_marks(text: str, name: str, new: str) -> str:
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"The page must have one line {begin} and after it one line {end}.")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":

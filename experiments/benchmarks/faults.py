@@ -66,7 +66,7 @@ def train(directory: Path, fault: str = "") -> None:
             limit_files(resource.RLIM_INFINITY)
         print(f"{step} {time.time()}", flush=True)
 
-    bad = range(8, 16) if fault == "data not finite" else range(0)
+    bad = range(8, 16) if fault == "NaN in the data" else range(0)
     wandb = rc.wandb_logger(project="faults", mode="offline", close_timeout=5.0)
 
     class Logs:
@@ -85,8 +85,7 @@ def train(directory: Path, fault: str = "") -> None:
         batch_size=8,
         steps=STEPS,
         checkpoints=rc.Checkpoints(directory, every=EVERY, keep=3),
-        log=Logs() if fault == "W&B's service killed" else log,
-        progress=False,
+        log=[rc.progress_logger(False), Logs() if fault == "W&B's service killed" else log],
     )
     sys.exit(0 if state.step == STEPS else os.EX_TEMPFAIL)
 
@@ -160,7 +159,7 @@ FAULTS = [
     "newest checkpoint damaged",
     "disk full for 10 steps",
     "disk full to the end",
-    "data not finite",
+    "NaN in the data",
     "collate_fn raises",
     "W&B's service killed",
 ]
@@ -179,10 +178,10 @@ def survive(fault: str, directory: Path) -> str:
     begin = time.time()
     second = start(directory)
     after = follow(second, lambda step: None)
-    whole = second.returncode == 0 and after[-1][0] == STEPS
+    complete = second.returncode == 0 and after[-1][0] == STEPS
     lost = max(0, last - after[0][0] + 1)
     seconds = after[0][1] - begin
-    return row(fault, first.returncode, "yes" if whole else "NO", str(lost), f"{seconds:.1f}")
+    return row(fault, first.returncode, "yes" if complete else "NO", str(lost), f"{seconds:.1f}")
 
 
 def row(*cells: Any) -> str:
@@ -216,8 +215,7 @@ def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -
         batch_size=8,
         steps=steps,
         checkpoints=rc.Checkpoints(directory, every=every),
-        log=lambda metrics, step: memory.append(resident()),
-        progress=False,
+        log=[rc.progress_logger(False), lambda metrics, step: memory.append(resident())],
     )
     return begun[-steps:], memory
 

@@ -1,13 +1,13 @@
-"""Whether a plan can be improved by splitting one array differently.
+"""Whether a plan can be improved by sharding one array differently.
 
-For small models of many kinds and meshes of 8 emulated CPU devices, each array's split is changed
-by `overrides`, one array at a time. The changed program is planned, constrained and compiled anew,
-and what it sends is compared with what the plan's program sends. Changes that take more memory for
-parameters are left out. Of a plan that is a local optimum, none sends less.
+For small models of many kinds and meshes of 8 emulated CPU devices, the sharding of each array is
+changed by `overrides`, one array at a time. The changed program is planned, constrained and
+compiled, and its communication is compared with that of the original plan. Changes that need more
+memory for parameters are left out. If a plan is a local optimum, no change communicates less.
 
     python experiments/benchmarks/local_optimum.py --out runs/local_optimum
 
-Results are added to those that `--out` holds already, so that a part can be measured again.
+Results are added to those in `--out`, so that a part can be measured again.
 """
 
 import itertools
@@ -45,15 +45,15 @@ def main(
     out: Path = Path("runs/local_optimum"),
     check: bool = False,
 ) -> None:
-    """Prints a line for each model and mesh, and the changes that send at least 1 % less.
+    """Prints a line for each model and mesh, and the changes that communicate at least 1 % less.
 
     Args:
-        cases: Names of models, as the table has them; all of them by default.
+        cases: Names of models, as in the table; all by default.
         meshes: Sizes of data, fsdp and model, such as 1,2,4.
         simple: Simple layouts to compare with, by their names in `collectives.py`.
-        changes: Whether to change splits; without, plans are compared with simple layouts only.
+        changes: Whether to change shardings; otherwise plans are only compared with simple layouts.
         out: Directory for the results as JSON.
-        check: Whether to fail where a change sends at least 1 % less.
+        check: Whether to fail if a change communicates at least 1 % less.
     """
     rc.emulate_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -74,7 +74,7 @@ def main(
     rows = [row for row in rows if key(row) in wanted]
     print_results(rows)
     if check and any(better(row) for row in rows):
-        raise SystemExit("Some plans are improved by splitting one array differently; see above.")
+        raise SystemExit("Some plans are improved by sharding one array differently; see above.")
 
 
 def key(row: Row) -> tuple[str, tuple[int, ...]]:
@@ -82,7 +82,7 @@ def key(row: Row) -> tuple[str, tuple[int, ...]]:
 
 
 def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -> Row:
-    """What the plan's program sends, and what those of other layouts and of all changes do."""
+    """The communication of the plan's program, of other layouts, and of all changes."""
     plan = make_plan(case, mesh)
     own = compile_plan(case, mesh, plan)
     seen, found = {describe(plan)}, []
@@ -93,14 +93,14 @@ def measure_changes(case: Case, mesh: Mesh, columns: list[str], changes: bool) -
         seen.add(describe(changed))
         sent = compile_plan(case, mesh, changed)["sent_bytes"]
         one = {"path": path, "spec": str(spec), "sent_bytes": sent, "work": work_of(changed)}
-        found.append(one | {"priced_bytes": priced_of(changed)})
+        found.append(one | {"priced_bytes": estimated_bytes(changed)})
     others = {column: measure(case, mesh, column) for column in columns}
     return {
         "case": case.name,
         "mesh": list(mesh.shape.values()),
         "sent_bytes": own["sent_bytes"],
         "sent_by_axes": own["sent_by_axes"],
-        "priced_bytes": priced_of(plan),
+        "priced_bytes": estimated_bytes(plan),
         "work": work_of(plan),
         "changes": found,
         "param_bytes": own["param_bytes"],
@@ -116,42 +116,42 @@ def make_plan(case: Case, mesh: Mesh, overrides: Any = ()) -> Any:
 
 
 def compile_plan(case: Case, mesh: Mesh, plan: Any) -> Row:
-    batch = batch_shardings(case, mesh, tuple(plan.report["batch_axes"]))
+    batch = batch_shardings(case, mesh, tuple(plan.report.program.batch_axes))
     layout = Layout(plan.shardings, batch, plan.constrain(case.loss))
     return measure_layout(case, mesh, layout, "changed")
 
 
 def describe(plan: Any) -> Any:
-    """What makes one program differ from another."""
-    return str([row["spec"] for row in plan.report["rows"]]), plan.compute
+    """Identifies a program by its shardings."""
+    return str([row.spec for row in plan.report.arrays]), plan.compute
 
 
 def bytes_of(plan: Any) -> int:
-    return plan.report["totals"]["all"]["bytes_per_device"]
+    return plan.report.totals.all.bytes_per_device
 
 
-def priced_of(plan: Any) -> int:
-    return sum(entry["bytes"] for entry in plan.report["traffic"])
+def estimated_bytes(plan: Any) -> int:
+    return sum(entry.bytes for entry in plan.report.program.traffic)
 
 
 def work_of(plan: Any) -> float:
     """The floating point operations of each device."""
-    return plan.report["arithmetic"]["per_device"]
+    return plan.report.program.arithmetic.per_device
 
 
 def alternatives(plan: Any, mesh: Mesh) -> Iterator[tuple[str, P]]:
-    """Every way to split each large array over the axes that arrays are split over.
+    """Yields each large array with every possible sharding over `fsdp` and `model`.
 
-    Of arrays of the same shape in layers that repeat, the first stands for all of them.
+    Of arrays with the same shape in repeated layers, only the first is changed.
     """
     alike = set()
-    for row in plan.report["rows"]:
-        kind = re.sub(r"\d+", "#", row["path"]), tuple(row["shape"])
-        if row["bytes"] // 4 < LARGE or kind in alike:
+    for row in plan.report.arrays:
+        kind = re.sub(r"\d+", "#", row.path), tuple(row.shape)
+        if row.bytes // 4 < LARGE or kind in alike:
             continue
         alike.add(kind)
-        # The same spec may be another split: an override is computed split, and not only stored.
-        yield from ((row["path"], spec) for spec in specs(tuple(row["shape"]), mesh))
+        # The plan's own spec is included: an override is tensor-parallel, not only FSDP-sharded.
+        yield from ((row.path, spec) for spec in specs(tuple(row.shape), mesh))
 
 
 def specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[P]:
@@ -168,7 +168,7 @@ def specs(shape: tuple[int, ...], mesh: Mesh) -> Iterator[P]:
 
 
 def better(row: Row) -> list[Row]:
-    """The changes that send less, and leave no device with more to compute."""
+    """The changes that communicate less without more work for a device."""
     less = [one for one in row["changes"] if one["sent_bytes"] < LESS * row["sent_bytes"]]
     return [one for one in less if one["work"] <= SAME_WORK * row["work"]]
 
@@ -193,8 +193,8 @@ def line(row: Row) -> list[str]:
     ]
 
 
-HEAD = ["model, mesh", "MB sent", "of priced", "of simple", "of any", "changes", "send less"]
-HEAD += ["better", "of least"]
+HEAD = ["model, mesh", "MB communicated", "of estimate", "of simple", "of any", "changes"]
+HEAD += ["less", "better", "of least"]
 
 
 def print_results(rows: list[Row]) -> None:
@@ -202,7 +202,7 @@ def print_results(rows: list[Row]) -> None:
     for row in rows:
         for one in sorted(better(row), key=lambda one: one["sent_bytes"]):
             sent = f"{one['sent_bytes'] / 1e6:.3f} MB against {row['sent_bytes'] / 1e6:.3f}"
-            print(f"{line(row)[0]}: {one['path']} as {one['spec']} sends {sent}")
+            print(f"{line(row)[0]}: {one['path']} as {one['spec']}: {sent}")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,7 @@ def with_fit(model: Any, examples: list[Any], case: Case) -> float:
         batch_size=case.batch_size,
         steps=case.steps + WARM_UP,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
-        log=lambda metrics, step: times.append(time.perf_counter()),
-        progress=False,
+        log=[rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())],
     )
     return case.steps / (times[-1] - times[WARM_UP - 1])
 

@@ -1,4 +1,4 @@
-"""Bytes sent by the models of the paper's Table 1 with redcoast's plan and hand-written shardings.
+"""The communication of the paper's models with redcoast's plan and with hand-written shardings.
 
 The hand-written shardings are Megatron's tensor parallelism over `model` (arXiv:1909.08053), every
 large array FSDP-sharded along its largest remaining dimension, and unconstrained activations. Both
@@ -27,7 +27,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from traffic.columns import also_split
+from traffic.columns import also_shard
 
 import redcoast as rc
 from redcoast.dryrun._compile import compile_job
@@ -68,7 +68,7 @@ TARGETS: dict[Platform, dict[str, str]] = {
 # The dimension that Megatron shards, from the end: heads, hidden features, or the vocabulary.
 COLUMNS = dict.fromkeys(["wq", "wk", "wv", "bq", "bk", "bv"], -2)
 COLUMNS |= dict.fromkeys(["up", "gate", "up_bias", "head", "head_bias", "relative_bias"], -1)
-SPLIT = COLUMNS | {"wo": -3, "down": -2, "embed": -2, "logits_bias": -1}
+SHARDED = COLUMNS | {"wo": -3, "down": -2, "embed": -2, "logits_bias": -1}
 
 
 class ByHand(rc.Plan):
@@ -135,16 +135,17 @@ def plan_by_hand(job: Job, mesh: Mesh) -> ByHand:
 def spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """A parameter's sharding: Megatron's over `model`, if it divides, and then over `fsdp`."""
     *parts, last = name.split("/")
-    dim = len(shape) + SPLIT.get(last, 0)
+    dim = len(shape) + SHARDED.get(last, 0)
     over = mesh.shape["model"]
-    split = last in SPLIT and over > 1 and shape[dim] % over == 0
-    entries = P(*("model" if split and d == dim else None for d in range(len(shape))))
+    sharded = last in SHARDED and over > 1 and shape[dim] % over == 0
+    entries = P(*("model" if sharded and d == dim else None for d in range(len(shape))))
     stack = int("layers" in parts)
-    return also_split(entries, shape, stack, "fsdp", mesh.shape["fsdp"])
+    return also_shard(entries, shape, stack, "fsdp", mesh.shape["fsdp"])
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    heads = ["fp32, AdamW", "on", "mesh", "GB sent", "by hand", "of that", "peak, GiB", "by hand"]
+    heads = ["fp32, AdamW", "on", "mesh"]
+    heads += ["GB communicated", "by hand", "of that", "peak, GiB", "by hand"]
     return markdown(heads, [line(cell) for cell in cells])
 
 
@@ -158,7 +159,7 @@ def line(cell: dict[str, Any]) -> list[str]:
         gigabytes(by_hand),
         f"{ours / by_hand:.2f}" if ours and by_hand else "-",
         peak_gib(cell),
-        # Without a number of bytes sent, the program was rejected and the peak is a lower bound.
+        # Without a number of bytes, the program was rejected and the peak is a lower bound.
         f"{'at least ' if by_hand is None else ''}{gib(cell['by_hand']['peak'])}",
     ]
 

@@ -28,7 +28,7 @@ from _cells import markdown
 from _workload import make_workload
 
 from redcoast.dryrun._job import factorisations, make_job
-from redcoast.dryrun._mesh_search import choose, price, suggest
+from redcoast.dryrun._mesh_search import choose, estimate, suggest
 from redcoast.dryrun._place import target_place
 
 # The name of the model, the sequence length, and the batch size.
@@ -73,8 +73,8 @@ def measure(target: str, model: str, seq: int, rows: int) -> Row:
     place = target_place(target)
     every = suggest(job, place, len(factorisations(len(place.devices))))
     known = {tuple(one.mesh.values()): one for one in every.candidates}
-    priced = [price(job, place, one.mesh) for one in every.candidates]
-    suggested = choose(priced, lambda one: known[tuple(one.mesh.values())], place, 3)
+    estimated = [estimate(job, place, one.mesh) for one in every.candidates]
+    suggested = choose(estimated, lambda one: known[tuple(one.mesh.values())], place, 3)
     return {
         "target": target,
         "model": model,
@@ -90,12 +90,12 @@ def table(rows: list[Row]) -> str:
     return markdown(list(HEAD), [line(row) for row in rows])
 
 
-HEAD = ("model, target", "suggested", "fits", "MB sent", "least", "ratio", "ms", "least", "ratio")
-HEAD += ("peak / estimated memory",)
+HEAD = ("model, target", "suggested", "fits", "MB communicated", "least", "ratio")
+HEAD += ("ms", "least", "ratio", "peak / estimated memory")
 
 
 def line(row: Row) -> list[str]:
-    """The suggested mesh compared with the best that fits, by bytes sent and by time."""
+    """The suggested mesh compared with the best that fits, by bytes communicated and by time."""
     compiled = [one for one in row["meshes"] if one["sent_bytes"] is not None]
     fit = [one for one in compiled if one["fits"]]
     mine = next(one for one in row["meshes"] if one["mesh"] == row["suggested"])

@@ -1,8 +1,8 @@
 """The time to resume a run at step 10 million of 100 million examples.
 
 The examples are a function of their index, like those of a memory map. The script measures the time
-from the call of `rc.fit` to the end of the first step, less that of the same run from step 0, which
-compiles the same programs; and the memory that is allocated meanwhile.
+from the call of `rc.fit` to the end of the first step, minus the time of the same run from step 0,
+which compiles the same programs. It also measures the memory that is allocated in that time.
 
     python experiments/benchmarks/resume.py
 """
@@ -54,8 +54,7 @@ def seconds_to_first_step(step: int, examples: Examples, batch_size: int) -> flo
         loss_fn=loss_fn,
         batch_size=batch_size,
         steps=step + 3,
-        log=lambda metrics, step: times.append(time.perf_counter()),
-        progress=False,
+        log=[rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())],
     )
     return times[0] - begin
 

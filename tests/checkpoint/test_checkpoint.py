@@ -58,7 +58,7 @@ def test_a_checkpoint_of_one_mesh_restores_on_any_other(tmp_path_factory, sizes)
         assert x.sharding == sharding
 
 
-def test_arrays_go_where_those_of_like_are(tmp_path):
+def test_arrays_have_the_shardings_of_like(tmp_path):
     state = split_state(make_state(), data=2, model=4)
     rc.save_checkpoint(tmp_path / "a", state)
     found = rc.load_checkpoint(tmp_path / "a", state)
@@ -131,7 +131,7 @@ def test_metadata_and_no_pickle(tmp_path):
         assert file.is_dir() or not file.read_bytes().startswith(b"\x80\x04")
 
 
-def test_metadata_that_is_no_json_leaves_nothing_behind(tmp_path):
+def test_metadata_that_is_not_json_raises_and_writes_nothing(tmp_path):
     with pytest.raises(TypeError, match="`metadata` contains a set"):
         rc.save_checkpoint(tmp_path / "a", make_state(), metadata={"tags": {1}})
     assert not list(tmp_path.iterdir())
@@ -145,7 +145,7 @@ def test_home_directories_are_found(tmp_path, monkeypatch):
     assert rc.Checkpoints("~/runs").path == tmp_path / "runs" / "checkpoints"
 
 
-def test_what_is_saved_is_never_overwritten(tmp_path):
+def test_checkpoints_are_never_overwritten(tmp_path):
     rc.save_checkpoint(tmp_path / "a", {"x": jnp.ones(3)})
     with pytest.raises(ValueError, match="exists already"):
         rc.save_checkpoint(tmp_path / "a", {"x": jnp.zeros(3)})
@@ -182,7 +182,7 @@ def test_paths_that_collide(tmp_path):
         rc.save_checkpoint(tmp_path / "a", {"x": 1.0})
 
 
-def test_another_structure_is_named_on_both_sides(tmp_path):
+def test_a_different_structure_is_described_on_both_sides(tmp_path):
     rc.save_checkpoint(tmp_path / "a", make_state())
     like = rc.init_state(
         lambda k: make_model(width=64), optax.sgd(1e-3, momentum=0.9), key=jax.random.key(0)
@@ -203,14 +203,14 @@ def test_another_structure_is_named_on_both_sides(tmp_path):
         rc.load_checkpoint(tmp_path / "a", half, subtree="model")
 
 
-def test_an_optimizer_state_that_is_missing_is_an_error(tmp_path):
+def test_a_missing_optimizer_state_raises(tmp_path):
     state = make_state()
     rc.save_checkpoint(tmp_path / "a", {"model": state.model, "step": state.step, "key": state.key})
     with pytest.raises(ValueError, match="Only in `like`: opt_state/0/count"):
         rc.load_checkpoint(tmp_path / "a", state)
 
 
-def test_no_checkpoint_and_a_newer_one(tmp_path):
+def test_missing_and_newer_checkpoints_raise(tmp_path):
     with pytest.raises(ValueError, match="There is no checkpoint at"):
         rc.load_checkpoint(tmp_path / "none")
     rc.save_checkpoint(tmp_path / "a", {"x": jnp.ones(3)})

@@ -1,4 +1,4 @@
-"""Checkpoints of which something is missing, or is not as it was written."""
+"""Checkpoints with missing or changed files."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from redcoast.checkpoint._checksums import find_damage
 from redcoast.checkpoint._policy import restore_newest, saved_steps
 from redcoast.checkpoint._saver import Saver
 
-# Orbax writes them at the very end, and nothing that is read is in them.
+# Orbax writes these at the end, and never reads them.
 NOT_READ = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 TREE = {
     "weight": jnp.asarray(np.random.default_rng(0).normal(size=(8, 33)), jnp.float32),
@@ -26,15 +26,15 @@ TREE = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+def undamaged(tmp_path_factory):
+    path = tmp_path_factory.mktemp("undamaged") / "checkpoint"
     rc.save_checkpoint(path, TREE, metadata={"step": 1})
     return path
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "copy")
+def copy(undamaged, tmp_path):
+    return shutil.copytree(undamaged, tmp_path / "copy")
 
 
 def files(path):
@@ -48,7 +48,7 @@ def flip(file, at):
 
 
 def assert_damaged(path, file):
-    """Either an error that names the checkpoint and the file, or the file is not read."""
+    """Checks that loading raises an error that names both, or that the file is not read."""
     if str(file.relative_to(path)) in NOT_READ:
         np.testing.assert_array_equal(rc.load_checkpoint(path)["weight"], TREE["weight"])
         return
@@ -113,14 +113,14 @@ def edit(path, **changes):
         ({"checksums": "blake3"}, "checksums.json is missing"),
     ],
 )
-def test_metadata_of_another_kind(copy, changes, words):
+def test_invalid_metadata(copy, changes, words):
     (copy / "checksums.json").unlink()
     edit(copy, **{"checksums": None, **changes})
     with pytest.raises(ValueError, match=words):
         rc.load_checkpoint(copy)
 
 
-def test_a_newer_version_with_other_checksums(copy):
+def test_a_newer_format_with_other_checksums(copy):
     (copy / "checksums.json").write_text('{"algorithm": "blake3", "files": {}}')
     edit(copy, format=7, checksums="blake3")
     with pytest.raises(ValueError, match="format 7, written by redcoast"):
@@ -169,7 +169,7 @@ def array_file(path):
     ],
     ids=["flipped", "missing", "directory", "empty", "json", "format"],
 )
-def test_a_run_goes_on_from_the_newest_whole_one(tmp_path, caplog, harm):
+def test_a_run_resumes_from_the_newest_undamaged_checkpoint(tmp_path, caplog, harm):
     checkpoints = save_run(tmp_path)
     like = {"x": jnp.zeros(9)}
     for step in (2, 3):
@@ -186,7 +186,7 @@ def test_a_run_goes_on_from_the_newest_whole_one(tmp_path, caplog, harm):
     assert saved_steps(checkpoints) == [1]
 
 
-def test_what_was_moved_aside_before_stays(tmp_path):
+def test_earlier_damaged_checkpoints_are_kept(tmp_path):
     checkpoints = save_run(tmp_path)
     like = {"x": jnp.zeros(9)}
     (checkpoints.path / "3.damaged").mkdir()
@@ -198,7 +198,7 @@ def test_what_was_moved_aside_before_stays(tmp_path):
     assert list((checkpoints.path / "3.damaged1").iterdir())
 
 
-def test_a_missing_permission_is_no_damage(tmp_path, monkeypatch):
+def test_a_missing_permission_is_not_damage(tmp_path, monkeypatch):
     checkpoints = save_run(tmp_path)
     like = {"x": jnp.zeros(9)}
 
@@ -211,7 +211,7 @@ def test_a_missing_permission_is_no_damage(tmp_path, monkeypatch):
     assert saved_steps(checkpoints) == [1, 2, 3]
 
 
-def test_fit_says_so_and_trains_again_what_was_lost(tmp_path, caplog):
+def test_fit_warns_and_repeats_the_lost_steps(tmp_path, caplog):
     def train(directory, steps):
         return rc.fit(
             make_model(),
@@ -223,10 +223,10 @@ def test_fit_says_so_and_trains_again_what_was_lost(tmp_path, caplog):
             steps=steps,
             mesh=rc.make_mesh(devices=jax.devices()[:1]),
             checkpoints=rc.Checkpoints(directory, every=2, keep=3),
-            progress=False,
+            log=False,
         )
 
-    expected = train(tmp_path / "whole", 8)
+    expected = train(tmp_path / "undamaged", 8)
     train(tmp_path / "harmed", 6)
     flip(array_file(tmp_path / "harmed" / "checkpoints" / "6"), 50)
     state = train(tmp_path / "harmed", 8)

@@ -1,4 +1,4 @@
-"""A file system on which no space is left: a small one, mounted for this, as root."""
+"""A full disk: a small file system that the tests mount, as root."""
 
 import contextlib
 import logging
@@ -9,13 +9,13 @@ import equinox as eqx
 import jax
 import optax
 import pytest
-from problem import collate_fn, loss_fn, make_examples, make_model
+from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
 
 pytestmark = [
     pytest.mark.faults,
-    # Of Orbax's many writes that fail, the first is raised; the others find nobody who listens.
+    # Many of Orbax's writes fail. The first error is raised, and the others are never retrieved.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 OPTIMIZER = optax.adam(1e-3)
@@ -37,14 +37,14 @@ def disk(tmp_path):
 
 
 def fill(path):
-    """Leaves no block of it."""
+    """Fills the disk completely."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
 def train(disk, *, free_at=None):
-    """Twelve steps, saved every second, on a disk that is full from the third on."""
+    """Trains for twelve steps and saves every second one; the disk is full from the third on."""
     where = rc.Checkpoints(disk, every=2, keep=1)
 
     def log(metrics, step):
@@ -64,9 +64,8 @@ def train(disk, *, free_at=None):
         batch_size=16,
         steps=12,
         checkpoints=where,
-        log=log,
+        log=quiet(log),
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
-        progress=False,
     )
 
 
@@ -81,7 +80,7 @@ def newest(disk):
     return found.name, rc.load_checkpoint(found, like)
 
 
-def test_saving_begins_again_when_there_is_space(disk, caplog):
+def test_saving_resumes_when_there_is_space(disk, caplog):
     with caplog.at_level(logging.WARNING, "redcoast"):
         state = train(disk, free_at=8)
     step, saved = newest(disk)
@@ -91,7 +90,7 @@ def test_saving_begins_again_when_there_is_space(disk, caplog):
     assert all("checkpoints/2." in message for message in failures(caplog))
 
 
-def test_a_disk_that_stays_full_is_an_error_at_the_end(disk, caplog):
+def test_a_disk_that_stays_full_raises_at_the_end(disk, caplog):
     with caplog.at_level(logging.WARNING, "redcoast"), pytest.raises(rc.CheckpointNotSaved) as end:
         train(disk)
     assert "The final state, after step 12, could not be saved in" in str(end.value)

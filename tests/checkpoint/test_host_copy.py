@@ -1,4 +1,4 @@
-"""Copies on the host are of the values that were there, whatever is computed next."""
+"""Copies on the host keep their values whatever is computed next."""
 
 import threading
 
@@ -16,7 +16,7 @@ from redcoast.checkpoint._saver import Saver
 from redcoast.distributed._mesh import AXES
 
 SPECS = [P(), P("fsdp"), P(("data", "fsdp"), "model"), P(None, "model"), P(None, AXES)]
-# In how many parts each is kept, once.
+# The number of distinct shards of each array.
 PARTS = [1, 2, 8, 2, 8]
 
 
@@ -31,7 +31,7 @@ def split(number):
     return dict(enumerate(jax.device_put(values(number), places)))
 
 
-def test_what_is_computed_next_does_not_reach_the_copies():
+def test_copies_do_not_change_with_later_steps():
     step = jax.jit(lambda xs: {name: 2 * x for name, x in xs.items()}, donate_argnums=0)
     for number in range(1, 11):
         arrays = split(number)
@@ -42,7 +42,7 @@ def test_what_is_computed_next_does_not_reach_the_copies():
         assert all((np.asarray(x) == number).all() for x in copies.values())
 
 
-def test_replicas_are_copied_once_and_parts_stay_parts():
+def test_one_replica_is_copied_with_its_sharding():
     copies = copy_to_host(split(1))
     assert [len(x.sharding.device_set) for x in copies.values()] == PARTS
     assert {x.sharding.memory_kind for x in copies.values()} == {"unpinned_host"}
@@ -50,7 +50,7 @@ def test_replicas_are_copied_once_and_parts_stay_parts():
         assert x.sharding.shard_shape(x.shape) == y.sharding.shard_shape(y.shape)
 
 
-def test_arrays_of_numpy_are_copied_too():
+def test_numpy_arrays_are_copied_too():
     arrays = {"x": np.arange(3), "y": jnp.uint32(4)}
     copies = copy_to_host(arrays)
     arrays["x"] += 1
@@ -58,10 +58,10 @@ def test_arrays_of_numpy_are_copied_too():
     assert int(copies["y"]) == 4
 
 
-def test_what_cannot_be_copied_is_left_to_orbax(monkeypatch):
+def test_arrays_that_cannot_be_copied_are_passed_to_orbax(monkeypatch):
     x = jnp.ones((8, 4))
     assert can_copy({"x": x, "y": np.ones(3)})
-    with monkeypatch.context() as patch:  # a device that shows no memory of the host
+    with monkeypatch.context() as patch:  # a device without host memory
         patch.setattr(_host_copy, "_kinds", lambda x: {"device"})
         assert not can_copy({"x": x})
     monkeypatch.setattr(_host_copy, "MOST_BYTES", x.nbytes - 1)
@@ -69,7 +69,7 @@ def test_what_cannot_be_copied_is_left_to_orbax(monkeypatch):
 
 
 @pytest.mark.parametrize("left_to_orbax", [False, True])
-def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, left_to_orbax):
+def test_a_save_contains_the_state_at_the_time_of_the_call(tmp_path, monkeypatch, left_to_orbax):
     if left_to_orbax:
         monkeypatch.setattr("redcoast.checkpoint._saver.can_copy", lambda arrays: False)
     step = jax.jit(lambda xs: [2 * x for x in xs], donate_argnums=0)
@@ -83,7 +83,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(tmp_path, monkeypatch, left_to
 
 
 def test_the_loop_does_not_wait_for_orbax(tmp_path, monkeypatch):
-    """Not even for what it does before it writes."""
+    """Saving does not block, not even on the work before the first write."""
     begun, go_on = threading.Event(), threading.Event()
     with Saver(rc.Checkpoints(tmp_path)) as saver:
         save = saver._checkpointer.save

@@ -39,13 +39,13 @@ def save(checkpoints, values):
         ({"best": "eval/loss", "keep": 2, "mode": "max"}, [1, 4, 5]),
     ],
 )
-def test_which_are_kept(tmp_path, options, kept):
+def test_retention(tmp_path, options, kept):
     checkpoints = rc.Checkpoints(tmp_path, **options)
     save(checkpoints, {1: 9.0, 2: 1.0, 3: math.nan, 4: None, 5: 4.0})
     assert saved_steps(checkpoints) == kept
 
 
-def test_the_best_is_remembered_across_runs(tmp_path):
+def test_the_best_metric_is_kept_across_runs(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, every=10, best="loss")
     save(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0})
     with Saver(checkpoints) as saver:
@@ -73,7 +73,7 @@ def test_the_newest_is_restored_with_its_metadata(tmp_path):
     assert metadata == {"step": 2, "metrics": {"loss": 1.0}}
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, caplog):
     checkpoints = rc.Checkpoints(tmp_path, keep=3)
     save(checkpoints, {1: None, 2: None, 3: None})
     (checkpoints.path / "3" / "metadata" / "metadata").write_text("{")
@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
     np.testing.assert_array_equal(found["x"], np.full(3, 1.0))
     assert "3 is damaged" in caplog.text
     assert (checkpoints.path / "3.damaged").is_dir()
-    save(checkpoints, {2: None, 3: None})  # their places are free again
+    save(checkpoints, {2: None, 3: None})  # these steps can be saved again
     assert restore(checkpoints)[1]["step"] == 3
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_moved_if_all_are_damaged(tmp_path):
     assert saved_steps(checkpoints) == [1]
 
 
-def test_another_structure_is_no_damage(tmp_path):
+def test_a_different_structure_is_not_damage(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, keep=2)
     save(checkpoints, {1: None, 2: None})
     other = {"y": jnp.ones(3)}
@@ -105,7 +105,7 @@ def test_another_structure_is_no_damage(tmp_path):
     assert saved_steps(checkpoints) == [1, 2]
 
 
-def test_to_begin_anew_needs_an_empty_directory(tmp_path):
+def test_a_new_run_needs_an_empty_directory(tmp_path):
     save(rc.Checkpoints(tmp_path), {1: None})
     with pytest.raises(ValueError, match="resume=False"):
         restore_newest(rc.Checkpoints(tmp_path, resume=False), tree(0), SHARDINGS)

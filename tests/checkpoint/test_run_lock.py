@@ -1,4 +1,4 @@
-"""One run at a time in a directory."""
+"""A directory is locked by one run at a time."""
 
 import errno
 import fcntl
@@ -41,7 +41,7 @@ def end(process, number):
     process.stdout.close()
 
 
-def test_the_second_run_is_refused_and_told_of_the_first(tmp_path):
+def test_a_second_run_raises_an_error_that_names_the_first(tmp_path):
     process = hold(tmp_path)
     checkpoints = rc.Checkpoints(tmp_path)
     words = f"in use by another run, process {process.pid} on {socket.gethostname()}, since 20"
@@ -56,15 +56,15 @@ def test_the_second_run_is_refused_and_told_of_the_first(tmp_path):
             steps=1,
             mesh=rc.make_mesh(devices=jax.devices()[:1]),
             checkpoints=checkpoints,
-            progress=False,
+            log=False,
         )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.lock"]
     end(process, signal.SIGKILL)
-    with lock_run(tmp_path):  # a kill leaves nothing in the way
+    with lock_run(tmp_path):  # a kill releases the lock
         assert json.loads((tmp_path / "run.lock").read_text())["process"] == os.getpid()
 
 
-def test_in_one_process_too_and_an_error_frees_it(tmp_path):
+def test_the_lock_works_in_one_process_and_an_error_releases_it(tmp_path):
     with lock_run(tmp_path):
         refused = pytest.raises(ValueError, match=f"process {os.getpid()} on")
         with refused, lock_run(tmp_path):
@@ -76,7 +76,7 @@ def test_in_one_process_too_and_an_error_frees_it(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"host": 1}', b"[" * 4096, b"\xff"])
-def test_a_holder_that_says_nothing(tmp_path, text):
+def test_a_lock_file_without_information(tmp_path, text):
     with lock_run(tmp_path):
         (tmp_path / "run.lock").write_bytes(text)
         refused = pytest.raises(ValueError, match="whose host and process are unknown")
@@ -85,7 +85,7 @@ def test_a_holder_that_says_nothing(tmp_path, text):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_where_nothing_can_be_locked_it_is_a_warning(tmp_path, monkeypatch, caplog, number):
+def test_a_file_system_without_locks_warns(tmp_path, monkeypatch, caplog, number):
     def refuse(file, how):
         raise OSError(number, os.strerror(number))
 
@@ -95,7 +95,7 @@ def test_where_nothing_can_be_locked_it_is_a_warning(tmp_path, monkeypatch, capl
     assert f"{tmp_path} cannot be locked here" in caplog.text
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+def test_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"), lock_run(Path(tmp_path / "file")):
         pass

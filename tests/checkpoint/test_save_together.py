@@ -1,4 +1,4 @@
-"""Processes that save together, and one of them that cannot."""
+"""Several processes save together, and one of them fails."""
 
 import pytest
 from processes import run_processes
@@ -19,7 +19,7 @@ logging.getLogger("redcoast").addHandler(handler)
 printed, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
 
 def limit(most):
-    for number in (1, 2):  # what is printed goes to a file, which is limited too
+    for number in (1, 2):  # the output goes to a file, whose size is limited too
         os.dup2(nothing if most == 500 else printed, number)
     if jax.process_index() == broken:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
@@ -28,7 +28,7 @@ def train(steps):
     return rc.fit(
         make_model(width=64), optax.adam(1e-3), make_examples(64), collate_fn=collate_fn,
         loss_fn=loss_fn, batch_size=16, steps=steps, mesh=rc.make_mesh(data=1, fsdp=2),
-        checkpoints=rc.Checkpoints(directory, every=2, keep=2), progress=False,
+        checkpoints=rc.Checkpoints(directory, every=2, keep=2), log=False,
     )
 
 train(2)

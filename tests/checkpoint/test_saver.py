@@ -1,4 +1,4 @@
-"""Saves that fail: training goes on, the checkpoint before stays, and the end says so."""
+"""Failing saves: training continues, earlier checkpoints are kept, and the end raises an error."""
 
 import json
 import subprocess
@@ -41,8 +41,9 @@ def run(name, directory, begin, end):
     try:
         state = rc.fit(
             make_model(width=64), optimizer, make_examples(64), collate_fn=collate_fn,
-            loss_fn=loss_fn, batch_size=16, steps=12, checkpoints=where, log=log,
-            mesh=rc.make_mesh(devices=jax.devices()[:1]), progress=False,
+            loss_fn=loss_fn, batch_size=16, steps=12, checkpoints=where,
+            log=[rc.progress_logger(False), log],
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
         )
     except rc.CheckpointNotSaved as caught:
         error = caught
@@ -63,7 +64,7 @@ nothing = lambda path: None
 base = pathlib.Path(sys.argv[1])
 run("full", base / "full", lambda path: full(500), lambda path: full(resource.RLIM_INFINITY))
 run("full at the end", base / "end", lambda path: full(500), nothing)
-if os.geteuid() == 0:  # whom no permission is denied
+if os.geteuid() == 0:  # root may write everywhere
     os.chown(base, 65534, 65534)
     os.seteuid(65534)
 allow = lambda mode: lambda path: path.chmod(mode)
@@ -73,7 +74,7 @@ run("denied", base / "denied", allow(0o500), allow(0o700))
 
 @pytest.fixture(scope="module")
 def runs():
-    # Another user has to reach it, which tmp_path does not allow.
+    # Another user needs access, which tmp_path does not allow.
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
@@ -97,13 +98,13 @@ def failures(run):
 
 @pytest.mark.parametrize("name", ["full", "denied"])
 @pytest.mark.integration
-def test_training_goes_on_and_saves_again_when_it_can(runs, name):
+def test_training_continues_and_saves_again_when_possible(runs, name):
     run = runs[name]
     assert run["error"] == "None"
     assert run["newest"] == "12"
     assert run["same"]
     warned = failures(run)
-    # The save under way when it is possible again may go either way.
+    # A save that is in progress when saving becomes possible again may fail or succeed.
     steps = [m.split("step ")[1].split()[0] for m in warned]
     assert steps in (["4"], ["4", "6"], ["4", "6", "8"])
     assert all("checkpoints/2." in m for m in warned)
@@ -123,7 +124,7 @@ def test_metrics_are_one_warning(runs):
 
 
 @pytest.mark.integration
-def test_the_end_says_that_the_last_state_is_not_saved(runs):
+def test_an_unsaved_final_state_raises(runs):
     run = runs["full at the end"]
     assert run["newest"] == "2"
     assert "The final state, after step 12, could not be saved in" in run["error"]
@@ -135,7 +136,7 @@ def tree(step):
     return {"x": jnp.full(3, float(step))}
 
 
-def test_nothing_is_deleted_before_the_next_is_whole(tmp_path, monkeypatch):
+def test_checkpoints_are_deleted_only_after_the_next_is_complete(tmp_path, monkeypatch):
     checkpoints = rc.Checkpoints(tmp_path)
     with Saver(checkpoints) as saver:
         saver.save(1, tree(1), {"metrics": {}})
@@ -160,7 +161,7 @@ def save_and_raise(checkpoints):
         raise KeyError("mine")
 
 
-def test_the_cause_is_kept_and_other_errors_come_first(tmp_path, monkeypatch):
+def test_the_cause_is_kept_and_other_errors_take_precedence(tmp_path, monkeypatch):
     def fail(directory):
         raise OSError(28, "No space left on device")
 
@@ -174,7 +175,7 @@ def test_the_cause_is_kept_and_other_errors_come_first(tmp_path, monkeypatch):
         save_and_raise(rc.Checkpoints(tmp_path))
 
 
-def test_a_best_that_was_not_saved_is_none(tmp_path, monkeypatch):
+def test_an_unsaved_best_checkpoint_does_not_count(tmp_path, monkeypatch):
     with Saver(rc.Checkpoints(tmp_path, every=10, best="loss")) as saver:
         with monkeypatch.context() as patch:
             patch.setattr("redcoast.checkpoint._orbax.write_checksums", lambda directory: 1 / 0)
@@ -185,7 +186,7 @@ def test_a_best_that_was_not_saved_is_none(tmp_path, monkeypatch):
         assert not saver.wants(3, {"loss": 0.8}, epoch_ended=False)
 
 
-def test_what_a_kill_has_left_is_removed_and_nothing_else(tmp_path):
+def test_only_incomplete_checkpoints_are_removed(tmp_path):
     outside = tmp_path / "outside"
     (outside / "kept").mkdir(parents=True)
     path = tmp_path / "run"
@@ -197,7 +198,7 @@ def test_what_a_kill_has_left_is_removed_and_nothing_else(tmp_path):
     assert (outside / "kept").is_dir()
 
 
-def test_a_checkpoint_that_is_a_link_is_not_followed_to_be_deleted(tmp_path):
+def test_deleting_a_checkpoint_does_not_follow_links(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path / "run")
     with Saver(checkpoints) as saver:
         saver.save(1, tree(1), {"metrics": {}})
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_is_a_link_is_not_followed_to_be_deleted(tmp_path):
     assert (tmp_path / "elsewhere" / "state").is_dir()
 
 
-def test_a_place_where_nothing_can_be_made_is_an_error_at_once(tmp_path):
+def test_an_unwritable_directory_raises_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         Saver(rc.Checkpoints(tmp_path / "file"))

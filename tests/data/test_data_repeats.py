@@ -1,4 +1,4 @@
-"""More examples in a batch than there are."""
+"""Batches that are larger than the dataset."""
 
 import jax
 import optax
@@ -11,7 +11,7 @@ EXAMPLES = make_examples(16)
 
 
 def fit(**options):
-    given = {"collate_fn": collate_fn, "loss_fn": loss_fn, "progress": False}
+    given = {"collate_fn": collate_fn, "loss_fn": loss_fn, "log": False}
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     return rc.fit(make_model(), optax.sgd(0.1), mesh=mesh, **{**given, **options})
 
@@ -21,8 +21,8 @@ def fit(**options):
     [(10, {"steps": 2}, True), (10, {"epochs": 2}, True), (10, {"epochs": 1}, False)],
     ids=["steps", "epochs", "one short batch"],
 )
-def test_a_batch_that_holds_examples_several_times_is_a_warning(count, length, warned, caplog):
-    """A batch of one epoch is short instead, and holds each once."""
+def test_a_batch_with_repeated_examples_warns(count, length, warned, caplog):
+    """With `epochs=1` the batch is short instead, and contains each example once."""
     seen = []
 
     def collate(examples):
@@ -30,9 +30,9 @@ def test_a_batch_that_holds_examples_several_times_is_a_warning(count, length, w
         return collate_fn(examples)
 
     fit(**{"steps": None, **length}, examples=EXAMPLES[:count], collate_fn=collate, batch_size=16)
-    words = "`batch_size=16` is more than the 10 examples that there are"
+    words = "`batch_size=16` is more than the 10 examples: a batch spans"
     assert (words in caplog.text) == warned
-    trained = seen[1:]  # the first is made for its shapes
+    trained = seen[1:]  # the first is collated for its shapes
     assert any(len(set(batch)) < len(batch) for batch in trained) == warned
     caplog.clear()
     fit(steps=2, examples=EXAMPLES[:16], batch_size=16)

@@ -8,8 +8,9 @@ import pytest
 from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
+from redcoast.core._iterate import with_last
 from redcoast.data._loading import chunks, ordered_batches, stream_batches, training_batches
-from redcoast.data._prefetch import prefetch, with_last
+from redcoast.data._prefetch import prefetch
 from redcoast.data._sources import by_epoch, decode_stream_state, encode_stream_state
 
 SEED = np.array([1, 2], np.uint64)
@@ -35,7 +36,7 @@ def indices(batches):
     return [np.asarray(b.arrays["index"]).tolist() for b in batches]
 
 
-def test_positions_run_on_and_resume_anywhere():
+def test_positions_continue_and_resume_anywhere():
     examples = make_examples(7)
     whole = indices(train(examples, stop=21))
     assert [len(i) for i in whole] == [4, 4, 4, 4, 4, 1]
@@ -60,14 +61,14 @@ def test_no_examples(examples):
         by_epoch(examples)
 
 
-def test_examples_of_a_strange_kind():
+def test_invalid_examples_raise():
     with pytest.raises(TypeError, match="of type int"):
         by_epoch(3)
     with pytest.raises(TypeError, match="columns"):
         by_epoch({"x": np.zeros(3), "y": np.zeros(3)})
 
 
-def test_each_example_has_a_generator_of_its_own():
+def test_each_example_has_its_own_generator():
     def collate(examples, rngs):
         noise = [rng.random() for rng in rngs]
         return {"index": np.array([e["index"] for e in examples]), "noise": np.array(noise)}
@@ -90,7 +91,7 @@ def test_each_example_has_a_generator_of_its_own():
 def test_chunks_cover_every_example_once(length):
     bounds = list(chunks(length, 16, 8))
     assert [i for a, b in bounds for i in range(a, b)] == list(range(length))
-    # Either split over all devices, or no larger than a device's share of a batch.
+    # Either sharded over all devices, or no larger than a device's share of a batch.
     assert all((b - a) % 8 == 0 or b - a <= 2 for a, b in bounds)
 
 
@@ -163,7 +164,7 @@ def test_datasets_may_fetch_many_at_once():
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that advances only when a test sets it."""
 
     now = 0.0
 
@@ -202,7 +203,7 @@ def test_prefetch_keeps_the_order_and_runs_ahead(clock):
     assert list(results) == list(range(4, 20))
 
 
-def test_results_are_made_where_they_are_read_while_that_costs_no_time(clock):
+def test_prefetch_uses_no_threads_while_results_are_fast(clock):
     def make(i):
         clock.now += 0.002
         return threading.current_thread().name
@@ -211,17 +212,17 @@ def test_results_are_made_where_they_are_read_while_that_costs_no_time(clock):
     results = prefetch(make, range(40), workers=2)
     for _ in range(30):
         assert next(results) == here
-        clock.now += 0.004  # a reader that takes longer than making
-    rest = list(results)  # and one that does not
+        clock.now += 0.004  # a reader that takes longer than `make`
+    rest = list(results)  # and a reader that takes less time
     assert here not in rest[3:]
 
 
-def test_cheap_results_are_made_where_they_are_read(clock):
+def test_prefetch_uses_no_threads_for_cheap_results(clock):
     names = prefetch(lambda i: threading.current_thread().name, range(50), workers=2)
     assert set(names) == {threading.current_thread().name}
 
 
-def test_prefetch_ends_with_its_reader(clock):
+def test_prefetch_stops_with_its_reader(clock):
     def workers():
         return [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
 
@@ -263,7 +264,7 @@ def test_a_stream_ends_with_a_short_batch_and_resumes_from_its_state():
     assert indices(stream(Stream(make_examples(10)), stop=6)) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_a_stream_of_grain():
+def test_a_grain_iterator():
     grain = pytest.importorskip("grain")
     source = grain.MapDataset.source(make_examples(10)).seed(3).shuffle().to_iter_dataset()
     batches = list(stream(iter(source)))
@@ -286,7 +287,7 @@ def test_batches_are_split_over_the_devices():
     assert batch.arrays["x"].addressable_shards[0].data.shape == (1, 16)
 
 
-def test_jax_arrays_are_split_as_well():
+def test_jax_arrays_are_split_too():
     def collate(examples):
         return {name: jnp.asarray(x) for name, x in collate_fn(examples).items()}
 

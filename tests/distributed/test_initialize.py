@@ -1,4 +1,4 @@
-"""Real processes join, or say why they cannot."""
+"""Real processes connect, or raise errors."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh = rc.make_mesh()
 x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("data")))
-total = float(jax.jit(jnp.sum)(x))  # gloo prints of its own
+total = float(jax.jit(jnp.sum)(x))  # gloo prints its own messages
 print("sum", total, "of", jax.device_count(), "in", jax.process_index())
 """
 AGAIN = """
@@ -40,7 +40,7 @@ for wrong in ({"processes": 3}, {"coordinator": "elsewhere:1"}, {"local_devices"
     except ValueError as error:
         print(error)
 """
-# Variables of the launchers that are known, and of ours.
+# Environment variables of supported launchers, and of redcoast.
 VARIABLES = ("REDCOAST_", "SLURM_", "OMPI_", "PMIX_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
 NAMES = {*_LAUNCHERS, *_OF_JAX.values(), "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"}
 
@@ -52,9 +52,9 @@ def alone(monkeypatch):
 
 
 @pytest.mark.integration
-def test_processes_join_by_environment_and_once():
+def test_processes_connect_by_environment_variables_only_once():
     script = "import jax, redcoast as rc\nrc.initialize()\n" + AGAIN + SUM
-    nowhere = {"http_proxy": "http://127.0.0.1:9"}  # must not be asked for the way
+    nowhere = {"http_proxy": "http://127.0.0.1:9"}  # the proxy must not be used
     finished = run_processes(script, processes=2, devices=2, env=nowhere)
     for number, (code, output) in enumerate(finished):
         assert code == 0, output
@@ -92,7 +92,7 @@ def finish(process, timeout=900):
     ],
 )
 @pytest.mark.integration
-def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):
+def test_processes_connect_by_arguments_and_by_launcher(second):
     address = f"127.0.0.1:{free_port()}"
     if "SLURM_NTASKS" in second:
         job = 2**12 - (65536 - int(address.split(":")[1])) % 2**12
@@ -111,7 +111,7 @@ def test_a_process_joins_by_arguments_and_another_by_its_launcher(second):
         assert f"sum 6.0 of 4 in {number}" in output
 
 
-def test_alone_nothing_happens(monkeypatch):
+def test_a_single_process_does_nothing(monkeypatch):
     devices, handler = jax.devices(), signal.getsignal(signal.SIGTERM)
     rc.initialize()
     rc.initialize(processes=1)
@@ -140,9 +140,9 @@ def variables_of(launcher, port, number):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["kubeflow", "torchrun"])
-def test_processes_join_by_the_variables_of_their_launcher(launcher):
-    """Of Kubeflow Trainer's runtime for JAX, and of torchrun, whose agent listens on the port that
-    it names."""
+def test_processes_connect_by_the_variables_of_their_launcher(launcher):
+    """Kubeflow Trainer's runtime for JAX, and torchrun, whose agent listens on the port of
+    MASTER_PORT."""
     script = "import jax, redcoast as rc\nrc.initialize(timeout=60)" + SUM
     port = free_port()
     with contextlib.ExitStack() as stack:
@@ -172,14 +172,14 @@ def free_port_before_a_free_one():
         ({"MASTER_ADDR": "fe80::1"}, _Job("[fe80::1]:29500", 2, 1, None, 0)),
         ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, _Job("10.0.0.1:29501", 2, 1, None, 0)),
         ({"LOCAL_RANK": ""}, _Job("10.0.0.1:29500", 2, 1, None, None)),
-        ({"WORLD_SIZE": "1", "RANK": "0"}, _Job()),  # alone, as far as it knows
+        ({"WORLD_SIZE": "1", "RANK": "0"}, _Job()),  # a single process
         ({"RANK": ""}, _Job()),
         ({"MASTER_ADDR": ""}, _Job()),
         ({"MASTER_PORT": "x"}, _Job()),
     ],
     ids=str,
 )
-def test_what_torchrun_says(changes, expected, monkeypatch):
+def test_variables_of_torchrun(changes, expected, monkeypatch):
     given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
     for name, value in (given | {"LOCAL_RANK": "0"} | changes).items():
         monkeypatch.setenv(name, value)
@@ -207,10 +207,8 @@ def test_what_torchrun_says(changes, expected, monkeypatch):
         ({"JOB_COMPLETION_INDEX": "1"}, ("Indexed Job", "`processes=...` and `process_id=1`")),
     ],
 )
-def test_a_launcher_of_several_processes_that_are_not_joined_is_a_warning(
-    variables, words, monkeypatch, caplog
-):
-    """Each would train the same thing, into the same directory."""
+def test_unconnected_processes_of_a_launcher_warn(variables, words, monkeypatch, caplog):
+    """Otherwise all processes would train the same model in the same directory."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     rc.initialize()
@@ -234,25 +232,25 @@ def test_a_launcher_of_several_processes_that_are_not_joined_is_a_warning(
         dict.fromkeys(_LAUNCHERS, "1"),
         dict.fromkeys(_LAUNCHERS, "some"),
         {"JOB_COMPLETION_INDEX": "0"},
-        # A step of one task in a job of two nodes.
+        # A SLURM step with one task in a job with two nodes.
         {"SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "a"},
     ],
     ids=["ones", "no numbers", "the first pod", "a step of SLURM"],
 )
-def test_a_process_that_is_alone_is_not_warned(variables, monkeypatch, caplog):
+def test_a_single_process_does_not_warn(variables, monkeypatch, caplog):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     rc.initialize()
     assert not caplog.text
 
 
-def test_a_pod_of_its_own_is_alone(monkeypatch):
+def test_a_single_pod_does_nothing(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     rc.initialize()
     assert not jax.distributed.is_initialized()
 
 
-def test_missing_process_is_named():
+def test_a_missing_process_is_named():
     script = "import redcoast as rc\nrc.initialize(timeout=2)\n"
     (finished,) = run_processes(script, processes=1, env={"REDCOAST_PROCESSES": "2"})
     assert finished.returncode == 1
@@ -260,17 +258,17 @@ def test_missing_process_is_named():
     assert last.startswith("TimeoutError: Process 1 of 2 did not join within 2 s.")
 
 
-def test_all_that_came_learn_who_did_not():
+def test_all_connected_processes_name_the_missing_one():
     outcomes = meet_in_threads([(4, 0), (4, 1)], free_port(), 3)
     for error in outcomes.values():
         assert isinstance(error, TimeoutError)
         assert "4 did not join within 3 s" in str(error)
-    # If process 1 began first, it has given up and left before process 0 does.
+    # If process 1 started first, it times out before process 0.
     assert re.match("Processes (1, )?2 and 3 of 4 did not join", str(outcomes[0]))
 
 
 def run_here(**arguments):
-    """What `initialize` says in this process, which has used JAX: it must not get so far."""
+    """Returns the error of `initialize`, which must be raised before JAX is used."""
     with pytest.raises((OSError, ValueError)) as error:
         rc.initialize(**arguments)
     return str(error.value)
@@ -295,13 +293,13 @@ def test_nothing_listens_at_the_address():
     assert "nothing listens on that port" in said
 
 
-def test_no_machine_has_the_name():
+def test_an_unknown_host_name():
     said = meet_here("nowhere.invalid:1234", 3, 2, 2)
     assert "did not reach process 0 at nowhere.invalid:1234" in said
     assert "no machine of that name is known" in said
 
 
-def test_another_program_answers():
+def test_another_program_at_the_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -315,7 +313,7 @@ def test_another_program_answers():
     assert "another program" in said
 
 
-def test_port_of_the_coordinator_is_taken(monkeypatch):
+def test_the_port_of_the_coordinator_is_in_use(monkeypatch):
     monkeypatch.setattr("redcoast.distributed._rendezvous._PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -324,7 +322,7 @@ def test_port_of_the_coordinator_is_taken(monkeypatch):
 
 
 def meet_in_threads(members, port, timeout=300):
-    """The outcome of each of some processes, which are threads here."""
+    """Runs several members in threads, and returns their results."""
     from redcoast.distributed._rendezvous import meet
 
     outcomes = {}
@@ -343,26 +341,26 @@ def meet_in_threads(members, port, timeout=300):
     return outcomes
 
 
-def test_all_learn_how_many_share_the_machine():
+def test_processes_know_how_many_share_their_machine():
     outcomes = meet_in_threads([(20, i) for i in range(20)], free_port())
     assert outcomes == dict.fromkeys(range(20), 20)
 
 
-def test_processes_that_disagree_about_their_number_are_told():
+def test_different_numbers_of_processes_raise():
     outcomes = meet_in_threads([(3, 0), (2, 1)], free_port())
     for error in outcomes.values():
         assert isinstance(error, ValueError)
         assert "was started as one of 2 processes, but process 0 " in str(error)
 
 
-def test_two_with_one_number_are_told():
+def test_two_processes_with_one_id_raise():
     outcomes = meet_in_threads([(3, 0), (3, 1), (3, 1)], free_port())
     for error in outcomes.values():
         assert isinstance(error, ValueError)
         assert "Two processes were started as process 1" in str(error)
 
 
-def test_a_process_that_left_is_missing_and_may_come_back():
+def test_a_process_may_time_out_and_connect_again():
     port = free_port()
     outcomes = []
     first = threading.Thread(target=lambda: outcomes.append(meet_in_threads([(3, 0)], port, 300)))
@@ -377,7 +375,7 @@ def test_a_process_that_left_is_missing_and_may_come_back():
 
 
 @pytest.mark.integration
-def test_error_of_one_process_ends_it_though_others_wait():
+def test_a_failing_process_exits_while_others_wait():
     script = """
 import jax, time, redcoast as rc
 rc.initialize()
@@ -394,7 +392,7 @@ time.sleep(300)
 
 
 @pytest.mark.integration
-def test_sigterm_is_for_python_and_its_default():
+def test_sigterm_reaches_python_and_then_has_its_default_action():
     script = """
 import jax, signal, time, redcoast as rc
 from redcoast.loop._stop import stop_signals
@@ -464,7 +462,7 @@ def test_bad_variables(name, value, says, monkeypatch):
     assert says in run_here()
 
 
-def test_addresses_of_ipv6_stand_in_brackets():
+def test_ipv6_addresses_have_brackets():
     from redcoast.distributed._rendezvous import split_address
 
     assert split_address("[fe80::1]:1234") == ("fe80::1", 1234)
@@ -474,15 +472,15 @@ def test_addresses_of_ipv6_stand_in_brackets():
 @pytest.mark.parametrize(
     ("local_id", "here", "visible", "expected"),
     [
-        (None, 2, None, None),  # no launcher that starts one for each
-        (0, 1, None, None),  # alone on its machine: all of them
+        (None, 2, None, None),  # no launcher with one process per accelerator
+        (0, 1, None, None),  # a single process on its machine uses all
         (0, 1, "0,1", None),
         (1, 2, None, [1]),
         (1, 2, "0,1", [1]),
-        (1, 2, "1", None),  # the launcher shows each its own
+        (1, 2, "1", None),  # the launcher already restricts the devices
     ],
 )
-def test_processes_of_one_machine_take_an_accelerator_each(
+def test_processes_of_one_machine_use_one_accelerator_each(
     local_id, here, visible, expected, monkeypatch
 ):
     from redcoast.distributed._initialize import _local_device_ids

@@ -26,11 +26,11 @@ def test_three_axes_of_type_auto():
         ({"data": 2, "model": -1}, (2, 1, 4)),
     ],
 )
-def test_one_size_takes_the_devices_that_are_left(sizes, shape):
+def test_one_size_uses_the_remaining_devices(sizes, shape):
     assert rc.make_mesh(**sizes).devices.shape == shape
 
 
-def test_neighbours_are_on_model():
+def test_neighbouring_devices_are_on_model():
     mesh = rc.make_mesh(model=4)
     assert [d.id for d in mesh.devices[0, 0]] == [0, 1, 2, 3]
 
@@ -62,14 +62,14 @@ def device(id, process_index=0, slice_index=None, platform="gpu"):
     )
 
 
-def test_hosts_fall_on_data_in_whatever_order_they_come():
+def test_hosts_are_on_data_in_any_order():
     devices = [device(i, process_index=i % 2) for i in range(8)]
     mesh = _arrange(devices, (2, 1, 4))
     hosts = np.vectorize(lambda d: d.process_index)(mesh)
     assert (hosts == np.array([0, 1]).reshape(2, 1, 1)).all()
 
 
-def test_slices_are_split_off_the_leading_axes():
+def test_slices_are_on_the_leading_axes():
     assert _split_off((4, 2, 8), 2) == ((2, 1, 1), (2, 2, 8))
     assert _split_off((2, 4, 8), 8) == ((2, 4, 1), (1, 1, 8))
     with pytest.raises(ValueError, match="3 slices"):
@@ -82,7 +82,7 @@ def test_a_batch_is_split_where_it_divides():
     assert batch_sharding(mesh, 6).spec == P()
 
 
-def test_the_ambient_mesh_comes_before_the_default():
+def test_the_ambient_mesh_takes_precedence_over_the_default():
     mesh = rc.make_mesh(model=8)
     with jax.set_mesh(mesh):
         assert ambient_or_default(None) == mesh
@@ -94,5 +94,5 @@ def test_devices_cannot_be_emulated_after_the_first_use():
     jax.devices()
     with pytest.raises(ValueError, match="top of the script"):
         rc.emulate_devices(4)
-    with pytest.raises(ValueError, match="`count` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`count` is 0. It must be at least 1."):
         rc.emulate_devices(0)

@@ -1,4 +1,4 @@
-"""GPUs that are not there, and their own compiler: `nox -s dryrun-cuda`."""
+"""The CUDA compiler without a GPU: `nox -s dryrun-cuda`."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def compiled(fn, devices, *shapes, dtype=jnp.float32) -> Any:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CARDS)
 def test_a_small_program(name, dtype):
-    """In a process that uses JAX on the CPU; its devices stay as they are."""
+    """In a process that uses JAX on the CPU; its devices do not change."""
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(f"{name}:2x4")
@@ -46,7 +46,7 @@ def test_a_small_program(name, dtype):
     assert jax.devices() == before
 
 
-def test_what_is_said_of_an_old_card():
+def test_notes_on_an_old_card():
     (note,) = target_devices(parse_target("1080ti:2")).notes
     assert "not `jax.nn.dot_product_attention` in 16 bits" in note
     shape = (2, 128, 4, 64)
@@ -62,8 +62,8 @@ def test_what_is_said_of_an_old_card():
         compiled(attention, old, shape, dtype=jnp.bfloat16)
 
 
-def test_no_card_is_ever_too_small():
-    """Unlike that of TPUs the compiler accepts any size: `fits` is a comparison."""
+def test_programs_are_never_rejected_on_gpus():
+    """Unlike the TPU compiler, it accepts any size, so `fits` is a comparison."""
     target = parse_target("l4:2")
     rows = target.chip.memory // 2**18
     program = compiled(lambda x: x + 1, target_devices(target).devices, (4 * rows, 2**18))
@@ -81,8 +81,8 @@ print(target_devices(parse_target("h100:2x8")).compiler, jax.devices()[0].platfo
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
 @pytest.mark.parametrize("first", ["", "jax.numpy.ones(3).sum()"])
-def test_where_nobody_told_jax_to_use_the_cpu(first):
-    """Without a GPU, JAX leaves its plugin out when it is first used."""
+def test_without_jax_platforms(first):
+    """Without a GPU, JAX does not load its plugin when it is first used."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILER.format(first=first)],

@@ -1,4 +1,4 @@
-"""Dry runs: against a step compiled by hand, sums, words, errors; for the CPU's compiler."""
+"""Dry runs with the CPU compiler: the figures, the report, suggested changes, and errors."""
 
 import functools as ft
 import gc
@@ -54,7 +54,7 @@ def run():
 
 
 @pytest.mark.thorough
-def test_the_step_is_the_one_that_a_loop_compiles(run):
+def test_the_step_is_the_one_that_fit_compiles(run):
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     state = eqx.filter_eval_shape(rc.init_state, init_fn, OPTIMIZER, key=jax.random.key(0))
     plan = rc.plan_shardings(state, mesh, fn=loss_fn, args=(TOKENS, jax.random.key(0)))
@@ -70,7 +70,7 @@ def test_the_step_is_the_one_that_a_loop_compiles(run):
     assert str(run.plan) == str(plan)
 
 
-def test_no_array_is_made():
+def test_no_arrays_are_created():
     def traced(key):
         assert isinstance(key, Tracer)
         return init_wide(key)
@@ -132,18 +132,20 @@ def test_report_is_plain_data(run):
 def test_table(run):
     text = str(run)
     assert all(len(line) <= 80 for line in text.splitlines())
-    for words in ("It fits: ", "Memory of each device", "temporaries", "Sent by each device"):
+    for words in ("It fits: ", "Memory per device", "temporaries"):
         assert words in text
-    for words in ("model: all-reduce, forward: dot_general", "<- binds", "rough guesses"):
+    for words in ("Communication per device and step: ", "model: all-reduce, forward: dot_general"):
+        assert words in text
+    for words in ("Upper bound on utilisation: ", "<- the bottleneck", "rough guesses"):
         assert words in text
 
 
-def test_mesh_is_chosen_by_price():
+def test_mesh_is_chosen_by_estimated_cost():
     given = (init_wide, wide_loss, WIDE, OPTIMIZER)
     # Copies of the model do not fit, and there are few examples for its size.
     assert rc.dry_run(*given, target="cpu:2").mesh["data"] == 1
     alone = rc.dry_run(*given, target="cpu:1", suggest=False)
-    assert "Nothing is sent" in str(alone)
+    assert "Devices do not communicate" in str(alone)
     assert alone.sent_bytes == 0
     # Two products forward, and three backward: the batch has no gradient.
     assert alone.arithmetic == {"float32": 5 * 2 * 8 * 2**14 * 2**15}
@@ -157,7 +159,7 @@ def test_a_step_that_is_too_large():
     assert [change.what.partition(" ")[0] for change in run.changes] == ["mesh"]
     assert run.changes[0].peak <= run.memory["usable"]
     assert "It does not fit: " in str(run)
-    assert "It fits with any one of these changes" in str(run)
+    assert "Each of these changes makes it fit" in str(run)
     again = rc.dry_run(
         init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:8", mesh=run.changes[0].mesh
     )
@@ -205,7 +207,7 @@ def test_changes_are_the_smallest_of_their_kind(run):
     ]
 
 
-def test_changes_go_together_where_none_is_enough(run):
+def test_changes_are_combined_if_none_is_enough(run):
     peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
     found, seen = changes_for(run, peak, 70)
     assert found == ['mesh data=2, fsdp=2, model=1 and remat="full" in the model and accumulate=4']
@@ -216,7 +218,7 @@ def test_changes_go_together_where_none_is_enough(run):
     assert changes_for(run, peak, 10)[0] == []
 
 
-def test_a_change_that_cannot_be_compiled_is_passed_over(run):
+def test_a_change_that_cannot_be_compiled_is_skipped(run):
     def peak(split, rows, remat, low):
         if split > 1:
             raise RuntimeError("The compiler failed.")
@@ -232,7 +234,7 @@ def failing(message):
     return compile
 
 
-def test_a_step_that_its_compiler_refuses(monkeypatch):
+def test_a_step_that_the_compiler_rejects(monkeypatch):
     message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (57.50G) exceeds available HBM (30.75G)."
@@ -247,8 +249,8 @@ def test_a_step_that_its_compiler_refuses(monkeypatch):
     text = str(run)
     for words in (
         "at least 57.50 of 16.00 GiB",
-        "bytes sent are not known",
-        "No change",
+        "The communication is not known",
+        "None of the compiled changes",
         "GFLOP in float32",
     ):
         assert words in text
@@ -256,13 +258,13 @@ def test_a_step_that_its_compiler_refuses(monkeypatch):
     assert json.dumps(run.report)
 
 
-def test_a_compiler_that_fails_says_so(monkeypatch):
+def test_a_compiler_failure_is_reported(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", failing("INTERNAL: no tile sizes"))
     with pytest.raises(RuntimeError, match="another mesh or another batch.*no tile sizes"):
         rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:2", mesh={"model": 2})
 
 
-def test_without_a_compiler_that_of_the_cpu_stands_in(monkeypatch):
+def test_the_cpu_compiler_replaces_a_missing_one(monkeypatch):
     monkeypatch.setattr(devices, "_installed", lambda compiler: False)
     given = (init_wide, wide_loss, WIDE, OPTIMIZER)
     run = rc.dry_run(*given, target="v4:2x2x1", mesh={"model": 4})
@@ -273,7 +275,7 @@ def test_without_a_compiler_that_of_the_cpu_stands_in(monkeypatch):
 
 
 def init_odd(key):
-    """With counters, a frozen array in 8 bits, and a key among the arrays."""
+    """A model with counters, a frozen array in 8 bits, and a key."""
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
     more = {"w": jnp.zeros((8, 8)), "steps": jnp.zeros((), jnp.int32), "key": jax.random.key(0)}
     return more | {"norm": model, "state": state, "frozen": jnp.zeros((8, 8), jnp.int8)}
@@ -296,14 +298,14 @@ def test_models_with_other_arrays_than_weights():
     assert run.memory["gradients"] == 4 * (64 + 8 + 8)
 
 
-def test_an_ambient_mesh_of_other_devices_is_left():
+def test_an_ambient_mesh_of_other_devices_is_ignored():
     with jax.set_mesh(rc.make_mesh(model=2)):
         run = rc.dry_run(init_wide, wide_loss, WIDE, OPTIMIZER, target="cpu:2", mesh={"model": 2})
         assert run.mesh == {"data": 1, "fsdp": 1, "model": 2}
         assert not jax.sharding.get_mesh().empty
 
 
-def test_what_is_wrong_with_the_loss_is_said_as_it_is():
+def test_errors_of_the_loss_are_not_changed():
     def wrong(model, x, key):
         raise ValueError("my own error")
 
@@ -329,7 +331,7 @@ def test_rematerialised_models_compute_the_same():
     [
         ("jit(f)/jvp()/while/body/dot_general", "forward: dot_general"),
         ("jit(f)/transpose(jvp())/while/body/checkpoint/(mul:add:mul)", "backward: add, mul"),
-        ("jit(f)/transpose(jvp())/rematted_computation/exp", "computed again: exp"),
+        ("jit(f)/transpose(jvp())/rematted_computation/exp", "rematerialised: exp"),
         ("jit(f)/reduce_sum", "outside the gradient: reduce_sum"),
         (None, "not named by the compiler"),
     ],
@@ -338,7 +340,7 @@ def test_causes_in_words(source, words):
     assert cause(source) == words
 
 
-def test_what_a_tpus_compiler_says_as_it_refuses():
+def test_out_of_memory_messages_of_the_tpu_compiler():
     used = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Used 139.02G of 30.75G hbm."
     assert needed_bytes(used) == round(139.02 * 2**30)
     temporaries = "the total memory required for HLO temporaries (57.5G) exceeds available HBM"

@@ -1,4 +1,4 @@
-"""Contractions counted in programs, against formulas and against the compiler's own count."""
+"""Counts of contractions, compared with formulas and with the compiler's own count."""
 
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
-from redcoast.dryrun._flops import contractions, count_contractions
+from redcoast.dryrun._flops import contractions
 from redcoast.losses import cross_entropy
 from redcoast.models import GPT2, GPT2Config, Llama, LlamaConfig
+from redcoast.sharding.solver._figures import Arithmetic
 
 BATCH, SEQ, VOCAB, WIDTH, LAYERS, HIDDEN, HEADS = 4, 32, 192, 64, 3, 176, 4
 SIZES: dict[str, Any] = {
@@ -37,7 +38,7 @@ def array(*shape, dtype=jnp.float32):
 
 
 def count(fn, *args):
-    return count_contractions(jax.make_jaxpr(fn)(*args))
+    return contractions(jax.make_jaxpr(fn)(*args)).flops
 
 
 def make(name, remat: Any = "none"):
@@ -60,7 +61,7 @@ def count_step(name, *, remat="none", **options):
 
 
 def abstract(init):
-    """The arrays of what `init(key)` makes, and all else."""
+    """The arrays of the result of `init(key)`, and everything else."""
     tree = eqx.filter_eval_shape(init, jax.random.key(0))
     return eqx.partition(tree, lambda x: isinstance(x, jax.ShapeDtypeStruct))
 
@@ -80,14 +81,14 @@ def test_models_forward(name):
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_training_steps(name, remat):
-    # Computed again are all the layers but their last product, which nothing backward needs, or
+    # All layers are recomputed except their last product, which the backward pass does not need, or
     # only scores and what they weigh.
     again = {"none": 0, "full": forward(name) - HEAD - FEED_FORWARD, "dots": ATTENTION}[remat]
     found = count_step(name, remat=remat)
     assert found == {"float32": pytest.approx(3 * forward(name) + again, rel=0.01)}
 
 
-def test_a_step_in_microbatches_takes_as_much():
+def test_accumulation_does_not_change_the_count():
     assert count_step("gpt2", accumulate=2) == count_step("gpt2")
 
 
@@ -225,7 +226,7 @@ def _counted(i, step, test):
         i += step
 
 
-def test_a_loop_inside_a_loop_knows_what_the_outer_one_carries():
+def test_trip_count_of_an_inner_loop_from_the_outer_carry():
     def outer(carry, _):
         n, x = carry
         return (n, jax.lax.fori_loop(0, n, lambda i, x: x @ x, x)), None
@@ -234,7 +235,7 @@ def test_a_loop_inside_a_loop_knows_what_the_outer_one_carries():
     assert found == {"float32": 6 * ONE}
 
 
-def test_loops_that_end_when_the_data_says_count_once_and_are_reported():
+def test_data_dependent_loops_count_once_and_are_reported():
     loop = lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 1, lambda x: x @ x, x)
     found = contractions(jax.make_jaxpr(lambda x: loop(x) @ x)(SQUARE))
     assert (found.flops, found.open_loops) == ({"float32": 2 * ONE}, 1)
@@ -246,13 +247,13 @@ def test_loops_that_end_when_the_data_says_count_once_and_are_reported():
     assert contractions(jax.make_jaxpr(empty)(SQUARE)).open_loops == 0
 
 
-def test_of_a_choice_the_dearest_branch_counts():
+def test_the_most_expensive_branch_counts():
     branches = [lambda x: x, lambda x: x @ x @ x, lambda x: x @ x]
     found = count(lambda i, x: jax.lax.switch(i, branches, x), array(dtype=jnp.int32), SQUARE)
     assert found == {"float32": 2 * ONE}
 
 
-def test_what_is_not_used_does_not_count():
+def test_unused_results_do_not_count():
     assert count(lambda x: (x @ x, x + 1)[1], SQUARE) == {}
 
 
@@ -270,7 +271,7 @@ def test_vmap_and_custom_derivatives():
     assert count(jax.remat(smooth), SQUARE) == {"float32": ONE}
 
 
-def test_solvers_count_what_solves():
+def test_solvers_count_their_contractions():
     solve = lambda a, b: jax.lax.custom_linear_solve(
         lambda x: a @ x, b, lambda matvec, b: matvec(matvec(b)), symmetric=True
     )
@@ -288,7 +289,7 @@ def test_shard_map_counts_every_device(axes):
     assert found == {"float32": 2 * 64 * 8 * 8}
 
 
-def test_what_devices_of_an_axis_all_do_counts_once():
+def test_replicated_work_counts_once():
     mesh = rc.make_mesh(data=2, model=4)
     fn = jax.shard_map(
         lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
@@ -296,8 +297,8 @@ def test_what_devices_of_an_axis_all_do_counts_once():
     assert count(fn, array(64, 8), SQUARE) == {"float32": 2 * 64 * 8 * 8}
 
 
-def test_constrained_programs_count_as_they_were():
-    """Of grouped convolutions too, each of which is computed by each device for itself."""
+def test_constraints_do_not_change_the_count():
+    """Also for grouped convolutions, all of which each device computes."""
 
     def loss(params, x, key):
         x = convolve(x, params["depth"], groups=16, padding="SAME")
@@ -328,7 +329,7 @@ def test_kernels_count_for_each_point_of_their_grid():
 
 
 def test_ragged_products_count_each_row_once():
-    """The same, forward and for both gradients."""
+    """The count is the same for the forward pass and for both gradients."""
     groups = jnp.array([5, 3, 4])
     loss = lambda x, w: jnp.sum(jnp.square(jax.lax.ragged_dot(x, w, groups)))
     found = count(jax.value_and_grad(loss, argnums=(0, 1)), array(12, 8), array(3, 8, 16))
@@ -343,20 +344,20 @@ def test_ragged_products_count_each_row_once():
         ({"data": 2, "model": 4}, 8),
     ],
 )
-def test_a_plan_says_how_much_of_it_each_device_does(sizes, parts):
+def test_a_plan_reports_the_arithmetic_of_each_device(sizes, parts):
     model = {"up": array(64, 256), "down": array(256, 64)}
     loss = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
     mesh = rc.make_mesh(**sizes)
     plan = rc.plan_shardings(model, mesh, fn=loss, args=(array(32, 64), None))
     # Three passes of two products, less the gradient for the batch.
     flops = 2 * 32 * 64 * 256 * 5
-    assert plan.report["arithmetic"] == {"flops": flops, "per_device": flops / parts}
+    assert plan.report.program.arithmetic == Arithmetic(flops, flops / parts)
 
 
-def test_what_a_plan_does_not_split_every_device_does():
+def test_replicated_arithmetic_is_done_by_every_device():
     """A batch of 30 does not divide over `data`; nor 9 columns over `model`."""
     loss = lambda w, x, key: jnp.sum(x @ w)
     mesh = rc.make_mesh(data=4, model=2)
     plan = rc.plan_shardings(array(7, 9), mesh, fn=loss, args=(array(30, 7), None))
     flops = 2 * 30 * 7 * 9 * 2
-    assert plan.report["arithmetic"] == {"flops": flops, "per_device": flops}
+    assert plan.report.program.arithmetic == Arithmetic(flops, flops)

@@ -1,7 +1,7 @@
-"""Collectives read out of compiled HLO, against programs whose traffic is known by hand.
+"""Collectives read from compiled HLO, for programs whose communication is known.
 
 Programs for CPU are compiled here, on a mesh of data=2, fsdp=2, model=2. `test_hlo_stored.py` has
-those of compilers for GPU and TPU, `test_hlo_text.py` what is written by hand.
+those of compilers for GPU and TPU, `test_hlo_text.py` has hand-written ones.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ shift = lambda x: jax.lax.ppermute(x, ("fsdp", "model"), [(i, (i + 1) % 4) for i
         (shift, "collective-permute", 1024),
     ],
 )
-def test_what_four_devices_send_by_kind(fn, kind, sent):
+def test_bytes_of_each_kind_of_collective(fn, kind, sent):
     (found,) = manual(fn)
     assert brief([found]) == [(kind, ("fsdp", "model"), 1, 1024)]
     assert (found.group_size, found.sent_bytes) == (4, sent)
@@ -82,7 +82,7 @@ def test_several_arrays_in_one_collective():
     assert brief([found]) == [("all-reduce", ("model",), 1, 1024 + 16)]
 
 
-def test_groups_that_are_no_product_of_axes():
+def test_groups_that_are_not_a_product_of_axes():
     over = jax.shard_map(
         lambda x: jax.lax.psum(x, "x", axis_index_groups=[[0, 3], [1, 2], [4, 7], [5, 6]]),
         mesh=Mesh(jax.devices(), "x", axis_types=(AxisType.Auto,)),
@@ -115,7 +115,7 @@ def test_a_loop_over_a_range():
     assert (found.count, found.exact) == (7, True)
 
 
-def test_loops_that_depend_on_data_count_once_and_say_so():
+def test_data_dependent_loops_count_once_and_are_marked():
     body = lambda c: jnp.tanh(jax.lax.psum(c, "model"))
     (found,) = manual(lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, body, x))
     assert (found.count, found.exact) == (1, False)
@@ -131,7 +131,7 @@ def test_a_condition_runs_once_more_than_its_body():
     assert (found.count, found.operand_bytes, found.exact) == (2, 4, False)
 
 
-def test_the_branch_that_sends_most_counts():
+def test_the_branch_with_the_most_communication_counts():
     once = lambda x: jax.lax.psum(x, "model")
     twice = lambda x: jax.lax.psum(jnp.sin(jax.lax.psum(x, "fsdp")), "data")
     found = manual(
@@ -151,7 +151,7 @@ def megatron(fsdp=None):
     return weights, shape((64, 256), ("data", "fsdp"))
 
 
-def test_two_matrices_split_as_by_megatron():
+def test_two_matrices_sharded_as_in_megatron():
     output = ("all-reduce", ("model",), 1, 16 * 256 * 4)
     assert brief(compiled(feed_forward, *megatron())) == [
         output,
@@ -165,7 +165,7 @@ def test_two_matrices_split_as_by_megatron():
     assert sum(each.operand_bytes for each in rest) == 2 * 256 * 256 * 4
 
 
-def test_weights_stored_split_are_gathered_in_each_layer():
+def test_fsdp_sharded_weights_are_gathered_in_each_layer():
     def loss(weights, x):
         whole = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(cube(), P()))
         step = lambda x, w: (x + jnp.tanh(x @ whole(w)), None)
@@ -180,7 +180,7 @@ def test_weights_stored_split_are_gathered_in_each_layer():
     ]
 
 
-def test_data_parallelism_sends_the_gradients_once():
+def test_data_parallelism_communicates_the_gradients_once():
     weights = [shape((48, 48)) for _ in range(3)]
     loss = lambda weights, x: jnp.mean(jnp.tanh(x @ weights[0] @ weights[1]) @ weights[2])
     found = compiled(jax.grad(loss), weights, shape((64, 48), AXES))
@@ -189,7 +189,7 @@ def test_data_parallelism_sends_the_gradients_once():
     assert sent_bytes(found) == 3 * 48 * 48 * 4 * 2 * 7 // 8
 
 
-def test_nothing_is_sent():
+def test_programs_without_communication():
     assert compiled(lambda x: x * 2, shape((64, 32), AXES)) == []
     assert compiled(lambda x: x.sum(), jax.ShapeDtypeStruct((64, 32), jnp.float32)) == []
 
@@ -202,8 +202,8 @@ def test_nothing_is_sent():
         (P("model", ("data", "fsdp")), [("data", "fsdp"), ("model",)]),
     ],
 )
-def test_gathering_what_lies_on_axes_in_another_order(spec, axes):
-    """The compiler writes the groups of these with the order of devices."""
+def test_gathering_over_axes_in_another_order(spec, axes):
+    """The compiler writes these groups with the order of the devices."""
     whole = NamedSharding(cube(), P())
     found = compiled(
         lambda x: jax.lax.with_sharding_constraint(x * 2, whole), shape((64, 32), *spec)
@@ -211,7 +211,7 @@ def test_gathering_what_lies_on_axes_in_another_order(spec, axes):
     assert sorted(each.axes for each in found) == sorted(axes)
 
 
-def test_what_the_program_names_its_parts_is_not_read():
+def test_names_in_the_program_are_ignored():
     def tricky(x):
         with jax.named_scope('calls=%x, replica_groups={{7,9}} chain_id="1" (('):
             return jax.lax.psum(x, "model")

@@ -1,4 +1,4 @@
-"""Collectives read out of programs that compilers for GPU and TPU made: `hlo/make.py` stored them.
+"""Collectives read from programs of GPU and TPU compilers, stored by `hlo/make.py`.
 
 The mesh is data=2, fsdp=2, model=2. float32 has 4 bytes, bfloat16 2, and int4 half of one.
 """
@@ -55,7 +55,7 @@ def test_stored_scans(platform):
 
 @pytest.mark.parametrize("platform", ["a100", "v4"])
 def test_stored_loops_with_counters_of_all_kinds(platform):
-    """12, 10, ..., 2; then 1, 4, 7, 10; then as long as the data says."""
+    """12, 10, ..., 2; then 1, 4, 7, 10; then a number that depends on the data."""
     found = stored(platform, "counters")
     assert [(each.axes, each.count, each.exact) for each in found] == [
         (("data",), 6, True),
@@ -75,7 +75,7 @@ def test_stored_exchanges_of_started_and_packed_arrays(platform):
 
 @pytest.mark.parametrize("platform", ["a100", "v4"])
 def test_stored_sequence_parallel_network(platform):
-    """Forward a gather before and a scattered sum behind, backward the same, and two gradients."""
+    """A gather before and a reduce-scatter after, in both passes, and two gradients."""
     tokens, weight = 16 * 256 * 4096 * 2, 4096 * 8192 * 2
     assert table(platform, "sequence") == [
         row("all-reduce", ["data", "fsdp"], 2, 2 * weight, 2 * weight * 2 * 3 // 4),
@@ -107,7 +107,7 @@ def test_a_collective_beside_several_fusions_counts_once():
 
 
 def test_stored_product_in_windows():
-    """A100 gathers 8 shards. TPU passes them around in a loop of 2, two at a time both ways."""
+    """A100 gathers 8 shards. TPU passes them on in a loop of 2, two at a time, each way."""
     shard = 4096 // 8 * 16384 * 2
     assert brief(stored("a100", "windowed")) == [("all-gather", AXES, 1, shard)]
     assert table("v4", "windowed") == [
@@ -125,7 +125,7 @@ def test_the_mesh_may_be_abstract_or_a_dict():
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_damage_is_refused_or_does_no_harm(data):
+def test_damaged_text_is_rejected_or_harmless(data):
     name = data.draw(st.sampled_from(["v4_counters", "a100_exchange", "v4_sequence"]))
     text = (STORED / f"{name}.txt").read_text()
     start = data.draw(st.integers(0, len(text)))

@@ -1,4 +1,4 @@
-"""HLO written by hand: the syntax that the compiled programs do not happen to show, and errors."""
+"""Hand-written HLO: syntax that the compiled programs do not contain, and errors."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def brief(found):
 
 
 def module(*lines, header="num_partitions=8", more=""):
-    """A program of one array of 1024 bytes, `%x`, with these lines."""
+    """A program with these lines and an array `%x` of 1024 bytes."""
     return "\n".join(
         [
             f"HloModule jit_f, {header}",
@@ -69,7 +69,7 @@ def test_every_way_to_write_groups(groups, axes):
     assert reduced(attributes) == (axes, 2 ** len(axes))
 
 
-def test_groups_of_one_device_send_nothing():
+def test_groups_of_one_device_do_not_communicate():
     flags = "channel_id=1, use_global_device_ids=true"
     (found,) = read(f"%s = f32[256]{{0}} all-gather(%x), {flags}, replica_groups=[8,1]<=[8]")
     assert (found.axes, found.group_size, found.sent_bytes) == ((), 1, 0)
@@ -139,7 +139,7 @@ def test_kinds_that_this_cpu_cannot_run():
 
 
 def counted(init, bound, direction, move="add(%one, %i)", backend="", more=""):
-    """How often a loop sums, by what its counter is compared with."""
+    """The number of sums in a loop, by the comparison of its counter."""
     computations = f"""%body (p: (s32[], f32[256], s32[])) -> (s32[], f32[256], s32[]) {{
   %p = (s32[], f32[256], s32[]) parameter(0)
   %one = s32[] constant(1)
@@ -245,7 +245,7 @@ def test_sizes_of_arrays(array, size):
     assert size_in_bytes(array) == size
 
 
-def test_text_that_is_no_compiled_program():
+def test_text_that_is_not_a_compiled_program():
     with pytest.raises(ValueError, match="This is not compiled HLO.*compile\\(\\).as_text"):
         collectives(jax.jit(lambda x: x * 2).lower(1.0).as_text(), SIZES)
     with pytest.raises(ValueError, match="returned None"):
@@ -264,7 +264,7 @@ def test_text_that_is_cut_off_or_damaged():
         collectives(module().replace("%x =", "%x"), SIZES)
 
 
-def test_references_to_what_is_not_there():
+def test_references_to_missing_instructions():
     with pytest.raises(ValueError, match="a missing instruction `y`"):
         read(f"%s = f32[256]{{0}} all-reduce(%y), {FLAGS}")
     with pytest.raises(ValueError, match="a missing computation `y`"):

@@ -1,4 +1,4 @@
-"""A language model trains to the same losses however it is split."""
+"""A language model trains to the same losses on all meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
+from problem import quiet
 
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
@@ -31,8 +32,7 @@ def losses(mesh):
         batch_size=16,
         steps=20,
         mesh=mesh,
-        log=lambda metrics, step: found.append(metrics["loss"]),
-        progress=False,
+        log=quiet(lambda metrics, step: found.append(metrics["loss"])),
     )
     return found
 

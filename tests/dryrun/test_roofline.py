@@ -1,4 +1,4 @@
-"""The least time of a step, computed by hand."""
+"""Lower bounds on the time of a step, compared with bounds computed by hand."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_axes_whose_bandwidth_together_is_known():
     assert found.network == {"data+fsdp": 2.5}
 
 
-def test_groups_of_devices_that_are_no_axes_are_as_fast_as_the_fastest_axis():
+def test_other_groups_of_devices_are_as_fast_as_the_fastest_axis():
     assert bounds(sent_bytes={"": 4e10}).network == {"": 2.0}
 
 
@@ -72,11 +72,11 @@ def test_each_dtype_has_a_rate(dtype, rate):
     assert bounds(flops={dtype: 8e12}).arithmetic == 8e12 / rate
 
 
-def test_dtypes_take_turns():
+def test_times_of_dtypes_add_up():
     assert bounds(flops={"float32": 1e12, "bfloat16": 2e12}).arithmetic == 1.5
 
 
-def test_equal_bounds_are_arithmetics():
+def test_arithmetic_is_the_bottleneck_if_bounds_are_equal():
     assert bounds(moved_bytes=2e11).binding == "arithmetic"
 
 

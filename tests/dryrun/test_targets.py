@@ -1,4 +1,4 @@
-"""Accelerators by name: what there is, the devices to compile for, and how fast they talk."""
+"""Targets: their names, the devices to compile for, and their bandwidths."""
 
 import dataclasses
 import os
@@ -74,7 +74,7 @@ def test_names(name, chip, count, hosts, shape):
         ("cpu:100000", "at most 512"),
     ],
 )
-def test_what_does_not_exist_is_named_with_what_does(name, message):
+def test_unknown_targets_are_listed_with_valid_ones(name, message):
     with pytest.raises(ValueError, match=message) as found:
         parse_target(name)
     assert repr(name) in str(found.value)
@@ -108,7 +108,7 @@ def test_figures_are_plausible():
 
 @pytest.mark.parametrize("chip", GPUS, ids=lambda chip: chip.name)
 def test_descriptions_of_cards(chip):
-    """Their peak rate and their memory agree with what is in the table, which is from elsewhere."""
+    """Peak rate and memory agree with the table of chips, which has another source."""
     text = gpu_config(chip)
     fields = dict(re.findall(r"^  (\w+): ([\d.]+)$", text, re.M))
     capability = re.search(r"major: (\d) minor: (\d)", text)
@@ -124,26 +124,26 @@ def test_descriptions_of_cards(chip):
 
 
 def held(devices, model=4) -> int:
-    """Bytes that each device holds of the argument of a program that is split over some."""
+    """The bytes of a program's sharded argument on each device."""
     mesh = rc.make_mesh(model=model, devices=devices)
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
     memory: Any = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile().memory_analysis()
     return memory.argument_size_in_bytes
 
 
-def test_more_devices_of_the_cpu_than_there_are():
+def test_more_cpu_devices_than_the_process_has():
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     found = target_devices(parse_target("cpu:64"))
     assert (len(found.devices), found.compiler) == (64, "cpu")
-    assert "no published specifications" in found.notes[0]
+    assert "no official specifications" in found.notes[0]
     assert held(found.devices, model=64) == 64 * 64 * 4 // 64
     assert jax.devices() == before
     assert target_devices(parse_target("cpu:64")).devices == found.devices
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v4:2x2x2", "tpu"), ("h100:2x4", "cuda12")])
-def test_without_a_compiler_that_of_the_cpu_stands_in(name, extra, monkeypatch):
+def test_the_cpu_compiler_replaces_a_missing_one(name, extra, monkeypatch):
     monkeypatch.setattr(devices_module, "_installed", lambda compiler: False)
     found = target_devices(parse_target(name))
     assert (len(found.devices), found.compiler) == (8, "cpu")
@@ -178,7 +178,7 @@ def test_the_environment_is_as_before(monkeypatch):
 
 
 def together(name, **sizes):
-    """On devices of the CPU in the target's place, in units of a link."""
+    """Bandwidths with CPU devices in place of the target's, in units of a link."""
     target = parse_target(name)
     mesh = rc.make_mesh(
         **sizes, devices=target_devices(parse_target(f"cpu:{target.count}")).devices
@@ -203,14 +203,14 @@ def test_cards_of_one_host_and_of_several():
     assert bandwidths("h100:2x4", fsdp=8, data=1) == pytest.approx(
         {"data": 1, "fsdp": network * 4 * (7 / 8) / (1 / 2), "model": 1}
     )
-    # With all eight of a host at once, NVLink is what binds.
+    # With all eight of a host at once, NVLink is the bottleneck.
     assert bandwidths("h100:2x8", fsdp=16, data=1)["fsdp"] == 1
     assert bandwidths("1080ti:2", model=2) == {"data": 1, "fsdp": 1, "model": 1}
     assert bandwidths("cpu:8", model=4) == {"data": 1, "fsdp": 1, "model": 1}
 
 
 def test_links_of_a_torus():
-    # Closed rings of four send both ways; two dimensions, twice as much.
+    # Closed rings of four send in both directions; two dimensions double the bandwidth.
     ring = {"data": 2, "fsdp": 2, "model": 2}
     assert bandwidths("v4:4x4x4", data=4, fsdp=4, model=4) == ring
     assert bandwidths("v4:4x4x4", data=1, fsdp=16, model=4) == {"data": 1, "fsdp": 4, "model": 2}
@@ -254,8 +254,8 @@ class Placed:
     platform: str = "none"
 
 
-def test_devices_that_say_where_they_are():
-    """Their own coordinates count, and not where `make_mesh` would put them."""
+def test_devices_with_coordinates():
+    """The devices' own coordinates are used, not their order in `make_mesh`."""
     target = parse_target("v5e:2x4")
     places = [(x, y, 0) for x in range(2) for y in range(4)]
     devices = [Placed(index, place) for index, place in enumerate(places)]

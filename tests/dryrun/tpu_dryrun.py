@@ -1,4 +1,4 @@
-"""TPUs that are not there, and their own compiler: `nox -s dryrun-tpu`."""
+"""The TPU compiler without a TPU: `nox -s dryrun-tpu`."""
 
 import os
 import re
@@ -31,13 +31,13 @@ def lower(fn, devices, *shapes, model=1):
     return jax.jit(fn, donate_argnums=0).lower(*args)
 
 
-def test_every_chip_is_here():
+def test_every_chip_has_a_test():
     assert SMALLEST.keys() == {chip.name for chip in CHIPS.values() if chip.kind == "tpu"}
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_a_small_program(name):
-    """In a process that uses JAX on the CPU; its devices stay as they are."""
+    """In a process that uses JAX on the CPU; its devices do not change."""
     assert jnp.ones(3).sum() == 3
     before = jax.devices()
     target = parse_target(name)
@@ -57,7 +57,7 @@ def test_a_small_program(name):
 
 @pytest.mark.parametrize(("name", "size"), SMALLEST.items())
 def test_a_program_that_is_just_too_large(name, size):
-    """The compiler's limit is what the table says, to what its message tells of it."""
+    """The compiler's limit equals the table's, to the precision of its message."""
     target = parse_target(f"{name}:{size}")
     device = target_devices(target).devices[:1]
     rows = target.chip.usable // (4 * 2**20)
@@ -71,7 +71,7 @@ def test_a_program_that_is_just_too_large(name, size):
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (4, 4, 4), (2, 4, 8), (1, 1, 64)])
-def test_bandwidths_are_those_of_devices_of_the_cpu_in_their_place(sizes):
+def test_bandwidths_equal_those_of_cpu_devices_in_their_place(sizes):
     target = parse_target("v4:4x4x4")
     both = [target_devices(target).devices, target_devices(parse_target("cpu:64")).devices]
     axes = dict(zip(("data", "fsdp", "model"), sizes, strict=True))
@@ -101,7 +101,7 @@ def start(**variables: str) -> Any:
 
 
 def test_two_processes_at_once():
-    """Both compile; only one that asks to have libtpu for itself is refused, and told why."""
+    """Both compile. A process that asks for exclusive use of libtpu gets an error."""
     with start(ALLOW_MULTIPLE_LIBTPU_LOAD="0") as first:
         assert first.stdout.readline() == "4\n"
         with start() as second:

@@ -1,4 +1,4 @@
-"""The benchmark's figures in the documentation."""
+"""Writes the figures of a benchmark into the documentation."""
 
 import importlib
 import json
@@ -40,16 +40,16 @@ def run(docs, tmp_path, text):
     return page.read_text()
 
 
-def test_tables_and_pictures_stand_between_the_marks(docs, tmp_path):
+def test_tables_and_plots_are_between_the_marks(docs, tmp_path):
     write_results(tmp_path)
     text = run(docs, tmp_path, PAGE)
-    before, rest = text.split(docs.BEGIN)
-    inside, behind = rest.split(docs.END)
-    assert (before, behind) == ("# Title\n\n", "\n\nThe end.\n")
+    before, rest = text.split("<!-- collectives:begin -->")
+    inside, after = rest.split("<!-- collectives:end -->")
+    assert (before, after) == ("# Title\n\n", "\n\nThe end.\n")
     assert "stale" not in inside
-    # The mixed mesh is open, the other one folded.
+    # The mixed mesh is shown, the other one is collapsed.
     assert inside.index("### data 1, fsdp 2, model 4") < inside.index("data 8, fsdp 1, model 1")
-    assert inside.count("| GPT-2   |    12.50 |    50.00 |") == 2
+    assert inside.count("| GPT-2           |    12.50 |    50.00 |") == 2
     for name in ("transformers_1_2_4.png", "transformers_8_1_1.png"):
         assert f"(images/{name})" in inside
         assert (tmp_path / "images" / name).stat().st_size > 1000
@@ -61,7 +61,7 @@ def test_a_second_run_changes_nothing(docs, tmp_path):
     assert run(docs, tmp_path, once) == once
 
 
-def test_what_is_missing_is_said_and_nothing_written(docs, tmp_path):
+def test_missing_results_or_marks_raise_and_write_nothing(docs, tmp_path):
     with pytest.raises(SystemExit, match="Run collectives.py"):
         run(docs, tmp_path, PAGE)
     write_results(tmp_path)

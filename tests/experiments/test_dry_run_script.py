@@ -1,4 +1,4 @@
-"""`experiments/dry_run.py`, and what it is made of."""
+"""`experiments/dry_run.py` and its modules."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def config_json(tmp_path_factory):
 
 
 def dry_run(**options):
-    """The exit status of the script."""
+    """Returns the exit status of the script."""
     module = script("dry_run")
     with pytest.raises(SystemExit) as stopped:
         module.main(module.Config(**options))
@@ -76,7 +76,7 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
     report = json.loads(captured.out)
     assert report["fits"]
     assert report["mesh"] == {"data": 2, "fsdp": 1, "model": 2}
-    # Parameters in float32, of which AdamW keeps two means each.
+    # float32 parameters, with AdamW's two moments of each.
     assert 4 * WEIGHTS / 2 <= report["memory"]["parameters"] < 4 * WEIGHTS
     assert report["memory"]["optimizer_state"] < 2 * report["memory"]["parameters"] + 1000
     assert report["memory"]["peak"] > 3 * report["memory"]["parameters"]
@@ -88,7 +88,7 @@ def test_figures_of_a_model_in_a_file(config_json, capsys):
 
 
 @pytest.mark.thorough
-def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_path, capsys):
+def test_changes_of_the_model_are_reported(tmp_path, capsys):
     config = GPT2Config(vocab=64, width=32, layers=1, heads=2, hidden=64, positions=16)
     (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
     said = "The pretrained model has 16 learned positions; here it has 32."
@@ -100,7 +100,7 @@ def test_what_was_changed_in_a_model_is_said_under_the_table_and_in_json(tmp_pat
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("float32", None), ("bfloat16", "bfloat16")])
-def test_float32_is_left_to_the_library_so_that_it_may_suggest_less(
+def test_float32_is_not_passed_so_that_bfloat16_can_be_suggested(
     config_json, monkeypatch, dtype, wanted
 ):
     module, asked = script("dry_run"), []
@@ -140,19 +140,19 @@ def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
     c = module.Config(model=str(config_json), target="v4:4x4x4", smallest=True)
     assert module.smallest(c).name == "v4:2x2x2"
     assert tried == ["v4:2x2x1", "v4:2x2x2"]
-    # 16 bytes for each of 66 billion parameters, of which 12 stay, are no matter of compiling.
+    # Targets that cannot hold 12 bytes for each of 66 billion parameters are not compiled.
     monkeypatch.setattr(module, "attempt", lambda c, target, *_: type("Run", (), {"fits": True}))
     large = module.Config(model="opt-66b", target="l4", smallest=True)
     assert module.state_bytes(module.make_workload("opt-66b")) > 12 * 65e9
     assert module.smallest(large).fits
-    # A slice has to be named by its sizes, but here they are what is looked for.
+    # Elsewhere a slice needs its sizes, but here they are searched for.
     tried.clear()
     monkeypatch.setattr(module, "attempt", attempt)
     assert module.smallest(module.Config(model=str(config_json), target="v5e", smallest=True))
     assert tried == ["v5e:1x1", "v5e:2x2", "v5e:2x4"]
 
 
-def test_a_model_that_fits_nowhere_ends_as_one_that_does_not_fit(config_json, monkeypatch, capsys):
+def test_a_model_that_fits_nowhere_exits_with_1(config_json, monkeypatch, capsys):
     module = script("dry_run")
     monkeypatch.setattr(module, "attempt", lambda *args: type("Run", (), {"fits": False}))
     assert dry_run(model=str(config_json), target="v5e", smallest=True) == 1
@@ -160,8 +160,8 @@ def test_a_model_that_fits_nowhere_ends_as_one_that_does_not_fit(config_json, mo
 
 
 def fitting(config_json, monkeypatch, first, others, usable=None):
-    """Which meshes are compiled, if the cheapest has one peak and others, the best first, have
-    these: GiB by their size of `model`, of 16 that are usable."""
+    """Returns the meshes that are compiled if the cheapest has the peak `first`, and the others,
+    from best to worst, have the peaks `others`: GiB by size of `model`; 16 GiB are usable."""
     module, asked = script("_fitting"), []
 
     def run(*args, target, suggest, mesh=None):
@@ -181,16 +181,16 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
     return asked
 
 
-def test_other_meshes_are_compiled_where_the_cheapest_does_not_fit(config_json, monkeypatch):
+def test_other_meshes_are_compiled_if_the_cheapest_does_not_fit(config_json, monkeypatch):
     ask = functools.partial(fitting, config_json, monkeypatch)
     assert ask(10, {1: 12, 4: 8}) == [None]
     assert ask(20, {1: 12, 4: 8}) == [None, 1]
-    # A device may have less than the target says.
+    # A device may have less memory than the target.
     assert ask(10, {1: 12, 4: 8}, usable=9 * 2**30) == [None, 4]
-    # Where none fits, the best is told of, unless it was compiled already.
+    # If none fits, the best is reported, unless it was compiled already.
     assert ask(20, {1: 18, 4: 19}) == [None, 1]
     assert ask(20, {2: 20, 4: 21}) == [None]
-    # Where not even what stays between steps has room, no mesh helps.
+    # If not even the training state fits, no other mesh is tried.
     assert ask(20, {1: 12}, usable=1000) == [None]
 
 
@@ -236,7 +236,7 @@ def test_errors_say_what_would_work(options, words, tmp_path, capsys):
         ({"chunk": 0}, "--chunk must be at least 1, but is 0"),
     ],
 )
-def test_what_cannot_be_asked_is_not_what_does_not_fit(config_json, options, words, capsys):
+def test_invalid_options_exit_with_2(config_json, options, words, capsys):
     assert dry_run(**{"model": str(config_json), "target": "cpu:4", "seq": 16} | options) == 2
     captured = capsys.readouterr()
     assert re.search(words, captured.err)
@@ -244,7 +244,7 @@ def test_what_cannot_be_asked_is_not_what_does_not_fit(config_json, options, wor
     assert "Traceback" not in captured.err
 
 
-def test_a_compiler_that_fails_is_not_what_does_not_fit(config_json, monkeypatch, capsys):
+def test_a_compiler_error_exits_with_2(config_json, monkeypatch, capsys):
     module = script("dry_run")
 
     def fail(*args, **options):
@@ -255,7 +255,7 @@ def test_a_compiler_that_fails_is_not_what_does_not_fit(config_json, monkeypatch
     assert capsys.readouterr().err == "The compiler failed.\n"
 
 
-def test_a_config_json_of_another_kind_is_refused(tmp_path, capsys):
+def test_an_unknown_config_json_exits_with_2(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     assert dry_run(model=str(tmp_path), target="cpu:2") == 2
     assert re.search("'mamba'.*llama", capsys.readouterr().err)
@@ -296,7 +296,7 @@ def test_images_of_a_file_keep_their_size(tmp_path):
     assert workload.seq is None
 
 
-def test_positions_that_are_learned_are_as_many_as_it_takes_and_that_is_said():
+def test_learned_positions_are_added_with_a_note():
     workload = script("_workload").make_workload("gpt2-small", 2048)
     model = eqx.filter_eval_shape(workload.init_fn, jax.random.key(0))
     assert model.position_embed.shape[0] == 2048
@@ -316,7 +316,7 @@ def test_the_longest_sequence_by_trying_all(limit, start):
 
 
 @pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:2x2", "tpu7x:2x2x1", "h100:2x8", "cpu:4"])
-def test_sizes_of_a_chip_grow_and_hold_what_was_asked_for(name):
+def test_sizes_of_a_chip_are_sorted_and_complete(name):
     targets = script("_reach").sizes_of(parse_target(name).chip)
     counts = [target.count for target in targets]
     assert counts == sorted(set(counts))
@@ -339,7 +339,7 @@ def cell(model, column, peak, **more):
     return found | {"fits": peak <= 32, "sent_bytes": 2e9} | more
 
 
-def test_cells_are_kept_one_by_one_and_replaced(tmp_path):
+def test_cells_are_added_or_replaced(tmp_path):
     module, file = script("_cells"), tmp_path / "cells.json"
     for one in (cell("a", "paper", 1), cell("b", "paper", 2), cell("a", "paper", 3)):
         module.write_cell(file, one)
@@ -348,7 +348,7 @@ def test_cells_are_kept_one_by_one_and_replaced(tmp_path):
     assert found["a", "paper"]["memory"]["peak"] == 3 * 2**30
 
 
-def test_tables_say_which_of_the_two_holds():
+def test_tables_list_the_variants_that_fit():
     module = script("_cells")
     cells = [
         cell("opt-13b", "paper", 16),
@@ -364,7 +364,7 @@ def test_tables_say_which_of_the_two_holds():
     assert "both" in module.beyond_table(cells).splitlines()[-1]
 
 
-def test_it_is_said_how_many_hold():
+def test_the_models_that_fit_are_counted():
     text = script("_cells").beyond_text
     cells = [cell(model, "twice", peak) for model, peak in (("a", 16), ("b", 40))]
     cells += [cell(model, "half", 40) for model in "ab"]
@@ -375,14 +375,14 @@ def test_it_is_said_how_many_hold():
 
 
 def refused(model, column, peak):
-    """As it is written now, and as it was."""
+    """A rejected program in the current and in the old format."""
     now = cell(model, column, peak, refused=True, sent_bytes=None, fits=False)
     old = cell(model, column, peak, sent_bytes=0, fits=False)
     del now["memory"]["temporaries"], old["memory"]["temporaries"]
     return now, old
 
 
-def test_of_a_program_that_was_refused_the_least_is_told_and_no_traffic():
+def test_a_rejected_program_has_a_lower_bound_and_no_traffic():
     module, megatron = script("_cells"), script("megatron_ahead")
     for one in refused("opt-13b", "paper", 40):
         fields = [x.strip() for x in module.paper_table([one]).splitlines()[-1].split("|")]
@@ -402,7 +402,7 @@ def test_of_a_program_that_was_refused_the_least_is_told_and_no_traffic():
     ]
 
 
-def test_the_cpus_compiler_is_compared_with_no_program_that_was_refused():
+def test_the_cpu_compiler_is_not_compared_with_rejected_programs():
     module = script("cpu_bias")
     targets = [cell("a", "paper", 10), *refused("b", "half", 40)[:1], cell("c", "bfloat16", 10)]
     targets += refused("d", "half", 40)[1:]
@@ -413,13 +413,13 @@ def test_the_cpus_compiler_is_compared_with_no_program_that_was_refused():
     assert fields(lines[2])[2:] == ["10.00", "12.00", "+20.0%", "2.00", "3.00", "1.50"]
     assert fields(lines[3])[2:] == ["at least 40.00", "60.00", "-", "-", "2.00", "-"]
     assert "by more than 10% for: a (512)." in "\n".join(lines)
-    assert "that was refused: d (512), half." in "\n".join(lines)
+    assert "of a rejected program: d (512), half." in "\n".join(lines)
     assert ["float32, with `fsdp`", "1", "+20.0% to +20.0%", "1.50 to 1.50"] in map(fields, lines)
     assert ["bfloat16", "1", "+0.0% to +0.0%", "2.00 to 2.00"] in map(fields, lines)
 
 
 @pytest.mark.thorough
-def test_without_the_compilers_that_of_the_cpu_stands_in(config_json, monkeypatch):
+def test_the_cpu_compiler_replaces_missing_compilers(config_json, monkeypatch):
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere")
     for name in ("libtpu", "jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
         there = ModuleType(name)
@@ -436,7 +436,7 @@ def test_without_the_compilers_that_of_the_cpu_stands_in(config_json, monkeypatc
 
 def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
-    # So wide that all but keys and values have the 4,096 elements that are stored split.
+    # All arrays but keys and values have the 4,096 elements from which on they are FSDP-sharded.
     settings = write_config(dataclasses.replace(TINY, width=64, hidden=128))
     (tmp_path / "config.json").write_text(json.dumps(settings))
     workload = script("_workload").make_workload(str(tmp_path), 16)
@@ -460,7 +460,7 @@ def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     assert plan.constrain(len) is len
 
 
-def test_gpus_are_known_by_what_they_call_themselves():
+def test_gpus_are_recognised_by_their_names():
     target_of = script("real_peak").target_of
     assert target_of("NVIDIA A100-SXM4-40GB") == "a100-40gb:1"
     assert target_of("NVIDIA GeForce GTX 1080 Ti") == "1080ti:1"
@@ -468,7 +468,7 @@ def test_gpus_are_known_by_what_they_call_themselves():
         target_of("Tesla K80")
 
 
-def test_tables_take_their_places_in_the_page(tmp_path):
+def test_tables_replace_the_text_between_their_marks(tmp_path):
     module, page = script("dry_run_docs"), tmp_path / "page.md"
     text = module.PAGE.read_text("utf-8")
     for name in ("paper", "beyond", "megatron", "cpu", "real"):

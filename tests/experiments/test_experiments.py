@@ -1,4 +1,4 @@
-"""The experiments, run as a user runs them, in small."""
+"""Runs small versions of the experiments, as a user would."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ SMALL = ["--width", "32", "--layers", "2", "--seq", "16", "--batch-size", "8"]
 
 
 def run(script, *options):
-    # The script decides itself how many devices are emulated. Nothing runs for long enough to be
+    # The script sets the number of emulated devices itself. Nothing runs for long enough to be
     # worth optimising.
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     command = [sys.executable, str(FOLDER / script), *map(str, options)]
@@ -44,7 +44,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def texts(tmp_path):
-    """A folder with texts, one of them in a folder of its own."""
+    """A folder with texts, one of them in a subfolder."""
     folder = tmp_path / "texts"
     (folder / "inner").mkdir(parents=True)
     for index, name in enumerate(["a.txt", "b.md", "c", "inner/d.txt"]):
@@ -74,10 +74,10 @@ def test_help_explains_every_option(name, script, capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     hosts = script("_common").Hosts.__dataclass_fields__
     for field in hosts | config.__dataclass_fields__:
-        if field == "hosts":  # which stands for its own
+        if field == "hosts":  # whose fields are options themselves
             continue
         option = "--" + field.replace("_", "-")
-        # The option, then its type, then words that explain it, then the default.
+        # The option, its type, its description, and its default.
         assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
 
 
@@ -94,7 +94,9 @@ def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
         4,
     ]
     first = run("language_modeling.py", *options, *SMALL, "--steps", 4, "--fsdp", 2)
-    assert re.search(r"embed .*\(.*model.*\)", first)
+    plan = (only_run(tmp_path / "runs") / "plan.txt").read_text()
+    assert first.startswith(plan.splitlines()[0])
+    assert re.search(r"embed .*\(.*model.*\)", plan)
     assert "Sample:\ndef main" in first
     directory = only_run(tmp_path / "runs")
     assert json.loads((directory / "config.json").read_text())["model"] == 4
@@ -104,11 +106,11 @@ def test_language_model_trains_on_eight_devices_and_resumes(texts, tmp_path):
     history = rc.read_metrics(directory / "metrics.jsonl")
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
     assert all("learning_rate" in entry for entry in history)
-    # In bytes, one nat is 1 / ln 2 bits, and every byte but the first of the text is predicted.
+    # One nat is 1 / ln 2 bits, and every byte of the text except the first is predicted.
     assert history[-1]["eval/bits_per_byte"] < 8
-    held_out = history[-1]["eval/weight"]
-    assert held_out + 1 in [file.stat().st_size for file in texts.rglob("*") if file.is_file()]
-    nats = history[-1]["eval/loss"] * held_out / (held_out + 1)
+    valid = history[-1]["eval/weight"]
+    assert valid + 1 in [file.stat().st_size for file in texts.rglob("*") if file.is_file()]
+    nats = history[-1]["eval/loss"] * valid / (valid + 1)
     np.testing.assert_allclose(history[-1]["eval/bits_per_byte"], nats / np.log(2), rtol=1e-5)
     assert f"Validation bits per byte: {history[-1]['eval/bits_per_byte']:.3f}" in first
 
@@ -126,38 +128,38 @@ def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
     output = run("language_modeling.py", *options, *SMALL, "--steps", 3, "--directory", tmp_path)
     bits = number_after("Validation bits per byte: ", output)
     history = rc.read_metrics(next(tmp_path.glob("*/metrics.jsonl")))
-    # A token is more than a byte: bits per byte are fewer than bits per token.
+    # A token has several bytes, so bits per byte are fewer than bits per token.
     assert 0 < bits < 0.8 * history[-1]["eval/loss"] / np.log(2)
 
 
-def test_resuming_nothing_says_so(script, tmp_path):
+def test_resuming_without_a_run_exits_with_a_message(script, tmp_path):
     with pytest.raises(SystemExit, match="There is no run to resume"):
         script("_common").run_directory(tmp_path, resume=True, config=None)
 
 
-def test_stopped_runs_ask_to_be_run_again(script):
-    script("_common").leave_if_stopped(10, 10)
+def test_stopped_runs_exit_with_tempfail(script):
+    script("_common").exit_if_stopped(10, 10)
     with pytest.raises(SystemExit) as stopped:
-        script("_common").leave_if_stopped(9, 10)
+        script("_common").exit_if_stopped(9, 10)
     assert stopped.value.code == STOPPED
 
 
 @pytest.mark.integration
-def test_processes_take_directory_and_text_of_the_first():
+def test_processes_use_the_directory_and_text_of_process_0():
     program = f"""
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(FOLDER)!r})
-from _common import Hosts, from_first, run_directory, say
+from _common import Hosts, broadcast_text, run_directory, print_once
 import redcoast as rc
 rc.initialize()
 import jax
 own = jax.process_index()
-time.sleep(2 * own)  # so that their clocks say different seconds
+time.sleep(2 * own)  # so that their clocks differ
 directory = run_directory(Path(sys.argv[1]), resume=False, config=Hosts())
 assert run_directory(Path(sys.argv[1]), resume=True, config=None) == directory
-assert from_first(["Größe", "long" * own][own]) == "Größe"
-say("said by %d" % own)
+assert broadcast_text(["Größe", "long" * own][own]) == "Größe"
+print_once("said by %d" % own)
 """
     with tempfile.TemporaryDirectory() as runs:
         first, second = run_processes(program, runs, processes=2)
@@ -173,13 +175,13 @@ def test_windows_predict_every_token_once(script):
     assert script("language_modeling").windows([range(9)], 4).tolist()[-1] == [4, 5, 6, 7, 8]
 
 
-def test_held_out_files_do_not_depend_on_other_files(script, texts):
+def test_validation_files_do_not_depend_on_other_files(script, texts):
     read_texts = script("language_modeling").read_texts
-    train, held_out = read_texts(texts)
+    train, valid = read_texts(texts)
     assert len(train) == 3
-    assert len(held_out) == 1
+    assert len(valid) == 1
     (texts / "e.txt").write_text("Another.")
-    assert set(read_texts(texts)[0]) - set(train) in ({"Another."}, set(held_out))
+    assert set(read_texts(texts)[0]) - set(train) in ({"Another."}, set(valid))
 
 
 def test_one_file_in_a_folder_is_refused(script, tmp_path):
@@ -189,9 +191,9 @@ def test_one_file_in_a_folder_is_refused(script, tmp_path):
 
 
 def test_standard_library_is_read_without_its_tests(script):
-    train, held_out = script("language_modeling").read_texts(None)
+    train, valid = script("language_modeling").read_texts(None)
     assert len(train) > 300
-    assert 0.01 < sum(map(len, held_out)) / sum(map(len, train)) < 0.1
+    assert 0.01 < sum(map(len, valid)) / sum(map(len, train)) < 0.1
 
 
 @pytest.mark.integration
@@ -199,7 +201,7 @@ def test_images_are_classified(tmp_path):
     options = ["--epochs", 12, "--channels", 16, "--directory", tmp_path]
     output = run("image_classification.py", *options)
     assert number_after("Test accuracy: ", output) > 90
-    # A row for each class: precision, recall, F1 and how many.
+    # A row for each class: precision, recall, F1 and the number of images.
     assert len(re.findall(r"^ +\d(?: +[01]\.\d\d){3} +\d+$", output, re.MULTILINE)) == 10
     directory = only_run(tmp_path)
     assert (directory / "loss.png").is_file()
@@ -247,7 +249,7 @@ TUNING = ["--steps", 2, "--batch-size", 4, "--seq", 32, "--new-tokens", 4, "--pr
 
 
 @pytest.mark.integration
-def test_fine_tuning_improves_and_saves_what_it_says(weights, texts, tmp_path):
+def test_fine_tuning_improves_and_saves_the_model(weights, texts, tmp_path):
     options = ["--weights", weights, "--text", texts, "--directory", tmp_path / "runs", *TUNING]
     output = run(
         "finetune.py", *options, "--learning-rate", 1e-2, "--local-devices", 8, "--model", 4
@@ -277,7 +279,7 @@ def test_adapters_are_tuned_on_chats(weights, tmp_path):
     assert np.abs(tuned.layers.wq - model.layers.wq).max() > 0
 
 
-def test_only_what_the_assistant_says_is_learned(script):
+def test_only_messages_of_the_assistant_are_learned(script):
     corpus = script("_corpus")
     template = lambda messages, add_generation_prompt: (
         "".join(f"<{m['role']}>{m['content']}" for m in messages)
@@ -298,10 +300,10 @@ def test_a_prompt_is_answered_word_by_word(weights):
 
 
 def run_as_two(script, *options):
-    """As `run`, by two processes of two devices each; gives what the first printed."""
+    """Like `run`, with two processes of two devices each; returns the output of the first."""
     first, second = run_processes(FOLDER / script, *options, processes=2, devices=2)
     assert first.returncode == second.returncode == 0, first.output + second.output
-    # What gloo prints of its connections may stand anywhere.
+    # Messages of gloo may be anywhere in the output.
     first, second = (re.sub(r"\[Gloo\][^\n]*\n", "", x.output) for x in (first, second))
     assert not second
     return first
@@ -345,6 +347,6 @@ def test_two_processes_classify_images(tmp_path):
     assert (only_run(tmp_path / "two") / "loss.png").is_file()
 
 
-def test_page_about_hosts_shows_the_job_as_it_is():
+def test_the_page_on_hosts_contains_the_job_script():
     job = (FOLDER / "language_modeling.sbatch").read_text("utf-8")
     assert f"```bash\n{job}```" in (FOLDER.parent / "docs" / "hosts.md").read_text("utf-8")

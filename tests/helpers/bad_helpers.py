@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
-from problem import batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
+from problem import (
+    batch_of,
+    collate_fn,
+    fit_quietly,
+    loss_fn,
+    make_examples,
+    make_model,
+    predict_fn,
+)
 
 import redcoast as rc
 from redcoast import models
@@ -38,10 +46,9 @@ def fit(**options):
         "loss_fn": loss_fn,
         "batch_size": 8,
         "steps": 2,
-        "progress": False,
         "mesh": rc.make_mesh(devices=jax.devices()[:1]),
     } | options
-    return rc.fit(
+    return fit_quietly(
         given.pop("model_or_state"), given.pop("optimizer"), given.pop("examples"), **given
     )
 

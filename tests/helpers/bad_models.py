@@ -64,32 +64,32 @@ ROWS = {
         (
             lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3),
             ValueError,
-            "epochs or steps",
+            "one of `epochs` and `steps`; neither",
         ),
         (
             lambda d: rc.learning_rate_schedule(-1.0, examples=9, batch_size=3, steps=3),
             ValueError,
-            "peak is -1",
+            "`peak` must be .* -1",
         ),
         (
             lambda d: rc.learning_rate_schedule(1.0, examples=0, batch_size=3, steps=3),
             ValueError,
-            "examples is 0",
+            "`examples` must be .* 0",
         ),
         (
             lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, warmup=9),
             ValueError,
-            "warmup is 9",
+            "`warmup` must be .* 9",
         ),
         (
             lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, warmup=1.5),
             ValueError,
-            "warmup is 1.5",
+            "float `warmup` .* 1.5",
         ),
         (
             lambda d: rc.learning_rate_schedule(1.0, examples=9, batch_size=3, steps=3, end=2.0),
             ValueError,
-            "end is 2",
+            "`end` must be .* 2",
         ),
         (
             lambda d: rc.learning_rate_schedule(
@@ -101,20 +101,24 @@ ROWS = {
         (
             lambda d: rc.learning_rate_schedule("3e-4", examples=9, batch_size=3, steps=3),
             TypeError,
-            "peak is '3e-4'",
+            "`peak` must be .* '3e-4'",
         ),
     ],
     "loggers": [
-        (lambda d: rc.console_logger(every=-1), ValueError, "every is -1"),
-        (lambda d: rc.console_logger(every="1"), TypeError, "every is '1'"),
-        (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "config is of type int"),
-        (lambda d: rc.wandb_logger(project=3), TypeError, "project is 3"),
+        (lambda d: rc.console_logger(every=-1), ValueError, "`every` must be .* -1"),
+        (lambda d: rc.console_logger(every="1"), TypeError, "`every` must be .* '1'"),
+        (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "`config` is of type int"),
+        (lambda d: rc.wandb_logger(project=3), TypeError, "`project` must be .* 3"),
         (
             lambda d: rc.wandb_logger(project="p", close_timeout=-1),
             ValueError,
-            "close_timeout is -1",
+            "`close_timeout` must be .* -1",
         ),
-        (lambda d: rc.wandb_logger(project="p", queue_size=0), ValueError, "queue_size is 0"),
+        (
+            lambda d: rc.wandb_logger(project="p", queue_size=0),
+            ValueError,
+            "`queue_size` must be .* 0",
+        ),
         (lambda d: rc.read_metrics(d / "none.jsonl"), FileNotFoundError, "none.jsonl"),
     ],
     "generate": [

@@ -32,7 +32,7 @@ ROWS = {
         (lambda d: rc.make_mesh(devices=4), TypeError, "`devices`"),
     ],
     "emulate_devices": [
-        (lambda d: rc.emulate_devices(0), ValueError, "but is 0"),
+        (lambda d: rc.emulate_devices(0), ValueError, "`count` is 0"),
         (lambda d: rc.emulate_devices(2), ValueError, "before JAX is first used"),
         (lambda d: rc.emulate_devices("8"), TypeError, "'8'"),
     ],

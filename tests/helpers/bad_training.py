@@ -2,6 +2,7 @@
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,12 +28,12 @@ LOSSES = {
     "integer": (lambda m, b, k: jnp.int32(1), ValueError, "`loss_fn`.*int32"),
     "Python's": (lambda m, b, k: 1.0, TypeError, "`loss_fn`.*type float"),
     "nothing": (lambda m, b, k: None, TypeError, "`loss_fn`.*NoneType"),
-    "four": (lambda m, b, k: (1, 2, 3, 4), ValueError, "`loss_fn`.*tuple of 4"),
+    "four": (lambda m, b, k: (1, 2, 3, 4), ValueError, "`loss_fn`.*tuple of length 4"),
     "aux": (lambda m, b, k: (jnp.sum(b["x"]), 3), TypeError, "second.*type int"),
     "reserved": (lambda m, b, k: (jnp.sum(b["x"]), {"loss": 1}), ValueError, "'loss'"),
     "array": (lambda m, b, k: (jnp.sum(b["x"]), {"a": b["x"]}), ValueError, r"aux\['a'\]"),
     "text": (lambda m, b, k: (jnp.sum(b["x"]), {"a": "b"}), TypeError, r"aux\['a'\].*str"),
-    "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "other|another struct"),
+    "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "different structure"),
 }
 
 
@@ -41,12 +42,20 @@ def loop_batches(**options):
     return rc.batches(EXAMPLES, collate_fn, **given)
 
 
+def reader(*args, **options):
+    return rc.metrics_reader(*args, **options).__enter__()
+
+
+def other_plan():
+    return rc.plan_shardings({"w": jnp.zeros(8)}, rc.make_mesh(devices=jax.devices()[:1]))
+
+
 ROWS = {
     "init_state": [
         (
             lambda d: rc.init_state(lambda k: {"w": jnp.zeros(3, jnp.int32)}, SGD, key=KEY),
             ValueError,
-            "no trainable leaf",
+            "no trainable leaves",
         ),
         (lambda d: rc.init_state(lambda k: make_model(), None, key=KEY), TypeError, "`optimizer`"),
         (
@@ -75,7 +84,7 @@ ROWS = {
         ),
     ],
     "compile_step": [
-        (lambda d: rc.compile_step(rc.train_step, {}), ValueError, "no sharding"),
+        (lambda d: rc.compile_step(rc.train_step, {}), ValueError, "has no leaves"),
         (
             lambda d: rc.compile_step(3, rc.infer_shardings(ABSTRACT, rc.make_mesh())),
             TypeError,
@@ -86,7 +95,7 @@ ROWS = {
                 lambda s: (s, 0), rc.infer_shardings(ABSTRACT, rc.make_mesh())
             )(state()),
             ValueError,
-            "no sharding for model/layers/0/weight, .*It has some at w, where",
+            "no sharding for model/layers/0/weight, .*The state has nothing at w",
         ),
     ],
     "predict": [
@@ -129,9 +138,66 @@ ROWS = {
     "training_steps": [
         (lambda d: next(rc.training_steps(state(), [], None)), TypeError, "`step`"),
     ],
+    "prepare": [
+        (
+            lambda d: rc.prepare(make_model, None, loss_fn, batch_of(8), key=KEY),
+            TypeError,
+            "`optimizer`",
+        ),
+        (
+            lambda d: rc.prepare(None, SGD, loss_fn, batch_of(8), key=KEY),
+            TypeError,
+            "`init_fn` is None",
+        ),
+    ],
+    "train_steps": [
+        (
+            lambda d: rc.train_steps(state(), {"a": jnp.ones(2), "b": jnp.ones((3, 1))}),
+            ValueError,
+            "number of steps",
+        ),
+    ],
+    "with_gradient": [
+        (
+            lambda d: rc.with_gradient(jnp.float32(0), {"a": jnp.ones(2)}, {"b": jnp.ones(2)}),
+            ValueError,
+            "has b, which is not a floating array",
+        ),
+    ],
+    "moving_average": [
+        (lambda d: rc.moving_average({}, {}, 1.5), ValueError, "`decay` is 1.5"),
+    ],
     "stop_on_signal": [
         (lambda d: rc.stop_on_signal(0).__enter__(), ValueError, "`max_seconds` is 0"),
         (lambda d: rc.stop_on_signal("1h").__enter__(), TypeError, "`max_seconds` is '1h'"),
+    ],
+    "metrics_reader": [
+        (lambda d: reader(max_skipped=0), ValueError, "`max_skipped` is 0"),
+        (lambda d: reader(max_skipped=1.5), TypeError, r"`max_skipped` is 1\.5"),
+        (lambda d: reader(3), TypeError, "`log` is of type int"),
+    ],
+    "Evaluation": [
+        (lambda d: rc.Evaluation(EXAMPLES, every=0), ValueError, "`every` is 0"),
+        (lambda d: rc.Evaluation(EXAMPLES, loss_fn=3), TypeError, "`loss_fn` is 3"),
+        (lambda d: rc.Evaluation(EXAMPLES, metric_fn=len), ValueError, "pass `predict_fn` too"),
+        (lambda d: rc.Evaluation(EXAMPLES, predict_fn=len), ValueError, "pass `metric_fn` too"),
+        (lambda d: rc.Evaluation(EXAMPLES, output_fn=len), ValueError, "pass `metric_fn` too"),
+    ],
+    "compile_evaluation": [
+        (lambda d: rc.compile_evaluation(EXAMPLES, other_plan()), TypeError, "`evaluation`"),
+        (lambda d: rc.compile_evaluation(rc.Evaluation(EXAMPLES), None), TypeError, "`plan`"),
+        (
+            lambda d: rc.compile_evaluation(rc.Evaluation(EXAMPLES, loss_fn=len), other_plan()),
+            ValueError,
+            "pass `collate_fn` and `batch_size`",
+        ),
+        (
+            lambda d: rc.compile_evaluation(
+                rc.Evaluation(EXAMPLES, collate_fn=collate_fn, batch_size=4), other_plan()
+            ),
+            ValueError,
+            "needs a `loss_fn`, or",
+        ),
     ],
     "fit": [
         (lambda d: fit(batch_size=0), ValueError, "`batch_size` is 0"),
@@ -149,15 +215,19 @@ ROWS = {
         (lambda d: fit(examples=Stream([])), ValueError, "no example"),
         (lambda d: fit(examples=Stream(EXAMPLES), steps=None, epochs=1), ValueError, "no epochs"),
         (lambda d: fit(accumulate=0), ValueError, "`accumulate` is 0"),
-        (lambda d: fit(eval_every=2), ValueError, "`eval_every`"),
         (lambda d: fit(metric_fn=len), ValueError, "`metric_fn`"),
         (lambda d: fit(output_fn=list), ValueError, "`output_fn`"),
-        (lambda d: fit(eval_examples=[]), ValueError, "`eval_examples` is empty"),
-        (lambda d: fit(log=[print, 3]), TypeError, r"`log\[1\]`.*int.*list"),
-        (lambda d: fit(max_seconds=0), ValueError, "`max_seconds` is 0"),
-        (lambda d: fit(max_seconds="1h"), TypeError, "`max_seconds` is '1h'"),
-        (lambda d: fit(max_skipped=0), ValueError, "`max_skipped` is 0"),
-        (lambda d: fit(max_skipped=1.5), TypeError, r"`max_skipped` is 1\.5"),
+        (lambda d: fit(eval_examples=[]), ValueError, "`Evaluation.examples` is empty"),
+        (lambda d: fit(log=[print, 3]), TypeError, r"`log\[2\]`.*int.*list"),
+        (lambda d: fit(evaluation=EXAMPLES), TypeError, "`evaluation`.*redcoast.Evaluation"),
+        (lambda d: fit(plan="plan.json"), TypeError, '`plan`.*load_plan.*"verify"'),
+        (
+            lambda d: fit(plan=other_plan(), overrides=[("w", None)]),
+            ValueError,
+            "leave `overrides`",
+        ),
+        (lambda d: fit(plan=other_plan()), ValueError, "not for this state.*layers/0/bias"),
+        (lambda d: fit(plan=other_plan(), mesh=other_mesh()), ValueError, "leave `mesh` out"),
         (lambda d: fit(checkpoints=str(d)), TypeError, "`checkpoints` is .*redcoast.Checkpoints"),
         (lambda d: fit(optimizer=None), TypeError, "`optimizer`"),
         (lambda d: fit(optimizer=optax.adam), TypeError, "`optimizer`"),
@@ -172,7 +242,7 @@ ROWS = {
         (lambda d: fit(mesh=other_mesh()), ValueError, "axes|axis"),
         (lambda d: fit(key=0), TypeError, "`key`"),
         (lambda d: fit(model_or_state=state(), key=KEY), ValueError, "leave `key` out"),
-        (lambda d: fit(model_or_state={"w": 3}), ValueError, "no trainable leaf"),
+        (lambda d: fit(model_or_state={"w": 3}), ValueError, "no trainable leaves"),
         (lambda d: fit(collate_fn=lambda e: e), TypeError, "`collate_fn` returned"),
         (
             lambda d: fit(collate_fn=lambda e: {"x": np.zeros((3, 2))}),

@@ -13,7 +13,7 @@ LAYERS, WIDTH, ROWS, LENGTH = 3, 256, 2, 128
 
 
 def check_sent(target, devices):
-    """Nothing is sent but the sums of Megatron's layers, two each way."""
+    """Checks that only the sums of Megatron's layers are communicated, two in each pass."""
     config = GPT2Config(1001, WIDTH, LAYERS, 4, 4 * WIDTH, positions=LENGTH)
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     run = rc.dry_run(

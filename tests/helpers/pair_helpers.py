@@ -44,7 +44,8 @@ gradient_of = quick_jit(eqx.filter_grad(loss_of))
 
 
 def cast(model, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), model)
+    # By NumPy, which compiles nothing.
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), model)
 
 
 def in_float64(model):

@@ -1,10 +1,18 @@
 """A small classification problem that several test files train on."""
 
+import contextlib
+import functools as ft
+from unittest import mock
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import redcoast as rc
+from redcoast.loop import _fit
+from redcoast.tracking._progress import ProgressLogger
 
 
 def make_examples(count, seed=0):
@@ -48,6 +56,32 @@ def arrays(tree):
 
 def is_plain(x):
     return eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def quiet(log=None):
+    """Loggers without a progress bar."""
+    logs = [] if log is None else log if isinstance(log, list) else [log]
+    shown = any(isinstance(each, ProgressLogger) for each in logs)
+    return logs if shown else [rc.progress_logger(False), *logs]
+
+
+EVALUATION = {"eval_examples": "examples", "eval_every": "every"} | {
+    name: name for name in ("predict_fn", "output_fn", "metric_fn")
+}
+
+
+def fit_quietly(*args, log=None, max_seconds=None, max_skipped=None, **options):
+    """`rc.fit` with no progress bar, an evaluation given by its parts, and limits around it."""
+    parts = {field: options.pop(x) for x, field in EVALUATION.items() if x in options}
+    if parts:
+        options["evaluation"] = rc.Evaluation(parts.pop("examples", ()), **parts)
+    with contextlib.ExitStack() as stack:
+        if max_seconds is not None:
+            stack.enter_context(rc.stop_on_signal(max_seconds))
+        if max_skipped is not None:
+            limited = ft.partial(rc.metrics_reader, max_skipped=max_skipped)
+            stack.enter_context(mock.patch.object(_fit, "metrics_reader", limited))
+        return rc.fit(*args, log=quiet(log), **options)
 
 
 class Stream:

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
 from redcoast.sharding import plan_shardings
 
@@ -32,16 +31,13 @@ def stock(layer, *args, **kwargs):
 
 
 def specs(tree, overrides=(), **axes):
-    rows = plan_shardings(tree, mesh_of(**axes), overrides=overrides).report["rows"]
-    return {
-        row["path"]: P(*(tuple(e) if isinstance(e, list) else e for e in row["spec"]))
-        for row in rows
-    }
+    rows = plan_shardings(tree, mesh_of(**axes), overrides=overrides).report.arrays
+    return {row.path: row.spec for row in rows}
 
 
 def reasons(tree, **axes):
-    rows = plan_shardings(tree, mesh_of(**axes)).report["rows"]
-    return {row["path"]: row["reason"] for row in rows}
+    rows = plan_shardings(tree, mesh_of(**axes)).report.arrays
+    return {row.path: f"{row.reason.kind}: {row.reason.text}" for row in rows}
 
 
 class Block(eqx.Module):

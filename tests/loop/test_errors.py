@@ -17,6 +17,7 @@ from problem import (
     Stream,
     arrays,
     collate_fn,
+    fit_quietly,
     loss_fn,
     make_examples,
     make_model,
@@ -41,10 +42,9 @@ def fit(**options):
         "loss_fn": loss_fn,
         "batch_size": 8,
         "steps": 16,
-        "progress": False,
         "mesh": rc.make_mesh(**ONE),
     } | options
-    return rc.fit(make_model(), optax.sgd(0.1), **options)
+    return fit_quietly(make_model(), optax.sgd(0.1), **options)
 
 
 def failing(fn, when):
@@ -368,7 +368,7 @@ def test_the_bar_ends_its_line(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(Broken):
-        fit(progress=True, log=failing(log, 4))
+        fit(log=[rc.progress_logger(True), failing(log, 4)])
     assert terminal.getvalue().endswith("\n")
 
 

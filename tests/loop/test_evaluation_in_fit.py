@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
-from problem import collate_fn, loss_fn, make_examples, make_model, predict_fn
+from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
 
@@ -18,8 +18,8 @@ MESH = rc.make_mesh(devices=jax.devices()[:1])
 
 def fit(**options):
     given = {"examples": EXAMPLES, "collate_fn": collate_fn, "loss_fn": loss_fn, "steps": 4}
-    given |= {"batch_size": 16, "mesh": MESH, "progress": False, **options}
-    return rc.fit(make_model(), optax.sgd(0.1), **given)
+    given |= {"batch_size": 16, "mesh": MESH, **options}
+    return fit_quietly(make_model(), optax.sgd(0.1), **given)
 
 
 def known(*flags):
@@ -48,7 +48,9 @@ MASKED = {
 @pytest.mark.parametrize("mesh", [MESH, rc.make_mesh()], ids=["one device", "eight"])
 def test_no_weight_at_all_is_found_before_the_first_step(mesh):
     steps = []
-    with pytest.raises(ValueError, match="The 40 `eval_examples` have a total `weight` of 0"):
+    with pytest.raises(
+        ValueError, match="40 examples of the evaluation have a total `weight` of 0"
+    ):
         fit(
             **MASKED,
             eval_examples=known(*[False] * 40),
@@ -66,10 +68,10 @@ def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
         jax.debug.callback(lambda known: seen.append(int(known.sum())), batch["known"])
         return masked_loss(model, batch, key)
 
-    held_out = known(*[False] * 32, *[True] * 4, *[False] * 28)
+    validation = known(*[False] * 32, *[True] * 4, *[False] * 28)
     fit(
         **{**MASKED, "loss_fn": loss},
-        eval_examples=held_out,
+        eval_examples=validation,
         steps=1,
         log=lambda metrics, step: log.update(metrics),
     )

@@ -10,8 +10,8 @@ from test_errors import EXAMPLES, ONE, fit, notes, saved
 import redcoast as rc
 from redcoast.loop import _errors as _memory
 from redcoast.loop import _fit
+from redcoast.loop._evaluation import CompiledEvaluation
 from redcoast.loop._setup import starting_state
-from redcoast.loop._validation import Validation
 from redcoast.train._compile import CompiledStep
 
 
@@ -55,7 +55,7 @@ def test_out_of_memory_before_the_first_step_is_explained_too(monkeypatch, name)
         made = starting_state
         monkeypatch.setattr(_fit, name, lambda *args: (*made(*args)[:2], fail))
     else:
-        monkeypatch.setattr(Validation, name, fail)
+        monkeypatch.setattr(CompiledEvaluation, name, fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ran out of memory. On the mesh"):
         fit(eval_examples=EXAMPLES[:8])
 
@@ -64,11 +64,11 @@ def test_the_plans_bytes_are_those_of_its_table():
     model, mesh = make_model(width=512), rc.make_mesh(fsdp=8)
     state = rc.init_state(lambda key: model, optax.adamw(1e-3), key=jax.random.key(0))
     plan = rc.plan_shardings(state, mesh)
-    totals = plan.report["totals"]
+    totals = plan.report.totals
     text = _memory._explanation(plan)
     parameters = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size")) * 4
-    assert totals["parameter"]["bytes"] == parameters
-    each = totals["parameter"]["bytes_per_device"]
+    assert totals.parameters.bytes == parameters
+    each = totals.parameters.bytes_per_device
     assert each < parameters / 4
     assert f"{each / 1e3:.3g} kB of parameters" in text
 

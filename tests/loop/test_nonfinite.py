@@ -1,4 +1,4 @@
-"""What a user is told when loss, gradients, parameters or data are not finite."""
+"""What a user is told when loss, gradients, parameters or data are NaN or infinite."""
 
 import equinox as eqx
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problem import Stream, collate_fn, loss_fn, make_examples, make_model
+from problem import Stream, collate_fn, fit_quietly, loss_fn, make_examples, make_model
 
 import redcoast as rc
 
@@ -20,10 +20,9 @@ def fit(*, model=None, **options):
         "loss_fn": loss_fn,
         "batch_size": 8,
         "steps": 8,
-        "progress": False,
         "mesh": rc.make_mesh(devices=jax.devices()[:1]),
     } | options
-    return rc.fit(make_model() if model is None else model, optax.sgd(0.1), **options)
+    return fit_quietly(make_model() if model is None else model, optax.sgd(0.1), **options)
 
 
 class Branches(eqx.Module):
@@ -37,7 +36,7 @@ class Branches(eqx.Module):
 
 
 def spoiled_from(step):
-    """A loss whose gradient is not finite for `right`'s last layer from a step on."""
+    """A loss whose gradient is infinite for `right`'s last layer from a step on."""
 
     def loss(model, batch, key):
         value, aux = loss_fn(model.left, batch, key)
@@ -66,11 +65,11 @@ def test_gradients_and_examples_are_named(tmp_path):
         )
     text = str(error.value)
     assert lines == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 1)]
-    assert "not finite at 3 steps in a row, up to step 6 with loss 2" in text
+    assert "NaN or infinite at 3 steps in a row, up to step 6 with loss 2" in text
     assert "gradient norm nan" in text
     # No other gradient, no parameter, no input.
-    assert text.count("not finite for") == 1
-    assert "The gradient is not finite for model/right/layers/2/weight. " in text
+    assert text.count("NaN or infinite for") == 1
+    assert "The gradient is NaN or infinite for model/right/layers/2/weight. " in text
     assert "holds" not in text
     assert f"{tmp_path}/checkpoints/" in text
     # The examples are those of the sixth batch of an order that is known.
@@ -89,7 +88,7 @@ def test_with_accumulation_and_on_a_mesh(options):
         fit(**spoiled_from(1 if "mesh" not in options else 2), max_skipped=2, **options)
 
 
-def test_examples_that_are_not_finite_are_named():
+def test_examples_with_nan_are_named():
     examples = [dict(e) for e in EXAMPLES]
     bad = [5, 11, 40]
     for i in bad:
@@ -97,7 +96,7 @@ def test_examples_that_are_not_finite_are_named():
     with pytest.raises((FloatingPointError, ValueError)) as error:
         fit(examples=examples, batch_size=64, max_skipped=1)
     text = str(error.value)
-    head = "The batch's array x holds values that are not finite for the examples ["
+    head = "The batch's array x holds NaN or infinite values for the examples ["
     named = eval(text[text.index(head) + len(head) - 1 :].split("]")[0] + "]")
     assert sorted(named) == bad
 
@@ -113,7 +112,7 @@ def test_positions_of_a_stream_are_named():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_parameters_that_are_not_finite_are_named_before_any_step(frozen):
+def test_parameters_with_nan_are_named_before_any_step(frozen):
     model = make_model()
     model = eqx.tree_at(
         lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, :3].set(jnp.nan)
@@ -125,7 +124,7 @@ def test_parameters_that_are_not_finite_are_named_before_any_step(frozen):
     with pytest.raises(ValueError, match="nan for the first batch") as error:
         fit(model=model, **options)
     text = str(error.value)
-    assert "model/layers/1/weight holds 3 values that are not finite before any step." in text
+    assert "model/layers/1/weight holds 3 values that are NaN or infinite before any step." in text
     assert ("model/layers/0/weight" in text) == (not frozen)
 
 
@@ -136,7 +135,7 @@ def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
     where = lambda s: s.opt_state[0].mu.layers[0].bias
     state = eqx.tree_at(where, state, replace_fn=lambda x: x.at[3].set(jnp.nan))
     with pytest.raises(FloatingPointError) as error:
-        rc.fit(
+        fit_quietly(
             state,
             optimizer,
             EXAMPLES,
@@ -145,9 +144,8 @@ def test_a_damaged_optimizer_state_shows_in_the_parameters(tmp_path):
             batch_size=8,
             steps=9,
             max_skipped=2,
-            progress=False,
         )
-    assert "model/layers/0/bias holds 1 value that is not finite." in str(error.value)
+    assert "model/layers/0/bias holds 1 value that is NaN or infinite." in str(error.value)
 
 
 def test_a_gradient_too_large_for_its_norm_is_named():
@@ -193,6 +191,6 @@ def test_values_that_are_out_of_sight_do_not_hide_the_error(monkeypatch):
     def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(_not_finite, "find_not_finite", fail)
-    with pytest.raises(FloatingPointError, match="could not be found out: MemoryError"):
+    monkeypatch.setattr(_not_finite, "find_nonfinite", fail)
+    with pytest.raises(FloatingPointError, match="could not be found: MemoryError"):
         fit(**spoiled_from(1), max_skipped=1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problem import fit_quietly
 
 import redcoast as rc
 
@@ -39,13 +40,12 @@ def loss_fn(model, batch, key):
 
 def fit(**options):
     options = {"steps": 3, "mesh": rc.make_mesh(model=4), "batch_size": 32} | options
-    return rc.fit(
+    return fit_quietly(
         options.pop("model", make_model()),
         optax.adam(1e-3),
         options.pop("examples", EXAMPLES),
         collate_fn=options.pop("collate_fn", collate_fn),
         loss_fn=options.pop("loss_fn", loss_fn),
-        progress=False,
         **options,
     )
 
@@ -81,11 +81,11 @@ def test_evaluate_and_predict_plan_as_well():
 
 
 def test_verify_passes_and_stops_a_run_that_computes_something_else(monkeypatch):
-    fit(verify=True, mesh=rc.make_mesh(fsdp=2, model=2))
+    fit(plan="verify", mesh=rc.make_mesh(fsdp=2, model=2))
     wrong = lambda plan, fn: lambda model, *args: fn({**model, "z": 2 * model["z"]}, *args)
     monkeypatch.setattr(rc.Plan, "constrain", wrong)
     with pytest.raises(ValueError, match="z"):
-        fit(verify=True)
+        fit(plan="verify")
 
 
 def test_accumulated_microbatches_are_planned_and_constrained():

@@ -11,7 +11,16 @@ import numpy as np
 import optax
 import pytest
 from grids import few_of
-from problem import Stream, arrays, collate_fn, make_examples, make_model, metric_fn, predict_fn
+from problem import (
+    Stream,
+    arrays,
+    collate_fn,
+    fit_quietly,
+    make_examples,
+    make_model,
+    metric_fn,
+    predict_fn,
+)
 
 import redcoast as rc
 
@@ -95,7 +104,7 @@ def train(case, directory, log):
         options |= evaluation([])
         policy = {"best": "right", "mode": "max"}
     checkpoints = rc.Checkpoints(directory, every=100, **policy)
-    return rc.fit(
+    return fit_quietly(
         Net(make_model(), eqx.nn.Dropout(0.2)),
         optimizer,
         examples,
@@ -103,7 +112,6 @@ def train(case, directory, log):
         batch_size=8,
         steps=STEPS,
         mesh=rc.make_mesh(**sizes),
-        progress=False,
         checkpoints=checkpoints,
         log=log,
         **({"collate_fn": collate_fn} | options),
@@ -169,7 +177,7 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
     options: dict[str, Any] = evaluation([]) | {"metric_fn": metric, "eval_every": 1}
     log = lambda metrics, step: lines.setdefault(step, {}).update(metrics)
     for seconds in (1e-9, 1e-9, None):
-        state = rc.fit(
+        state = fit_quietly(
             Net(make_model(), eqx.nn.Dropout(0.2)),
             optax.adamw(1e-2),
             EXAMPLES,
@@ -179,7 +187,6 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
             steps=3,
             mesh=rc.make_mesh(devices=jax.devices()[:1]),
             checkpoints=rc.Checkpoints(tmp_path),
-            progress=False,
             log=log,
             max_seconds=seconds,
             **options,

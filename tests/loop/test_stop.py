@@ -11,7 +11,7 @@ import jax
 import optax
 import pytest
 from paths import HELPERS
-from problem import collate_fn, loss_fn, make_examples, make_model
+from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model
 
 import redcoast as rc
 from redcoast.loop import _stop as _signals
@@ -35,9 +35,9 @@ def log(metrics, step):
 print("ready", flush=True)
 state = rc.fit(
     make_model(), optax.sgd(0.1), make_examples(64), collate_fn=slow, loss_fn=loss_fn,
-    batch_size=8, steps=int(sys.argv[3]), progress=False,
+    batch_size=8, steps=int(sys.argv[3]),
     checkpoints=rc.Checkpoints(sys.argv[1], every=1000),
-    log=log,
+    log=[rc.progress_logger(False), log],
 )
 sys.exit(75 if state.step < int(sys.argv[3]) else 0)
 """
@@ -82,7 +82,7 @@ def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(
     process.send_signal(number)
     out, err = process.communicate(timeout=900)
     assert process.returncode == STOPPED == 75
-    assert f"{number.name} came: training stops" in err
+    assert f"{number.name} was received: training stops" in err
     step = last_checkpoint(tmp_path)
     # Every step that is in the checkpoint was logged before the process ended.
     assert step >= 4
@@ -109,7 +109,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
 
 
 def fit(**options):
-    return rc.fit(
+    return fit_quietly(
         make_model(),
         optax.sgd(0.1),
         make_examples(64),
@@ -117,7 +117,6 @@ def fit(**options):
         loss_fn=loss_fn,
         batch_size=8,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
-        progress=False,
         **options,
     )
 
@@ -190,7 +189,8 @@ def test_outside_the_main_thread_there_is_the_time(monkeypatch):
     def work():
         with stop_signals(3600) as stopping:
             found.append(stopping())
-        with stop_signals(1, since=time.monotonic() - 2) as stopping:
+        with stop_signals(0.001) as stopping:
+            time.sleep(0.01)
             found.append(stopping())
 
     thread = threading.Thread(target=work)
@@ -211,7 +211,7 @@ def test_a_notice_of_jax_is_heard(monkeypatch, caplog):
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", notice)
     assert fit(steps=9).step == 3
     assert asked == [1, 2, 3]
-    assert "JAX has notice of a preemption" in caplog.text
+    assert "JAX received a preemption notice" in caplog.text
 
     def off(step):
         asked.append(step)

@@ -179,7 +179,7 @@ def test_fit_trains_adapters_alone():
         steps=2,
         trainable=lora.trainable(model),
         mesh=rc.make_mesh(data=1, model=2, devices=jax.devices()[:2]),
-        progress=False,
+        log=False,
     )
     np.testing.assert_array_equal(state.model.layers.wq.weight, MODEL.layers.wq)
     assert jnp.any(state.model.layers.wq.b != 0)
@@ -250,8 +250,8 @@ def test_frozen_parameters_have_no_optimizer_state_in_the_plan():
     args = (jax.ShapeDtypeStruct((8, 8), jnp.int32),)
     plan = rc.plan_shardings(state, rc.make_mesh(), fn=loss_of, args=args, trainable=trainable)
     adapters = sum(4 * x.size for x in jax.tree.leaves(lora.adapters(state.model)))
-    assert plan.report["memory"]["optimizer_state"] == pytest.approx(2 * adapters, rel=0.01)
-    assert plan.report["memory"]["gradients"] == adapters
+    assert plan.report.program.memory.optimizer_state == pytest.approx(2 * adapters, rel=0.01)
+    assert plan.report.program.memory.gradients == adapters
 
 
 # PEFT's files. That the package reads and writes the same is checked where it is installed.
@@ -433,7 +433,7 @@ def test_patterns_that_match_nothing_list_what_there_is():
 
 
 def test_bad_ranks_and_second_adapters_are_refused():
-    with pytest.raises(ValueError, match="`rank` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`rank` is 0. It must be at least 1."):
         lora.add_adapters(MODEL, 0, targets="wq", key=KEY)
     with pytest.raises(ValueError, match="layers/wq has an adapter already"):
         lora.add_adapters(ADAPTED, 2, targets="wq", key=KEY)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from redcoast.pretrained._lazy_tensor import ahead, split_box
+from redcoast.core._iterate import map_in_threads
+from redcoast.pretrained._lazy_tensor import split_box
 from redcoast.pretrained._safetensors import MAPPED_BYTES, read_safetensors
 
 
@@ -35,7 +36,8 @@ def test_boxes_of_one_shape_cover_an_array(most):
 def test_reading_ahead_keeps_the_order_and_goes_no_further_than_its_workers():
     begun = []
     done = []
-    for item, result in ahead(lambda i: begun.append(i) or i * i, range(20), workers=3):
+    square = lambda i: begun.append(i) or (i, i * i)
+    for item, result in map_in_threads(square, range(20), workers=3, ahead=3, name="test"):
         assert result == item**2
         assert len(begun) <= item + 4
         done.append(item)

@@ -278,7 +278,7 @@ def test_arrays_of_an_outer_transformation():
         inner = lambda p, x, key: size(x @ p["a"] @ w)
         args = (x, None)
         plan = rc.plan_shardings(WEIGHTS, mesh_of(2, 2, 2), fn=inner, args=args)
-        assert len(plan.report["rows"]) == 1
+        assert len(plan.report.arrays) == 1
         return inner({"a": jnp.ones((8, 16))}, *args)
 
     jax.eval_shape(jax.vmap(jax.grad(outer), in_axes=(0, None)), array(3, 16, 4), BATCH)

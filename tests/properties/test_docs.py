@@ -26,6 +26,7 @@ PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*
 README = (ROOT / "README.md").read_text("utf-8")
 # These show something of one line or of an attribute, and have no example of their own.
 WITHOUT_EXAMPLE = {"Plan", "TrainState", "Batch", "Batches", "Restored", "Step"}
+WITHOUT_EXAMPLE |= {"MetricsReader", "Prepared", "RunInfo"}
 
 
 def blocks(text, language="python"):
@@ -53,7 +54,8 @@ def run_apart(source, cwd):
 
 def outputs(text):
     """What a page says that its blocks print."""
-    return [b for b in blocks(text, "text") if b.startswith(("Plan over", "The override"))]
+    begins = ("8 devices = ", "Plan over", "The override")
+    return [b for b in blocks(text, "text") if b.startswith(begins)]
 
 
 def emulates(text):
@@ -85,15 +87,28 @@ def test_blocks_of_a_page_that_emulates_devices_run_in_order(name, tmp_path):
 
 @pytest.mark.integration
 def test_readme_example_prints_the_plan_that_follows_it(tmp_path):
-    (source,) = blocks(README)
+    _, source = blocks(README)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     result = run_apart(source, tmp_path)
     assert result.returncode == 0, result.stderr
-    (plan,) = outputs(README)
+    _, plan = outputs(README)
     assert result.stdout.startswith(plan)
     accuracies = re.findall(r"eval/accuracy (\S+)", result.stdout)
     assert len(accuracies) == 4
     assert float(accuracies[-1]) > 0.8
+
+
+@pytest.mark.integration
+def test_first_screen_of_the_readme_trains_and_prints_its_plan(tmp_path):
+    source, _ = blocks(README)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 12
+    emulated = "import redcoast as rc\nrc.emulate_devices(8)\n" + source
+    result = run_apart(emulated.replace("make_mesh()", "make_mesh(model=4)"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    plan, _ = outputs(README)
+    assert result.stdout.startswith(plan)
+    losses = re.findall(r"loss (\S+)", result.stderr)
+    assert float(losses[-1]) < 0.1
 
 
 def test_links_of_the_readme_lead_somewhere():
@@ -167,6 +182,7 @@ def namespace(name):
     options = {"batch_size": 4, "key": key, "mesh": mesh, "steps": 3}
     loop = {"data": rc.batches(examples, collate_fn, **options), "step": lambda s, b: (s, {})}
     more = loop | {"init_fn": lambda key: make_model(), "Llama": Llama, "LlamaConfig": LlamaConfig}
+    more |= {"plan": rc.plan_step(state, loss_fn, batch_of(16), mesh), "target": model}
     return modules | functions | made | data | batches | more
 
 

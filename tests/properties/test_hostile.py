@@ -317,4 +317,4 @@ def test_a_plan_of_other_things(files):
     text = files["plan"].read_text()
     for key, value in {"mesh": {"data": 0}, "rows": [1], "compute": {"dims": "x"}}.items():
         files["plan"].write_text(json.dumps(json.loads(text) | {key: value}))
-        refused(files, "plan", "no whole plan")
+        refused(files, "plan", "not a complete plan")

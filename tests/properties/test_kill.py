@@ -17,7 +17,7 @@ SCRIPT = """
 import sys, time
 import equinox as eqx, jax, optax
 import redcoast as rc
-from redcoast import _orbax
+from redcoast.checkpoint import _orbax
 from problem import collate_fn, loss_fn, make_examples, make_model
 
 directory, steps, slow = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -37,7 +37,7 @@ rc.fit(
     make_model(width=300), optax.adamw(1e-3), make_examples(400),
     collate_fn=collate, loss_fn=loss_fn, batch_size=16, steps=steps,
     mesh=rc.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2]),
-    eval_examples=make_examples(40, seed=1), eval_every=5, progress=False,
+    evaluation=rc.Evaluation(make_examples(40, seed=1), every=5), log=False,
     checkpoints=rc.Checkpoints(directory, every=3, keep=2, best="loss"),
 )
 """

@@ -39,8 +39,7 @@ def check_same_run(split, alone, *, shared):
     check_same_metrics(split[0]["metrics"], alone["metrics"])
     total = [row for x in split for row in x["collated"]]
     assert set(total) == set(alone["collated"])
-    # One more batch was made to compare what it looks like.
-    assert len(total) == shared * (len(alone["collated"]) + 16)
+    assert len(total) == shared * len(alone["collated"])
     for x in split:
         assert x["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
         np.testing.assert_allclose(x["all"], alone["all"], rtol=1e-5, atol=1e-6)
@@ -205,7 +204,7 @@ def test_all_say_why_steps_were_skipped():
     for finished in run(2, 2, nan=list(range(EXAMPLES // 2)), max_skipped=3, gather=[]):
         assert finished.returncode == 1
         assert "ValueError: `loss_fn` returned nan for the first batch." in finished.output
-        assert "The batch's array 0 holds values that are not finite for the" in finished.output
+        assert "The batch's array 0 holds NaN or infinite values for the" in finished.output
 
 
 @pytest.mark.hosts
@@ -218,4 +217,5 @@ def test_an_error_that_all_survive_is_over():
 @pytest.mark.hosts
 def test_time_is_up_for_all_at_the_same_step():
     stopped = results(run(2, 2, max_seconds=0.001))
-    assert {x["step"] for x in stopped} == {1}
+    # The all-reduce of a step is read after the next one was dispatched.
+    assert {x["step"] for x in stopped} == {2}

@@ -12,6 +12,7 @@ import pytest
 from grids import few_of
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from problem import fit_quietly
 
 import redcoast as rc
 from redcoast.sharding.constrain._verify import verify
@@ -41,7 +42,7 @@ def moved(tree, where):
 
 
 def fit(loss_fn=noisy, model=MODEL, **options):
-    return rc.fit(
+    return fit_quietly(
         model,
         optax.adam(1e-3),
         EXAMPLES,
@@ -49,14 +50,13 @@ def fit(loss_fn=noisy, model=MODEL, **options):
         loss_fn=loss_fn,
         batch_size=16,
         steps=1,
-        progress=False,
         **{"mesh": MESH, **options},
     )
 
 
 def test_a_run_verifies_with_its_key_which_is_on_the_mesh():
     """The key of a run is on all devices, and the comparison is with one of them."""
-    fit(verify=True)
+    fit(plan="verify")
 
 
 @pytest.mark.parametrize("where", few_of(PLACES, "first device"))
@@ -144,7 +144,7 @@ CALLS = {
     "infer_shardings": lambda fn: rc.infer_shardings(MODEL, MESH, fn=fn, args=(BATCH, KEY)),
     "fit": lambda fn: fit(fn, accumulate=2, eval_examples=EXAMPLES),
     "fit on one device": lambda fn: fit(fn, mesh=rc.make_mesh(devices=jax.devices()[:1])),
-    "fit, verified": lambda fn: fit(bare_inside, verify=True),
+    "fit, verified": lambda fn: fit(bare_inside, plan="verify"),
     "evaluate": lambda fn: rc.evaluate(
         MODEL, EXAMPLES, collate_fn=np.stack, loss_fn=fn, batch_size=16, mesh=MESH
     ),
@@ -191,4 +191,4 @@ def test_a_loss_may_name_its_mesh_itself_and_be_verified():
 
 def test_under_an_ambient_mesh():
     with jax.set_mesh(MESH):
-        fit(bare, mesh=None, verify=True)
+        fit(bare, mesh=None, plan="verify")

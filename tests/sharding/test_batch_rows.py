@@ -98,16 +98,16 @@ def test_rows_that_are_made_are_split_with_the_batch(name):
     """Otherwise each of eight devices computes all of them."""
     fn = lambda p, x, key: size(MADE[name](p, x, key)) + size(network(p, x))
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, KEY))
-    found = plan.report["arithmetic"]
-    assert found["flops"] == 8 * found["per_device"]
-    assert plan.report["repeated"] == []
+    found = plan.report.program.arithmetic
+    assert found.flops == 8 * found.per_device
+    assert plan.report.program.repeated == ()
 
 
 def test_rows_of_another_argument_are_split_with_the_batch():
     fn = lambda p, x, noise: size(network(p, x)) + size(network(p, noise))
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, BATCH))
-    found = plan.report["arithmetic"]
-    assert found["flops"] == 8 * found["per_device"]
+    found = plan.report.program.arithmetic
+    assert found.flops == 8 * found.per_device
 
 
 CONSTANT = np.ones((ROWS, WIDTH), np.float32)
@@ -146,7 +146,7 @@ def compiled_flops(fn, plan, key):
     """Of one device, for a loss and its gradient."""
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     weights = jax.tree.map(place, WEIGHTS, plan.shardings)
-    rows = place(BATCH, NamedSharding(plan.mesh, P(tuple(plan.report["batch_axes"]))))
+    rows = place(BATCH, NamedSharding(plan.mesh, P(tuple(plan.report.program.batch_axes))))
     lowered = jax.jit(jax.value_and_grad(fn)).lower(weights, rows, key)
     return (lowered.compile().cost_analysis() or {})["flops"]
 
@@ -161,7 +161,7 @@ def test_noise_through_two_networks_is_divided():
     """The program that a compiler makes of a GAN computes what the plan says."""
     plan = rc.plan_shardings(WEIGHTS, real_mesh(8, 1, 1), fn=gan, args=(BATCH, KEY))
     found = compiled_flops(plan.constrain(gan), plan, jax.random.key(1))
-    assert found < 1.2 * plan.report["arithmetic"]["flops"] / 8
+    assert found < 1.2 * plan.report.program.arithmetic.flops / 8
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
@@ -177,7 +177,7 @@ def test_gradients_of_all_rows_are_summed_together():
     both = lambda p, x, key: size(network(p, x)) + size(network(p, normal(key, ROWS, WIDTH)))
     one = lambda p, x, key: size(network(p, x))
     sent = [
-        sum(entry["bytes"] for entry in plan.report["traffic"] if "grad" in entry["cause"])
+        sum(entry.bytes for entry in plan.report.program.traffic if "grad" in entry.cause)
         for plan in (
             rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, KEY), hardware=hardware)
             for fn in (both, one)
@@ -198,10 +198,10 @@ def test_a_constraint_of_the_program_is_kept():
     mesh = real_mesh(8, 1, 1)
     fn = ft.partial(more_rows, mesh=mesh)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=fn, args=(BATCH, KEY))
-    found = plan.report["arithmetic"]
-    assert found["flops"] == 8 * found["per_device"]
+    found = plan.report.program.arithmetic
+    assert found.flops == 8 * found.per_device
     key = jax.random.key(1)
-    assert compiled_flops(plan.constrain(fn), plan, key) < 1.2 * found["per_device"]
+    assert compiled_flops(plan.constrain(fn), plan, key) < 1.2 * found.per_device
 
 
 def test_a_constraint_of_the_program_over_model_is_kept():
@@ -217,11 +217,11 @@ def test_a_constraint_of_the_program_over_model_is_kept():
     hardware, many = rc.Hardware(flops=1e30, memory_bandwidth=1e30), array(64 * ROWS, WIDTH)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=fn, args=(many, KEY), hardware=hardware)
     assert not any(place.spec for place in jax.tree.leaves(plan.shardings))
-    found = plan.report["arithmetic"]
-    assert found["flops"] == 8 * found["per_device"]
+    found = plan.report.program.arithmetic
+    assert found.flops == 8 * found.per_device
     key = jax.random.key(1)
     constrained = plan.constrain(fn)
-    assert compiled_flops(constrained, plan, key) < 1.3 * found["per_device"] / 64
+    assert compiled_flops(constrained, plan, key) < 1.3 * found.per_device / 64
     weights, rows = jax.device_put(values(WEIGHTS), plan.shardings), values(BATCH)
     expected = size(network(values(WEIGHTS), rows))
     np.testing.assert_allclose(jax.jit(constrained)(weights, rows, key), expected, rtol=1e-5)
@@ -237,12 +237,12 @@ def test_rows_that_the_program_replicates_stay_so():
         return size(network(p, noise)) + size(network(p, x))
 
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=fn, args=(BATCH, KEY))
-    (entry,) = plan.report["repeated"]
-    assert "constrains the 64 rows that the program makes to be replicated" in entry["why"]
+    (entry,) = plan.report.program.repeated
+    assert "constrains the 64 rows that the program makes to be replicated" in entry.why
 
 
 def words(plan):
-    return " ".join(str(plan).split())
+    return " ".join(plan.table().split())
 
 
 @pytest.mark.parametrize(
@@ -251,14 +251,14 @@ def words(plan):
         (
             lambda p, x, key: size(network(p, normal(key, 400, WIDTH))) + size(network(p, x)),
             400 / 464,
-            "the 400 rows that the program makes are not as many as the batch has (64); "
+            "the 400 rows that the program makes are not as many as those of the batch (64); "
             "`jax.lax.with_sharding_constraint` on them splits them too",
         ),
         (
             lambda p, x, key: size(network(p, normal(key, 99, WIDTH))) + size(network(p, x)),
             99 / 163,
-            "the 99 rows that the program makes are not as many as the batch has (64), and do not "
-            "divide over 8 devices",
+            "the 99 rows that the program makes are not as many as those of the batch (64), and do "
+            "not divide over 8 devices",
         ),
         (
             lambda p, x, key: size(network(p, CONSTANT)) + size(network(p, x)),
@@ -269,11 +269,11 @@ def words(plan):
 )
 def test_what_every_device_computes_is_said(fn, part, why):
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(BATCH, KEY))
-    (entry,) = plan.report["repeated"]
-    flops = plan.report["arithmetic"]["flops"]
-    assert entry["why"] == why
+    (entry,) = plan.report.program.repeated
+    flops = plan.report.program.arithmetic.flops
+    assert entry.why == why
     # Of the gradient of a network's input there is none, for either kind of rows.
-    assert entry["flops"] == pytest.approx(part * flops)
+    assert entry.flops == pytest.approx(part * flops)
     said = f"{part * flops / 1e6:.3g} of {flops / 1e6:.3g} MFLOP are computed by every device: "
     assert said + "products with {down,up}, because " + why + "." in words(plan)
 
@@ -283,7 +283,7 @@ def test_a_batch_that_is_not_split_is_computed_by_every_device():
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(array(63, WIDTH), KEY))
     assert "products with {down,up}, because the batch is not split." in words(plan)
     alone = rc.plan_shardings(WEIGHTS, mesh_of(), fn=fn, args=(array(63, WIDTH), KEY))
-    assert alone.report["repeated"] == []
+    assert alone.report.program.repeated == ()
 
 
 def test_without_a_batch_every_device_computes_everything():
@@ -305,18 +305,18 @@ def test_running_averages_in_the_batch_are_no_rows():
     state = {"mean": array(HIDDEN), "scale": array(HIDDEN)}
     batch = {"state": state, "x": array(16, WIDTH), "y": array(16)}
     plan = rc.plan_shardings(WEIGHTS, real_mesh(2, 1, 4), fn=with_averages, args=(batch, None))
-    assert plan.report["not_rows"] == {"state/mean": HIDDEN, "state/scale": HIDDEN}
-    said = "It has 16 rows; arrays in it that are not taken as rows: state/{mean,scale} (48)."
+    assert plan.report.program.not_rows == {"state/mean": HIDDEN, "state/scale": HIDDEN}
+    said = "It has 16 rows. Arrays in it that are not split with them: state/{mean,scale} (48)."
     assert said in words(plan)
-    found = plan.report["arithmetic"]
-    assert found["flops"] == 8 * found["per_device"]
+    found = plan.report.program.arithmetic
+    assert found.flops == 8 * found.per_device
     other = ft.partial(lambda p, x, key, state: with_averages(p, {**x, "state": state}, key))
     rows = {"x": batch["x"], "y": batch["y"]}
     expected = rc.plan_shardings(
         WEIGHTS, real_mesh(2, 1, 4), fn=other, args=(rows, None, batch["state"])
     )
     assert plan.compute == expected.compute
-    assert plan.report["traffic"] == expected.report["traffic"]
+    assert plan.report.program.traffic == expected.report.program.traffic
     given = {**values(batch), "state": {"mean": np.zeros(48, "f"), "scale": np.ones(48, "f")}}
     assert max(plan.verify(with_averages, values(WEIGHTS), given).values()) < 1e-5
 
@@ -382,6 +382,6 @@ MIXED = {
 def test_what_has_the_size_of_the_batch_is_rows(name):
     fn, batch, others = MIXED[name]
     plan = rc.plan_shardings(WEIGHTS, mesh_of(data=8), fn=fn, args=(batch, None))
-    assert list(plan.report["not_rows"]) == others
-    assert plan.report["repeated"] == []
+    assert list(plan.report.program.not_rows) == others
+    assert plan.report.program.repeated == ()
     assert str(plan)

@@ -45,12 +45,12 @@ def planned(fn, mesh=MESH, batch=FEW):
 @pytest.mark.parametrize("fn", [closing, closing_inside])
 def test_they_are_listed_once_and_counted_in_memory(fn):
     plan = planned(fn)
-    (found,) = plan.report["closed_over"]
-    assert (found["shape"], found["dtype"]) == ([WIDTH, WIDTH], "float32")
-    assert found["bytes"] == 4 * WIDTH**2
-    assert plan.report["memory"]["closed_over"] == BYTES
-    assert plan.report["memory"]["total"] > BYTES
-    text = " ".join(str(plan).split())
+    (found,) = plan.report.program.closed_over
+    assert (found.shape, found.dtype) == ((WIDTH, WIDTH), "float32")
+    assert found.bytes == 4 * WIDTH**2
+    assert plan.report.program.memory.closed_over == BYTES
+    assert plan.report.program.memory.total > BYTES
+    text = " ".join(plan.table().split())
     assert "closes over an array of 1.05 MB: float32[512,512] (1.05 MB" in text
     assert "trainable" in text
 
@@ -60,26 +60,26 @@ def test_an_array_in_the_model_is_none_of_them():
     fn = lambda model, batch, key: distance(model["student"], model["teacher"], batch)
     frozen = {"student": eqx.is_inexact_array, "teacher": False}
     plan = rc.plan_shardings(both, MESH, fn=fn, args=(FEW, None), trainable=frozen)
-    assert plan.report["closed_over"] == []
-    assert plan.report["memory"]["closed_over"] == 0
-    assert "closes over" not in str(plan)
+    assert plan.report.program.closed_over == ()
+    assert plan.report.program.memory.closed_over == 0
+    assert "closes over" not in plan.table()
 
 
 def test_small_ones_are_counted_only():
     mask = np.ones((16, 16), np.float32)
     fn = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) @ mask)
     plan = planned(fn)
-    assert plan.report["closed_over"] == []
-    assert plan.report["memory"]["closed_over"] == mask.nbytes
+    assert plan.report.program.closed_over == ()
+    assert plan.report.program.memory.closed_over == mask.nbytes
 
 
 @pytest.mark.parametrize("fn", [closing, closing_inside])
 def test_they_are_computed_split(fn):
     """By each device its part, in the plan and in the program, with the gradients of one device."""
     plan = planned(fn)
-    assert plan.report["closed_over"][0]["axes"] == ["model"]
-    counted = plan.report["arithmetic"]
-    assert counted["per_device"] < 0.3 * counted["flops"]
+    assert plan.report.program.closed_over[0].axes == ("model",)
+    counted = plan.report.program.arithmetic
+    assert counted.per_device < 0.3 * counted.flops
     grads = lambda fn: jax.jit(lambda a, b: eqx.filter_grad(fn)(eqx.combine(a, STUDENT), b, None))
     arrays = eqx.filter(STUDENT, eqx.is_array)
     given = jax.device_put(arrays, plan.shardings), FEW
@@ -122,7 +122,7 @@ def test_a_teacher_in_the_model_trains_the_same_student():
             batch_size=16,
             steps=2,
             mesh=mesh,
-            progress=False,
+            log=False,
             **options,
         )
         return fit.model

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problem import quiet
 
 import redcoast as rc
 
@@ -118,8 +119,7 @@ def test_fit_trains_them_as_one_device_does():
             batch_size=8,
             steps=4,
             mesh=mesh,
-            log=lambda metrics, step: found.append(metrics["loss"]),
-            progress=False,
+            log=quiet(lambda metrics, step: found.append(metrics["loss"])),
         )
         return found
 

@@ -9,7 +9,7 @@ from grids import few_of
 
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives, sent_bytes
-from redcoast.sharding.program._loop_weights import can_be_lifted
+from redcoast.sharding.program._loop_weights import can_hoist_gradient_sum
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 WIDTH, STEPS = 32, 12
@@ -79,7 +79,7 @@ def sent(loss_fn, plan, params, batch):
     "name",
     ["weights to the right", "weights to the left", "transposed", "under vmap", "used twice"],
 )
-def test_one_reduction_behind_the_loop(name):
+def test_one_reduction_after_the_loop(name):
     loss_fn, mesh = recurrent(CELLS[name]), rc.make_mesh()
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))
     used = 4 * (WIDTH**2 * (1 if name == "used twice" else 2) + WIDTH)
@@ -87,7 +87,7 @@ def test_one_reduction_behind_the_loop(name):
     assert sent(plan.constrain(loss_fn), plan, PARAMS, BATCH) <= 1.05 * once
     # Left to the compiler, it is one in every step.
     assert sent(loss_fn, plan, PARAMS, BATCH) >= STEPS / 2 * once
-    priced = sum(entry["bytes"] for entry in plan.report["traffic"])
+    priced = sum(entry.bytes for entry in plan.report.program.traffic)
     np.testing.assert_allclose(priced, once, rtol=0.1)
 
 
@@ -111,7 +111,7 @@ def test_stock_equinox_cells():
     assert f"f32[8,{4 * WIDTH},{WIDTH}]" in jaxpr
 
 
-def test_what_can_be_lifted():
+def test_which_gradient_sums_can_be_hoisted():
     def body(weight, elementwise, returned, batched, x):
         y = x @ weight + jnp.sum(jnp.sin(elementwise))
         return y, returned, jnp.einsum("bi,bio->bo", x, batched)
@@ -119,5 +119,5 @@ def test_what_can_be_lifted():
     shapes = [(4, 4), (4, 4), (4, 4), (8, 4, 4), (8, 4)]
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = jax.make_jaxpr(body)(*given).jaxpr
-    found = [can_be_lifted(jaxpr, var) for var in jaxpr.invars[:4]]
+    found = [can_hoist_gradient_sum(jaxpr, var) for var in jaxpr.invars[:4]]
     assert found == [True, False, False, False]

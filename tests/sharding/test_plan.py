@@ -30,7 +30,7 @@ def test_one_device_on_fsdp_and_model_leaves_everything_whole():
     plan = plan_shardings(stock(Transformer), mesh_of(data=8))
     arrays = jax.tree.leaves(plan.shardings, is_leaf=lambda x: isinstance(x, NamedSharding))
     assert {sharding.spec for sharding in arrays} == {P()}
-    assert "fsdp and model have one device each" in str(plan)
+    assert "fsdp and model have one device each" in plan.table()
 
 
 def test_leaves_that_are_no_arrays_get_none():
@@ -79,9 +79,21 @@ def test_any_tree_has_a_plan_whose_splits_divide(tree, fsdp, model):
         used = [axis for axis in sharding.spec if axis is not None]
         assert len(used) == len(set(used)) <= len(leaf.shape)
         assert all({"fsdp": fsdp, "model": model}[axis] > 1 for axis in used)
-    for row in plan.report["rows"]:
-        assert row["reason"]
-    assert max(map(len, str(plan).splitlines())) <= 80
+    for row in plan.report.arrays:
+        assert row.reason.text
+    for text in (str(plan), plan.table()):
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_array_after_an_array_that_looks_like_a_bias_has_a_plan():
+    assert specs([array(4, 6, 8), array(6, 8), array(8)], model=2).keys() == {"0", "1", "2"}
+
+
+def test_a_bias_of_another_size_than_its_matrix_is_replicated():
+    tree = {"a": {"weight": array(2, 3), "bias": array()}, "embed": array(512, 64)}
+    tree["head"] = {"kernel": array(64, 512), "bias": array(6)}
+    found = specs(tree, model=4)
+    assert found["a/bias"] == found["head/bias"] == P()
 
 
 @pytest.mark.parametrize("sizes", few_of([(2, 1, 4), (2, 2, 2), (1, 8, 1)], (2, 2, 2)))
@@ -128,12 +140,12 @@ def test_overrides_in_a_training_state_take_paths_of_the_model_and_the_state_fol
     [
         (("wz", None), r"'wz' matches no array's path. Among the 2 paths are: a/wq, a/wk"),
         (("(", None), r"'\(' is not a regular expression"),
-        (("wq", ("tensor",)), r"'tensor'; the mesh has 'data', 'fsdp', 'model'"),
+        (("wq", ("tensor",)), r"'tensor', but the mesh has 'data', 'fsdp', 'model'"),
         (("wq", ("model", "model")), r"uses the mesh axis 'model' twice"),
         (("wq", (None, None, "model")), r"3 entries, but a/wq has shape \(64, 6\)"),
-        (("wq", (None, "model")), r"a/wq, shape \(64, 6\), over model=4; 6 is not a multiple of 4"),
-        (("wq", (None, "model")), r"A size of 4 or 8 would divide, or splitting dimension 0"),
-        (("wq", (None, ("fsdp", "model"))), r"fsdp=2 x model=4; 6 is not a multiple of 8"),
+        (("wq", (None, "model")), r"shape \(64, 6\), over model=4, but 6 is not a multiple of 4"),
+        (("wq", (None, "model")), r"\(4 or 8 would be\)\. Dimension 0 is divisible"),
+        (("wq", (None, ("fsdp", "model"))), r"fsdp=2 x model=4, but 6 is not a multiple of 8"),
     ],
 )
 def test_wrong_overrides_say_what_would_work(override, message):
@@ -159,41 +171,42 @@ def test_no_mesh_and_a_mesh_without_the_three_axes_are_errors():
 def test_report_is_plain_data_that_adds_up():
     state = train_state(stock(Transformer), optax.adamw(1e-3))
     report = plan_shardings(state, mesh_of(1, 2, 4)).report
-    assert json.loads(json.dumps(report)) == report
-    totals = report["totals"]
+    assert json.loads(json.dumps(report.to_json())) == report.to_json()
+    totals = report.totals
     size = sum(x.size for x in jax.tree.leaves(state["model"]) if hasattr(x, "size"))
-    assert totals["parameter"]["bytes"] == 4 * size
-    assert totals["optimizer state"]["bytes"] == 8 * size + 4
+    assert totals.parameters.bytes == 4 * size
+    assert totals.optimizer_state.bytes == 8 * size + 4
     for key in ("bytes", "bytes_per_device", "arrays"):
-        assert totals["all"][key] == sum(
-            totals[role][key] for role in ("parameter", "optimizer state", "other")
+        assert getattr(totals.all, key) == sum(
+            getattr(total, key)
+            for total in (totals.parameters, totals.optimizer_state, totals.other)
         )
-    rows = {row["path"]: row for row in report["rows"]}
-    assert rows["embed/weight"]["bytes_per_device"] == 512 * 64 * 4 // 8
-    whole = {row["path"] for row in report["replicated"]}
-    assert whole == {path for path, row in rows.items() if not any(row["spec"])}
+    rows = {row.path: row for row in report.arrays}
+    assert rows["embed/weight"].bytes_per_device == 512 * 64 * 4 // 8
+    whole = {row.path for row in report.replicated}
+    assert whole == {path for path, row in rows.items() if not any(row.spec)}
     assert {"norm/weight", "step", "key", "opt_state/0/count"} <= whole
 
 
 def test_table_groups_repeated_layers_and_says_what_is_whole():
     state = train_state(stock(Transformer, layers=12, seq=128), optax.adamw(1e-3))
-    text = str(plan_shardings(state, mesh_of(2, 2, 4)))
+    text = plan_shardings(state, mesh_of(2, 2, 4)).table()
     lines = text.splitlines()
     assert len(lines) < 50
     assert max(map(len, lines)) <= 80
-    place = lines.index("Column-split: pairs with down")
+    place = lines.index("Tensor-parallel: column-parallel, pairs with down")
     row = lines[place + 1].split()
     assert row[:5] == ["blocks/{0..11}/up/weight", "(256,", "64)", "(model,", "fsdp)"]
-    place = lines.index("Whole on every device: norm scale")
+    place = lines.index("Replicated: norm scale")
     assert lines[place + 1].split()[0] == "blocks/{0..11}/norm{1..2}/{weight,bias}"
-    assert "follows its parameters: 2.0 x" in text
-    assert len(str(plan_shardings(llama(), mesh_of(2, 2, 4))).splitlines()) < 40
+    assert "sharded like the parameters; 2.0x their size" in text
+    assert len(plan_shardings(llama(), mesh_of(2, 2, 4)).table().splitlines()) < 40
 
 
 def test_the_work_of_planning_is_linear_in_the_number_of_layers():
     def work(layers):
         state = train_state(stock(Transformer, layers=layers), optax.adamw(1e-3))
-        return count_calls(lambda: str(plan_shardings(state, mesh_of(2, 2, 4))))
+        return count_calls(lambda: plan_shardings(state, mesh_of(2, 2, 4)).table())
 
     work(2)  # what is done only once
     assert work(24) < 1.25 * 4 * work(6)

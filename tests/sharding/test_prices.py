@@ -17,7 +17,7 @@ def planned_and_sent(fn, model, batch, mesh, used=None):
     `used` is what is compiled: what a step uses of `fn`.
     """
     plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
-    rows = NamedSharding(mesh, P(tuple(plan.report["batch_axes"])))
+    rows = NamedSharding(mesh, P(tuple(plan.report.program.batch_axes)))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     given = jax.tree.map(place, model, plan.shardings)
     placed = jax.tree.map(lambda x: place(x, rows), batch)
@@ -26,7 +26,7 @@ def planned_and_sent(fn, model, batch, mesh, used=None):
     step = jax.value_and_grad(loss_fn, has_aux=has_aux)
     compiled = jax.jit(step, out_shardings=(None, plan.shardings)).lower(given, placed, None)
     sent = sent_bytes(collectives(compiled.compile().as_text(), mesh))
-    return sum(entry["bytes"] for entry in plan.report["traffic"]), sent, plan
+    return sum(entry.bytes for entry in plan.report.program.traffic), sent, plan
 
 
 def unit(x):
@@ -103,7 +103,7 @@ def test_weights_that_a_loop_closes_over_are_gathered_once():
     model = {"up": array(16, 512), "down": array(512, 64), "last": array(64, 16)}
     mesh = real_mesh(1, 8, 1)
     priced, sent, plan = planned_and_sent(solved, model, array(512, 16), mesh)
-    assert plan.report["batch_axes"] == ["fsdp"]
+    assert plan.report.program.batch_axes == ("fsdp",)
     assert plan.shardings["up"].spec
     assert abs(priced - sent) < 0.02 * sent, str(plan)
 
@@ -171,5 +171,5 @@ def test_rematerialised_layers_are_priced_as_they_run():
     model = {"first": array(*inner), "second": array(*outer)}
     model |= {"up": array(*inner), "down": array(*outer)}
     priced, sent, plan = planned_and_sent(stacked, model, array(16, 8, 64), real_mesh(2, 1, 4))
-    assert plan.report["batch_axes"] == ["data"]
+    assert plan.report.program.batch_axes == ("data",)
     assert abs(priced - sent) < 0.02 * sent, str(plan)

@@ -19,6 +19,7 @@ TOKENS = jax.ShapeDtypeStruct((4, 64), jnp.int32)  # fewer rows than devices
 PLENTY = 1e9
 
 
+@jax.jit
 def make_params():
     """A vocabulary that divides over nothing, and a table of positions that does."""
     shapes = {"embed": (VOCAB, WIDTH), "places": (PLACES, WIDTH), "up": (WIDTH, HIDDEN)}
@@ -52,7 +53,7 @@ def specs(found):
 
 
 def reasons(found):
-    return {row["path"]: row["reason"] for row in found.report["rows"]}
+    return {row.path: f"{row.reason.kind}: {row.reason.text}" for row in found.report.arrays}
 
 
 def compiled_gradient(found):
@@ -81,8 +82,8 @@ def test_what_costs_and_saves_memory_alone_is_whole():
         assert "model" in specs(known)[name]
         assert specs(known)[name] == specs(unknown)[name]
     assert reasons(known)["embed"] == (
-        "whole: 1001 does not divide over model=8 (1000 or 1008 would), and the devices have room "
-        "for it"
+        "replicated: 1001 does not divide over model=8 (1000 or 1008 would), and the devices have "
+        "room for it"
     )
     assert "the devices have room for it" in reasons(known)["places"]
     dims = dict(zip(sorted(make_params()), known.compute.dims, strict=True))
@@ -95,10 +96,10 @@ def test_less_is_sent_and_the_result_is_the_same():
     sent = over_model(one, unknown.mesh), over_model(other, known.mesh)
     # At the least, the embedding is not gathered any more.
     assert sent[1] <= sent[0] - 7 / 8 * VOCAB * WIDTH * 4
-    priced = [sum(x["bytes"] for x in p.report["traffic"]) for p in (known, unknown)]
+    priced = [sum(x.bytes for x in p.report.program.traffic) for p in (known, unknown)]
     assert priced[0] < priced[1]
     tokens = jax.random.randint(jax.random.key(1), TOKENS.shape, 0, VOCAB)
-    loss, gradient = jax.value_and_grad(loss_fn)(make_params(), tokens, None)
+    loss, gradient = jax.jit(jax.value_and_grad(loss_fn))(make_params(), tokens, None)
     for compiled, found in ((one, unknown), (other, known)):
         params = jax.device_put(make_params(), found.shardings)
         place = jax.NamedSharding(found.mesh, P())
@@ -112,7 +113,7 @@ def test_the_smallest_come_first_and_a_quarter_of_what_is_left_is_taken():
     optimizer = optax.adam(1e-3)
     state = rc.init_state(lambda key: make_params(), optimizer, key=jax.random.key(0))
     found = lambda memory: specs_of_state(plan(memory, tree=state))
-    estimated = plan(tree=state).report["memory"]["total"]
+    estimated = plan(tree=state).report.program.memory.total
     # Seven more eighths of each, of its gradient, and of Adam's two means.
     sizes = {"places": PLACES * WIDTH, "embed": VOCAB * WIDTH}
     more = {name: 7 / 8 * 4 * size * 4 for name, size in sizes.items()}
@@ -155,7 +156,7 @@ def test_a_batch_that_goes_over_model_keeps_parameters_split():
         hardware = rc.Hardware(memory=memory)
         mesh = rc.make_mesh(data=2, model=4)
         found = rc.plan_shardings(tree, mesh, fn=loss, args=args, hardware=hardware)
-        assert found.report["batch_axes"] == ["data", "model"]
+        assert found.report.program.batch_axes == ("data", "model")
         assert all("model" in spec for spec in specs(found).values())
 
 
@@ -164,8 +165,8 @@ def test_emulated_devices_say_nothing_of_their_memory():
     assert hardware_of(mesh).memory is None
     place = target_place("cpu:8")
     assert planner_hardware(place, place.mesh({"data": 2, "model": 4})).memory is None
-    assert plan().report["device_memory"] == 80e9
-    assert plan(2e9).report["device_memory"] == 2e9
+    assert plan().report.program.device_memory == 80e9
+    assert plan(2e9).report.program.device_memory == 2e9
 
 
 @pytest.mark.parametrize("memory", [0, -1.0])

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_helpers import expanded
 
-from redcoast.sharding.report._text import braced, shortened
+from redcoast.sharding.report._text import braced, percentages, scaled, shortened
 
 names = st.lists(st.sampled_from(["w1", "w2", "bias", "10", "2", "a_b"]), min_size=1, max_size=4)
 
@@ -38,3 +38,16 @@ def test_many_paths_are_shortened_and_the_others_counted():
     assert shortened(paths, limit=2) == "a/0, b/x/{0..1} and 1 more"
     assert shortened(paths, limit=3, width=5) == "a/0 and 3 more"
     assert shortened(paths) == "a/0, b/x/{0..1}, c/y/z"
+
+
+@given(sizes=st.lists(st.integers(0, 10**12), min_size=1, max_size=5).filter(any))
+def test_percentages_add_up_and_are_close(sizes):
+    found = percentages(sizes)
+    assert sum(found) == 100
+    assert all(abs(a - 100 * b / sum(sizes)) < 1 for a, b in zip(found, sizes, strict=True))
+
+
+def test_sizes_have_three_digits_and_a_unit():
+    sizes = (0, 999, 999.9, 93_480, 999_999, 26_960_000_000, 80e9, 3.2e12)
+    shown = ("0 bytes", "999 bytes", "1 kB", "93.5 kB", "1 MB", "27 GB", "80 GB", "3.2 TB")
+    assert tuple(map(scaled, sizes)) == shown

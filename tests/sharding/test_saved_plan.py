@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -32,6 +33,7 @@ def check_equal(found, plan):
     assert found.compute == plan.compute
     assert found.mesh == plan.mesh
     assert str(found) == str(plan)
+    assert found.table() == plan.table()
     assert jax.tree.structure(found.shardings) == jax.tree.structure(plan.shardings)
     assert jax.tree.leaves(found.shardings) == jax.tree.leaves(plan.shardings)
 
@@ -42,8 +44,8 @@ def test_a_plan_reads_back_equal(sizes, tmp_path):
     rc.save_plan(plan, tmp_path / "plan.json")
     found = rc.load_plan(tmp_path / "plan.json", model(), mesh_of(*sizes))
     check_equal(found, plan)
-    assert found.report["traffic"]
-    assert found.report["memory"]["total"] > 0
+    assert found.report.program.traffic
+    assert found.report.program.memory.total > 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,9 @@ def test_the_file_is_json_that_can_be_read(tmp_path):
     assert set(rows) == {"up", "down", "head"}
     assert rows["up"]["shape"] == [64, 256]
     assert rows["up"]["dtype"] == "float32"
-    assert set(rows["up"]) == {"path", "shape", "dtype", "spec", "reason", "role"}
+    assert set(rows["up"]) == {
+        *["path", "shape", "dtype", "spec", "reason", "kind", "together", "role"]
+    }
     assert document["compute"]["batch_axes"] == ["data", "fsdp"]
     assert {"traffic", "unknown", "memory", "batch"} <= set(document["report"])
 
@@ -115,10 +119,10 @@ def test_another_plan_is_not_overwritten(tmp_path):
     path = tmp_path / "plan.json"
     rc.save_plan(plan_model(mesh_of(2)), path)
     before = path.read_text()
-    with pytest.raises(ValueError, match=r"plan\.json exists already and is not this plan"):
+    with pytest.raises(ValueError, match=r"plan\.json already exists and is not this plan"):
         rc.save_plan(plan_model(mesh_of(4)), path)
     assert path.read_text() == before
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         rc.save_plan(plan_model(mesh_of(4)), tmp_path)
 
 
@@ -132,6 +136,40 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+EARLIER = Path(__file__).parent / "plan_of_format_1.json"
+
+
+def earlier_tree():
+    layers = [{"up": array(64, 256), "down": array(256, 64)} for _ in range(2)]
+    return train_state(layers, optax.adam(1e-3))
+
+
+def earlier_loss(model, batch, key):
+    for layer in model:
+        batch = batch + jax.nn.relu(batch @ layer["up"]) @ layer["down"]
+    return jnp.mean(batch**2)
+
+
+def test_a_file_of_an_earlier_version_reads_as_the_plan_does_now():
+    """It was saved before reasons had a kind, and before traffic did."""
+    mesh, tree = mesh_of(2, 2, 2), earlier_tree()
+    overrides = [("0/up", P(None, ("fsdp", "model"))), ("1/up", None)]
+    now = rc.plan_shardings(
+        tree, mesh, fn=earlier_loss, args=(array(64, 64), None), overrides=overrides
+    )
+    found = rc.load_plan(EARLIER, tree, mesh)
+    assert found.compute == now.compute
+    assert jax.tree.leaves(found.shardings) == jax.tree.leaves(now.shardings)
+    kinds = lambda plan: [(one.path, one.reason.kind) for one in plan.report.arrays]
+    assert kinds(found) == kinds(now)
+    assert {kind for _, kind in kinds(now)} >= {"override", "tensor-parallel", "follows"}
+    assert found.report.totals == now.report.totals
+    assert found.report.program.memory == now.report.program.memory
+    sent = lambda plan: [(one.axes, one.kind, one.bytes) for one in plan.report.program.traffic]
+    assert sent(found) == sent(now)
+    assert str(found) == str(now)
+
+
 class Turned(eqx.Module):
     up: jax.ShapeDtypeStruct
     head: jax.ShapeDtypeStruct
@@ -140,12 +178,12 @@ class Turned(eqx.Module):
 
 # Trees that are not the one planned, and what is said of them.
 OTHERS = [
-    (model(512), r"down was planned with shape \(256, 64\) and dtype float32, and has \(512"),
+    (model(512), r"down was planned with shape \(256, 64\) and dtype float32, but has \(512"),
     (
         model() | {"head": jax.ShapeDtypeStruct((64, 6), jnp.bfloat16)},
-        r"head was planned with .* dtype float32, and has \(64, 6\) and bfloat16",
+        r"head was planned with .* dtype float32, but has \(64, 6\) and bfloat16",
     ),
-    ({"up": array(64, 256)}, r"of another tree: the tree lacks 'down', 'head'\.$"),
+    ({"up": array(64, 256)}, r"for another tree: the tree lacks 'down', 'head'\.$"),
     (model() | {"b": array(6)}, r"another tree: the plan does not have 'b'\.$"),
     ({"layer": model()}, r"lacks 'down', 'head', 'up', and the plan does not have 'layer/down'"),
     (
@@ -169,26 +207,32 @@ def test_other_trees_are_refused(tree, message, tmp_path):
 def test_other_meshes_are_refused(tmp_path):
     rc.save_plan(plan_model(mesh_of(2, 1, 4)), tmp_path / "plan.json")
     message = (
-        r"is for a mesh of data=2, fsdp=1, model=4, and the mesh given has data=1, fsdp=2, model=4"
+        r"is for a mesh of data=2, fsdp=1, model=4, but the given mesh has data=1, fsdp=2, model=4"
         r"\. Use rc\.make_mesh\(data=2, fsdp=1, model=4\)"
     )
     with pytest.raises(ValueError, match=message):
         rc.load_plan(tmp_path / "plan.json", model(), mesh_of(1, 2, 4))
-    with pytest.raises(ValueError, match="There is no mesh"):
+    with pytest.raises(ValueError, match="The mesh is missing"):
         rc.load_plan(tmp_path / "plan.json", model())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"plan\.json holds no plan, for it is no JSON: Expecting"),
-        ("[1, 2]", "it is JSON of something else"),
-        ('{"rows": []}', "it is JSON of something else"),
-        ('{"format": 7}', "format 7, and this version of redcoast reads format 1"),
-        ('{"format": 1, "rows": [], "mesh": {}}', "no whole plan: it lacks compute, report"),
+        ("{", r"plan\.json is not a plan\. .* is damaged or is not JSON: Expecting"),
+        ("[1, 2]", "must contain a JSON object, but contains a list"),
+        ('{"rows": []}', "is not a plan: it has no `format`"),
+        ('{"format": 7}', "format 7, but this version of redcoast reads format 1"),
+        ('{"format": 1, "rows": [], "mesh": {}}', "complete plan: compute, report must be present"),
         (
             '{"format": 1, "mesh": {}, "compute": {}, "report": {}, "rows": [{"path": "a"}]}',
-            "no whole plan: it lacks dtype, reason, role, shape, spec",
+            "complete plan: dtype, reason, role, shape, spec must be present",
+        ),
+        (
+            '{"format": 1, "mesh": {}, "compute": {}, "report": {}, "rows": [{"path": "a", '
+            '"shape": [], "dtype": "float32", "spec": [], "reason": "", "role": "other", '
+            '"kind": "thing"}]}',
+            "complete plan: kind must be present",
         ),
     ],
 )
@@ -200,7 +244,7 @@ def test_what_is_no_plan_is_refused(text, message, tmp_path):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no plan to be read at .*no\.json: No such file"):
+    with pytest.raises(ValueError, match=r"Cannot read a plan from .*no\.json: No such file"):
         rc.load_plan(tmp_path / "no.json", model(), mesh_of(2, 1, 4))
 
 
@@ -215,6 +259,16 @@ def test_an_edited_spec_has_to_fit(spec, tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"of head does not fit its shape \[64, 6\]"):
         rc.load_plan(path, model(), mesh_of(3, 1, 4))
+
+
+def test_a_report_without_its_figures_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    rc.save_plan(plan_model(mesh_of(2, 1, 4)), path)
+    document = json.loads(path.read_text())
+    del document["report"]["memory"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"the figures of its report cannot be read: 'memory'"):
+        rc.load_plan(path, model(), mesh_of(2, 1, 4))
 
 
 def test_a_plan_of_a_state_without_a_function_constrains_functions_of_its_model():

@@ -107,7 +107,9 @@ def test_heads_are_found_where_sizes_coincide(sizes):
 
 def test_few_key_heads_are_whole_with_the_reason_and_queries_are_split():
     found = reasons(llama(kv_heads=2), model=4)
-    assert found["layers/attention/wk"].startswith("whole: number of heads 2 is not a multiple of")
+    assert found["layers/attention/wk"].startswith(
+        "replicated: number of heads 2 is not a multiple of"
+    )
     assert specs(llama(kv_heads=2), model=4)["layers/attention/wq"] == P(None, None, "model")
 
 
@@ -158,7 +160,7 @@ def test_lists_of_weights_and_biases_alternate_in_either_order_of_storage():
 def test_vocabulary_that_does_not_divide_is_whole_and_says_what_would():
     tree = {"wte": {"weight": array(50257, 64)}, "ln_f": {"weight": array(64)}}
     assert specs(tree, model=4)["wte/weight"] == P()
-    expected = "whole: vocabulary 50257 is not a multiple of model=4 (50256 or 50260 would be)"
+    expected = "replicated: vocabulary 50257 is not a multiple of model=4 (50256 or 50260 would be)"
     assert reasons(tree, model=4)["wte/weight"] == expected
 
 
@@ -206,9 +208,9 @@ def test_fsdp_splits_the_largest_remaining_dimension_of_large_arrays():
     found = specs(tree, fsdp=4)
     assert found == {"a": P(None, "fsdp"), "b": P(None, "fsdp"), "c": P(), "d": P()}
     why = reasons(tree, fsdp=4)
-    assert why["a"] == "fsdp: largest remaining dimension"
-    assert why["c"] == "whole: small, 64 elements"
-    assert why["d"] == "whole: no other dimension is a multiple of fsdp=4"
+    assert why["a"] == "fsdp: all-gathered where used"
+    assert why["c"] == "replicated: small, 64 elements"
+    assert why["d"] == "replicated: no other dimension is a multiple of fsdp=4"
     found = specs(stock(eqx.nn.MLP, 64, 64, 256, 1), fsdp=2, model=4)
     assert found["layers/0/weight"] == P("model", "fsdp")
     assert found["layers/1/weight"] == P("fsdp", "model")

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from counting import count_calls
 
-from redcoast.tracking._jsonl import MetricsFile, metrics_file, read_metrics
+from redcoast.tracking._jsonl import JsonlLogger, jsonl_logger, read_metrics
 
 
 def test_each_call_is_a_line_on_disk(tmp_path):
     path = tmp_path / "runs" / "lm" / "metrics.jsonl"
-    log = metrics_file(path)
+    log = jsonl_logger(path)
     log({"loss": 2.5, "skipped": 0}, 1)
-    # Before the file is closed: a kill loses nothing.
+    # Before the file is closed, so a kill loses nothing.
     entry = json.loads(path.read_text())
     assert abs(entry.pop("time") - path.stat().st_mtime) < 5
     assert entry == {"step": 1, "loss": 2.5, "skipped": 0}
@@ -26,7 +26,7 @@ def test_each_call_is_a_line_on_disk(tmp_path):
 
 
 def test_reads_back_what_was_written(tmp_path):
-    log = metrics_file(tmp_path / "metrics.jsonl")
+    log = jsonl_logger(tmp_path / "metrics.jsonl")
     log({"loss": np.float32(0.5), "norm": jnp.float32(0.25)}, 1)
     log({"loss": float("nan"), "norm": float("inf")}, 2)
     log({"loss": 1 / 3}, 3)
@@ -38,17 +38,17 @@ def test_reads_back_what_was_written(tmp_path):
     assert third["loss"] == 1 / 3
 
 
-def test_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path):
+def test_appends_after_an_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = metrics_file(path)
+    log = jsonl_logger(path)
     for step in (1, 2, 3):
         log({"loss": float(step), "norm": 1.0}, step)
     log({"eval/loss": 7.0}, 2)
     log.close()
     path.write_bytes(path.read_bytes() + b'{"step": 4, "ti')
 
-    # The run goes on from step 1, and repeats the others.
-    log = metrics_file(path)
+    # The run resumes at step 1, and repeats the others.
+    log = jsonl_logger(path)
     for step in (2, 3, 4):
         log({"loss": step / 10}, step)
     log.close()
@@ -64,23 +64,23 @@ def test_goes_on_after_a_kill_in_the_middle_of_a_line(tmp_path):
     assert path.read_text().splitlines()[4] == '{"step": 4, "ti'
 
 
-def test_reopening_a_whole_file_adds_no_empty_line(tmp_path):
+def test_reopening_a_complete_file_adds_no_empty_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        log = metrics_file(path)
+        log = jsonl_logger(path)
         log({"loss": 1.0}, step)
         log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_sorts_by_step_and_skips_what_is_no_entry(tmp_path):
+def test_sorts_by_step_and_skips_invalid_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 10}\n[1]\n{"loss": 1}\n\xff\xfe{\n\n{"step": 9}\n')
     assert read_metrics(path) == [{"step": 9}, {"step": 10}]
 
 
 def test_a_full_disk_is_one_warning(caplog):
-    log = metrics_file("/dev/full")
+    log = jsonl_logger("/dev/full")
     for step in (1, 2, 3):
         log({"loss": 1.0}, step)
     log.close()
@@ -89,12 +89,12 @@ def test_a_full_disk_is_one_warning(caplog):
     assert "No space left" in record.getMessage()
 
 
-def test_lines_go_on_after_a_disk_was_full(tmp_path, caplog):
+def test_logging_resumes_after_a_full_disk(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    log = metrics_file(path)
+    log = jsonl_logger(path)
     log({"loss": 1.0}, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # A part of the next line still has room.
+    # There is space for a part of the next line.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
     try:
         for step in (2, 3):
@@ -113,18 +113,18 @@ def test_no_file(tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_directory_that_cannot_be_made(tmp_path):
+def test_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises((FileExistsError, NotADirectoryError), match="runs"):
-        metrics_file(tmp_path / "runs" / "metrics.jsonl")
+        jsonl_logger(tmp_path / "runs" / "metrics.jsonl")
 
 
-def test_a_line_costs_little_more_than_to_encode_and_to_write_it(tmp_path):
-    log = metrics_file(tmp_path / "metrics.jsonl")
+def test_overhead_of_a_line(tmp_path):
+    log = jsonl_logger(tmp_path / "metrics.jsonl")
     metrics = {"loss": 1.2345678, "grad_norm": 0.7654321, "learning_rate": 3e-4, "skipped": 0.0}
-    # As users have it, without the type checker.
-    call = functools.partial(inspect.unwrap(MetricsFile.__call__), log, metrics, 1000)
+    # Without the runtime type checker, as for users.
+    call = functools.partial(inspect.unwrap(JsonlLogger.__call__), log, metrics, 1000)
     calls = count_calls(lambda: [call() for _ in range(100)])
     log.close()
-    # Eleven, most of them the encoder's; none flushes, seeks or opens.
+    # Eleven calls, most of them in the encoder; none flushes, seeks or opens.
     assert calls < 15 * 100

@@ -12,7 +12,7 @@ from redcoast.tracking._progress import Progress, progress
 
 
 class Terminal(io.StringIO):
-    """A terminal that remembers each line as it stood when it was last drawn."""
+    """A terminal that stores the last version of each line."""
 
     def isatty(self):
         return True
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds, which pass only where a test says so."""
+    """A clock that advances only when a test sets it."""
     now = [1000.0]
     monkeypatch.setattr(_progress, "perf_counter", lambda: now[0])
 
@@ -57,7 +57,7 @@ def test_lines_off_a_terminal(clock):
     assert len(lines) == 4
 
 
-def test_throughput_leaves_pauses_and_compilation_out(clock):
+def test_throughput_excludes_pauses_and_compilation(clock):
     file = io.StringIO()
     bar = progress(None, file=file)
     clock(100.0)
@@ -65,7 +65,7 @@ def test_throughput_leaves_pauses_and_compilation_out(clock):
         bar.update(step, {}, 1000)
         bar.pause()
         clock(50.0)
-        bar.pause()  # a save within an evaluation, say, changes nothing
+        bar.pause()  # for example a save during an evaluation
         bar.resume()
         clock(0.5)
     bar.close()
@@ -74,7 +74,7 @@ def test_throughput_leaves_pauses_and_compilation_out(clock):
     assert len(rates) > 2
 
 
-def test_throughput_is_that_of_the_last_half_minute(clock):
+def test_throughput_is_averaged_over_half_a_minute(clock):
     file = Terminal()
     bar = progress(None, file=file)
     for step in range(1, 121):
@@ -82,7 +82,7 @@ def test_throughput_is_that_of_the_last_half_minute(clock):
         clock(1.0 if step < 60 else 0.1)
     bar.close()
     assert "10 examples/s" in file.getvalue()
-    # 85 steps in 31 seconds; over the whole run it would be 18 a second.
+    # 85 steps in 31 seconds; over the entire run it would be 18 per second.
     rate = float(file.screen()[-1].split()[2])
     assert rate == pytest.approx(27.7, abs=0.5)
 
@@ -93,13 +93,13 @@ def test_weights_count_tokens(clock):
         for step in range(1, 11):
             bar.update(step, {"loss": 1.0, "weight": 4096.0}, 4)
             clock(0.25)
-    # Nine steps lie between the first and the last, and the clock went on after the last.
+    # Nine steps after the first, and time passed after the last.
     assert file.getvalue() == "step 10/20  loss 1  14,746 tokens/s  0:03 left\n"
 
 
 def test_bar_on_a_terminal(clock):
     file = Terminal()
-    bar = progress(100, start=40, unit="images", file=file)
+    bar = progress(100, start=40, file=file)
     assert "step 40/100" in file.getvalue()
     for step in range(41, 99):
         bar.update(step, {"loss": 0.5}, 8)
@@ -108,7 +108,7 @@ def test_bar_on_a_terminal(clock):
     bar.close()
     (line,) = file.screen()
     assert line.startswith("step 98/100 |")
-    assert line.endswith("| 98%, loss 0.5, 16 images/s, 0:01 left")
+    assert line.endswith("| 98%, loss 0.5, 16 examples/s, 0:01 left")
 
 
 def test_bar_is_drawn_at_most_every_tenth_of_a_second(clock):
@@ -132,7 +132,7 @@ def test_nothing_when_off(kind, clock):
     assert file.getvalue() == ""
 
 
-def test_enabled_draws_a_bar_anywhere(clock):
+def test_enabled_always_draws_a_bar(clock):
     file = io.StringIO()
     with progress(10, enabled=True, file=file) as bar:
         bar.update(1, {"loss": 1.0}, 1)
@@ -152,7 +152,7 @@ def test_error_in_the_loop_shows_the_last_step(clock):
     assert file.getvalue() == "step 3/10  loss nan\n"
 
 
-def test_no_step_no_line():
+def test_prints_nothing_without_a_step():
     file = io.StringIO()
     progress(10, file=file).close()
     assert file.getvalue() == ""
@@ -165,15 +165,15 @@ def test_writes_to_standard_error_by_default(capsys):
 
 
 @pytest.mark.parametrize("enabled", [None, True])
-def test_a_step_that_draws_nothing_costs_next_to_nothing(enabled, clock):
+def test_overhead_of_a_step_without_output(enabled, clock):
     bar = progress(10**9, enabled=enabled, file=io.StringIO())
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "weight": 100.0}
     bar.update(1, metrics, 32)
-    # As users have it, without the type checker.
+    # Without the runtime type checker, as for users.
     update = functools.partial(inspect.unwrap(Progress.update), bar, 2, metrics, 32)
     calls = count_calls(lambda: [update() for _ in range(100)])
     bar.close()
-    # `update` itself, the weight looked up, and the clock, which is a function of Python's here.
+    # `update`, the lookup of the weight, and the clock, which is a Python function here.
     assert calls < 5 * 100
 
 
@@ -186,5 +186,5 @@ def test_real_time():
             bar.update(step, {}, 1)
     most = time.perf_counter() - begin
     rate = float(file.getvalue().split("  ")[1].split()[0])
-    # Four steps after the first, of at least 0.02 s each, and in no more time than there was.
+    # Four steps after the first, of at least 0.02 s each, within the measured time.
     assert 0.99 * 4 / most < rate < 51

@@ -1,4 +1,5 @@
 import contextlib
+import importlib.metadata
 import io
 import subprocess
 import sys
@@ -8,9 +9,17 @@ import jax
 import optax
 import pytest
 
+import redcoast as rc
 from redcoast.tracking import _run as _tracking
 from redcoast.tracking._progress import progress
-from redcoast.tracking._run import RunInfo, code_version, console_logger, start_loggers
+from redcoast.tracking._run import (
+    RunInfo,
+    all_loggers,
+    code_version,
+    console_logger,
+    shows_progress,
+    start_loggers,
+)
 
 
 @pytest.fixture
@@ -24,7 +33,7 @@ def clock(monkeypatch):
     return sleep
 
 
-def test_console_prints_now_and_then(clock, capsys):
+def test_console_prints_periodically(clock, capsys):
     log = console_logger(every=10)
     for step in range(1, 26):
         log({"loss": 2.5 / step, "weight": 131072.0}, step)
@@ -69,7 +78,7 @@ def test_console_prints_nan(capsys):
     assert capsys.readouterr().out == "step       1  loss nan         grad_norm inf\n"
 
 
-def test_console_leaves_a_bar_whole(monkeypatch):
+def test_console_does_not_break_a_bar(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -89,7 +98,7 @@ def test_console_leaves_a_bar_whole(monkeypatch):
 
 @pytest.mark.parametrize("every", [-1.0, float("nan")])
 def test_console_bad_interval(every):
-    with pytest.raises(ValueError, match=r"every is .*number of seconds"):
+    with pytest.raises(ValueError, match="`every` must be at least 0 seconds, but is"):
         console_logger(every=every)
 
 
@@ -116,7 +125,7 @@ def test_code_version_of_a_repository(tmp_path, monkeypatch):
     git(tmp_path, "tag", "-a", "v1", "-m", "a tag is not a commit")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
 
-    version = code_version("numpy")
+    version = code_version()
     assert (version["git_commit"], version["git_dirty"]) == (head, "false")
     (tmp_path / "train.py").write_text("print(2)")
     version = code_version()
@@ -128,14 +137,26 @@ def test_code_version_names_libraries(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
     )
-    version = code_version("beartype", "no-such-package")
+    version = code_version()
     assert version["jax"] == jax.__version__
     assert version["equinox"] == equinox.__version__
     assert version["optax"] == optax.__version__
     assert version["python"] == sys.version.split()[0]
-    assert {"redcoast", "beartype"} < version.keys()
-    # No package of this name, and no repository here.
-    assert not {"no-such-package", "git_commit", "git_dirty"} & version.keys()
+    # The directory is not in a repository.
+    assert version.keys() == {"python", "redcoast", "jax", "equinox", "optax"}
+
+
+def test_code_version_omits_missing_libraries(monkeypatch):
+    found = importlib.metadata.version
+
+    def version(package):
+        if package == "optax":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "jax" in code_version()
+    assert "optax" not in code_version()
 
 
 def test_code_version_without_git(tmp_path, monkeypatch):
@@ -143,7 +164,7 @@ def test_code_version_without_git(tmp_path, monkeypatch):
     assert "git_commit" not in code_version()
 
 
-def test_importing_costs_neither_wandb_nor_tqdm():
+def test_importing_does_not_import_wandb_or_tqdm():
     code = """
 import sys
 import redcoast
@@ -157,18 +178,27 @@ print(sorted({"wandb", "tqdm"} & set(sys.modules)))
 
 
 def test_a_logger_must_be_callable():
-    run = RunInfo(directory=None, resumed=False, plan="", config={})
-    with contextlib.ExitStack() as stack:
-        assert start_loggers(None, run, stack) == []
-        assert start_loggers([print, repr], run, stack) == [print, repr]
-        with pytest.raises(TypeError, match=r"`log` is of type int.*pass a list of them"):
-            start_loggers(3, run, stack)
-        with pytest.raises(TypeError, match=r"`log\[1\]` is of type NoneType"):
-            start_loggers([print, None], run, stack)
+    with pytest.raises(TypeError, match=r"`log` is of type int.*pass a list of them"):
+        all_loggers(3)
+    with pytest.raises(TypeError, match=r"`log\[1\]` is of type NoneType"):
+        all_loggers([print, None])
+
+
+def test_progress_is_shown_unless_a_logger_shows_it():
+    """One bar, whatever else is logged, and none at all with `False`."""
+    assert all_loggers(False) == []
+    assert not shows_progress(all_loggers(False))
+    for log in (None, print, [print, repr]):
+        *given, bar = all_loggers(log)
+        assert given == ([] if log is None else [print, repr][: len(given)])
+        assert shows_progress([bar])
+    own = [rc.progress_logger(False), print]
+    assert all_loggers(own) == own
+    assert not shows_progress(own)
 
 
 class Recorder:
-    """A logger with all that a logger may have."""
+    """A logger with all optional methods."""
 
     def __init__(self):
         self.events = []
@@ -187,7 +217,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("error", [None, KeyError("broken")])
-def test_each_of_several_loggers_is_told_of_the_run_and_of_its_end(error):
+def test_all_loggers_are_started_and_closed(error):
     run = RunInfo(directory=None, resumed=False, plan="the plan", config={})
     recorders = [Recorder(), Recorder()]
     with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
@@ -199,8 +229,8 @@ def test_each_of_several_loggers_is_told_of_the_run_and_of_its_end(error):
         assert recorder.events == [run, 1, *([error] if error else []), "closed"]
 
 
-def test_a_logger_that_another_one_calls_ends_with_the_run(clock, capsys):
-    """Else the last line that the console holds back would never be printed."""
+def test_a_logger_called_by_another_is_closed_with_the_run(clock, capsys):
+    """Otherwise the last line, which the console logger delays, would not be printed."""
     console = console_logger(every=10)
     run = RunInfo(directory=None, resumed=False, plan="", config={})
 
@@ -208,23 +238,38 @@ def test_a_logger_that_another_one_calls_ends_with_the_run(clock, capsys):
         console({"mine": metrics["loss"]}, step)
 
     with contextlib.ExitStack() as stack:
-        (logger,) = start_loggers(log, run, stack)
+        (logger,) = start_loggers([log], run, stack)
         for step in range(1, 4):
             logger({"loss": 1.0}, step)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines] == [["step", "1", "mine"], ["step", "3", "mine"]]
-    console({"mine": 1.0}, 4)  # outside of a run it is the caller's own
+    console({"mine": 1.0}, 4)  # outside of a run, the caller closes it
     assert _tracking.join_run(console) is None
 
 
-def test_runs_inside_of_runs_have_loggers_of_their_own():
+def test_nested_runs_have_their_own_loggers():
     outer, inner = Recorder(), Recorder()
     info = lambda plan: RunInfo(directory=None, resumed=False, plan=plan, config={})
     with contextlib.ExitStack() as first:
-        start_loggers(print, info("outer"), first)
+        start_loggers([print], info("outer"), first)
         assert _tracking.join_run(outer) == info("outer")
         with contextlib.ExitStack() as second:
-            start_loggers(print, info("inner"), second)
+            start_loggers([print], info("inner"), second)
             assert _tracking.join_run(inner) == info("inner")
         assert (outer.events, inner.events) == ([], ["closed"])
     assert outer.events == ["closed"]
+
+
+def test_the_plan_is_in_the_directory_of_the_run(tmp_path):
+    """That of a resumed run is kept beside the first one if it differs."""
+
+    def start(plan, directory=tmp_path, **options):
+        with rc.metrics_reader(False, rc.RunInfo(directory=directory, plan=plan, **options)):
+            pass
+
+    start("first")
+    start("first", resumed=True, step=3)
+    assert [path.name for path in tmp_path.glob("plan*")] == ["plan.txt"]
+    start("second", resumed=True, step=5)
+    texts = {path.name: path.read_text() for path in tmp_path.glob("plan*")}
+    assert texts == {"plan.txt": "first\n", "plan_5.txt": "second\n"}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import optax
 import pytest
-from problem import collate_fn, loss_fn, make_examples, make_model
+from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
 from redcoast.tracking._run import RunInfo
@@ -18,7 +18,7 @@ from redcoast.tracking._wandb import wandb_logger
 
 
 class FakeWandb:
-    """A stand-in for the module, which does to each call what a test says."""
+    """A fake of the module, whose functions behave as a test specifies."""
 
     def __init__(self, mode="online", **behaviour):
         self.behaviour = behaviour
@@ -60,7 +60,7 @@ class FakeWandb:
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """A function that puts a `FakeWandb` where wandb is, and nobody is logged in."""
+    """A function that replaces wandb by a `FakeWandb`, without an account."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -75,14 +75,14 @@ def fake(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hang():
-    """Waits until the test is over."""
+    """Blocks until the end of the test."""
     over = threading.Event()
     yield over.wait
     over.set()
 
 
 class Gate:
-    """What W&B does until the test lets it go on: a call that waited for it would wait in vain."""
+    """Blocks W&B until the test opens it; a call that waited for W&B would time out."""
 
     def __init__(self):
         self.opened, self.in_vain = threading.Event(), False
@@ -116,7 +116,7 @@ def fail():
     raise ConnectionError("no route to host")
 
 
-# What the user sees when W&B fails, hangs or is slow.
+# Messages when W&B fails, hangs or is slow.
 
 
 def test_sends_everything_in_order(fake, capsys):
@@ -147,19 +147,19 @@ def test_error_is_one_warning(fake, caplog, name):
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("redcoast", logging.WARNING)
     assert "W&B failed (ConnectionError: no route to host)" in record.message
-    # Nothing piles up for a W&B that is not there.
+    # No calls are queued after W&B has failed.
     assert log._queue.qsize() < 499 or name == "finish"
 
 
 @pytest.mark.parametrize("name", ["init", "log", "finish"])
-def test_hanging_is_given_up_after_a_while(fake, hang, caplog, name):
+def test_waiting_for_a_hanging_wandb_times_out(fake, hang, caplog, name):
     reached = threading.Event()
-    # It hangs until the test is over: a call that waited for it would not return.
+    # It hangs until the end of the test: a call that waited for it would not return.
     fake(**{name: lambda: reached.set() or hang()})
     log = wandb_logger(project="lm", close_timeout=0.2)
     log.start(info())
     call(log, 100)
-    # W&B comes to where it hangs, and only then are 0.2 s enough to know.
+    # Waits until W&B hangs, because only then is a timeout of 0.2 s reliable.
     log._queue.put(END if name == "finish" else {"loss": 0.0, "step": 100})
     assert reached.wait(300)
     start = time.perf_counter()
@@ -167,7 +167,7 @@ def test_hanging_is_given_up_after_a_while(fake, hang, caplog, name):
     assert time.perf_counter() - start >= 0.2
     (record,) = caplog.records
     assert "W&B did not finish within 0.2 seconds" in record.message
-    # Where there is something on disk, the user is told how to upload it.
+    # If there is a run on disk, the message shows how to upload it.
     assert ("wandb sync /runs/wandb/offline-run-1" in record.message) == (name != "init")
     log({"loss": 1.0}, 101)
     log.start(info())
@@ -176,7 +176,7 @@ def test_hanging_is_given_up_after_a_while(fake, hang, caplog, name):
     assert len(caplog.records) == 1
 
 
-def test_full_queue_is_counted(fake, caplog):
+def test_dropped_calls_are_counted(fake, caplog):
     gate = Gate()
     wandb = fake(log=gate)
     log = wandb_logger(project="lm", queue_size=10)
@@ -184,14 +184,14 @@ def test_full_queue_is_counted(fake, caplog):
     gate.open()
     log.close()
     dropped = 100 - len(wandb.logged)
-    # The one that W&B is busy with has left the queue.
+    # The call that W&B is processing has left the queue.
     assert dropped in (89, 90)
     assert [record.message for record in caplog.records] == [
         f"W&B was too slow: {dropped} of the calls to its logger were dropped."
     ]
 
 
-def test_slow_is_waited_for(fake, caplog):
+def test_close_waits_for_a_slow_wandb(fake, caplog):
     wandb = fake(init=lambda: time.sleep(0.6), log=lambda: time.sleep(0.002))
     log = wandb_logger(project="lm", close_timeout=300)
     call(log, 100)
@@ -243,14 +243,14 @@ def test_online_with_netrc(fake, tmp_path, monkeypatch):
     assert "mode" not in started(fake)
 
 
-def test_a_mode_that_was_asked_for_is_left_alone(fake, monkeypatch):
+def test_a_requested_mode_is_kept(fake, monkeypatch):
     assert started(fake, mode="online")["mode"] == "online"
     assert "mode" not in started(fake, settings_mode="disabled")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert "mode" not in started(fake)
 
 
-def test_run_id_is_kept_for_resuming(fake, tmp_path):
+def test_run_id_is_stored_for_resuming(fake, tmp_path):
     first = started(fake, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": first["id"]}
     assert first["dir"] == str(tmp_path / "run")
@@ -258,12 +258,12 @@ def test_run_id_is_kept_for_resuming(fake, tmp_path):
 
     resumed = started(fake, tmp_path / "run", resumed=True)
     assert (resumed["id"], resumed["resume"]) == (first["id"], "allow")
-    # A run that starts afresh in the same directory is another run.
+    # A new run in the same directory is another W&B run.
     assert started(fake, tmp_path / "run")["id"] != first["id"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}"])
-def test_resuming_without_an_id_starts_one(fake, tmp_path, content):
+def test_resuming_without_an_id_creates_one(fake, tmp_path, content):
     if content is not None:
         (tmp_path / "wandb.json").write_text(content)
     arguments = started(fake, tmp_path, resumed=True)
@@ -271,7 +271,7 @@ def test_resuming_without_an_id_starts_one(fake, tmp_path, content):
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": arguments["id"]}
 
 
-def test_options_of_the_user_win(fake, tmp_path, monkeypatch):
+def test_options_of_the_user_override_defaults(fake, tmp_path, monkeypatch):
     arguments = started(
         fake, tmp_path, resumed=True, id="mine", dir="there", resume="must", settings={"a": 1}
     )
@@ -293,7 +293,7 @@ def test_bad_config(config):
         wandb_logger(project="lm", config=config)
 
 
-def test_a_run_that_failed_is_marked_so(fake):
+def test_a_failed_run_is_marked_as_failed(fake):
     wandb = fake()
     log = wandb_logger(project="lm")
     for failed in (True, False):
@@ -313,20 +313,19 @@ def train(log, **options):
         loss_fn=loss_fn,
         batch_size=16,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
-        progress=False,
-        log=log,
+        log=quiet(log),
         **options,
     )
 
 
 def texts(wandb):
-    """The plans that were shown."""
+    """The plans that were logged."""
     return [entry["plan"] for entry in wandb.logged if "plan" in entry]
 
 
 @pytest.mark.parametrize("how", ["itself", "in a list", "called by a function"])
-def test_the_run_is_known_however_the_logger_is_passed(fake, tmp_path, how):
-    """Its plan, its mesh and its id, with which it is resumed as the same W&B run."""
+def test_the_logger_joins_the_run_however_it_is_passed(fake, tmp_path, how):
+    """The logger receives plan, mesh and id, and a resumed run is the same W&B run."""
     checkpoints = rc.Checkpoints(tmp_path)
     ids = []
     for steps in (2, 4):
@@ -349,7 +348,7 @@ def test_the_run_is_known_however_the_logger_is_passed(fake, tmp_path, how):
     assert wandb.arguments["resume"] == "allow"
 
 
-def test_a_logger_that_a_function_calls_is_told_of_a_failure(fake):
+def test_a_logger_called_by_a_function_is_marked_as_failed(fake):
     wandb = fake()
     logger = wandb_logger(project="lm")
 
@@ -364,7 +363,7 @@ def test_a_logger_that_a_function_calls_is_told_of_a_failure(fake):
     assert wandb.exit_code == 1
 
 
-def test_what_was_logged_before_the_run_is_in_the_same_wandb_run(fake, tmp_path, caplog):
+def test_metrics_logged_before_the_run_are_in_the_same_wandb_run(fake, tmp_path, caplog):
     wandb = fake()
     logger = wandb_logger(project="lm")
     logger({"tokens": 3.0}, 0)
@@ -382,11 +381,11 @@ def test_what_was_logged_before_the_run_is_in_the_same_wandb_run(fake, tmp_path,
 
 @pytest.mark.parametrize("fault", ["fine", "raises", "slow", "hangs", "never starts", "cannot end"])
 def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
-    """Training with a W&B at its worst: it ends first, and the file holds every step."""
+    """Training ends although W&B fails or hangs, and the file contains every step."""
     logged, waited_in_vain = [], []
 
     def slow():
-        """Takes as long as ten steps: of a step that waits for it, for ever."""
+        """Takes as long as ten steps, so training is much slower if a step waits for it."""
         seen = len(logged)
         if not wait_until(lambda: len(logged) >= min(seen + 10, 60)):
             waited_in_vain.append(seen)
@@ -419,8 +418,7 @@ def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
         steps=60,
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
         checkpoints=rc.Checkpoints(tmp_path),
-        log=Counted(),
-        progress=False,
+        log=quiet(Counted()),
     )
     assert logged == list(range(1, 61))
     assert not waited_in_vain

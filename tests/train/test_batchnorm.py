@@ -1,4 +1,4 @@
-"""Layers with state, through the third value that `loss_fn` returns."""
+"""Stateful layers: `loss_fn` returns the updated model as its third value."""
 
 import functools as ft
 
@@ -50,7 +50,7 @@ OPTIMIZER = optax.adam(1e-2)
 STEP = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=OPTIMIZER)
 
 
-def test_running_averages_move_and_take_no_optimizer_state():
+def test_running_averages_are_updated_without_optimizer_state():
     state = rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(0))
     batch = batch_of(32)
     hidden = jax.vmap(state.model[0].first)(batch["x"])
@@ -63,12 +63,12 @@ def test_running_averages_move_and_take_no_optimizer_state():
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * len(trained)
 
 
-def test_microbatches_hand_the_averages_on():
+def test_microbatches_update_the_averages_in_turn():
     state = rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(0))
     batch = batch_of(32)
     after, _ = eqx.filter_jit(ft.partial(STEP, accumulate=2))(state, batch)
     hidden = np.asarray(jax.vmap(state.model[0].first)(batch["x"]))
-    # The rows of a batch go to the microbatches in turn; the second average is of both.
+    # Rows are assigned to microbatches in turn; the second average includes both microbatches.
     expected = 0.9 * hidden[0::2].mean(0) + 0.1 * hidden[1::2].mean(0)
     np.testing.assert_allclose(running(after.model)[1], expected, rtol=1e-4, atol=1e-5)
 
@@ -84,7 +84,7 @@ def test_trains_evaluates_and_resumes(tmp_path, dtype):
         collate_fn=collate_fn,
         loss_fn=loss_fn,
         batch_size=32,
-        progress=False,
+        log=False,
         compute_dtype=dtype,
     )
     whole = train(steps=6)
@@ -94,7 +94,7 @@ def test_trains_evaluates_and_resumes(tmp_path, dtype):
         np.testing.assert_array_equal(a, b)
     assert {x.dtype for x in running(whole.model)} == {np.dtype(bool), np.dtype("float32")}
 
-    # In inference mode the averages are used, so that the batch size does not matter.
+    # Inference mode uses the averages, so the result does not depend on the batch size.
     evaluate = ft.partial(
         rc.evaluate, whole.model, examples, collate_fn=collate_fn, loss_fn=loss_fn
     )

@@ -66,10 +66,10 @@ def test_state_is_donated():
     assert not new.model.layers[0].weight.is_deleted()
 
 
-def test_returns_before_the_device_is_done():
+def test_returns_before_the_device_has_finished():
     def slow(state, x):
-        y = jax.lax.fori_loop(0, 400, lambda _, y: jnp.tanh(y @ y) + 0.1, x)
-        return state + 1.0, jnp.sum(y)  # seconds later
+        y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y) + 0.1, x)
+        return state + 1.0, jnp.sum(y)  # takes seconds
 
     mesh = rc.make_mesh(devices=jax.devices()[:1])
     state = jnp.zeros(())
@@ -77,7 +77,7 @@ def test_returns_before_the_device_is_done():
     x = np.full((400, 400), 0.01, np.float32)
     state, total = step(state, x)
     jax.block_until_ready(total)
-    # Of several, in case this thread is not run again before a result is there.
+    # Several calls, in case the system suspends this thread until a result is ready.
     early = False
     for _ in range(5):
         state, total = step(state, x)
@@ -89,7 +89,7 @@ def test_returns_before_the_device_is_done():
 
 
 def towards(state, batch, target, key=KEY):
-    """A step whose loss compares the model with another one."""
+    """A training step whose loss compares the model with a target model."""
 
     def loss(model, batch, key):
         there = jax.vmap(target["net"])(batch["x"])
@@ -104,8 +104,8 @@ def same_memory(x):
     return jax.device_put(x, x.sharding) if eqx.is_array(x) else x
 
 
-# How arrays of the state may come to be an argument too. XLA refuses a buffer that is donated and
-# passed again; on several devices, it ends the process.
+# Ways in which arrays of the state can also be arguments. If a donated buffer is passed again, XLA
+# raises an error or, on several devices, aborts the process.
 ALIASES = {
     "as they are": lambda state: (state.model, state.key),
     "in other arrays": lambda state: (
@@ -117,8 +117,8 @@ ALIASES = {
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("how", ALIASES)
-def test_arrays_of_the_state_may_be_arguments_too(how, devices):
-    """A target network, which is at first the model, refreshed every few steps, and kept."""
+def test_arguments_may_share_arrays_with_the_state(how, devices):
+    """A target network that is initially the model, and is updated every few steps."""
     mesh = rc.make_mesh(devices=jax.devices()[:devices])
     create = ft.partial(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)
     shardings = rc.infer_shardings(eqx.filter_eval_shape(create), mesh)
@@ -135,7 +135,7 @@ def test_arrays_of_the_state_may_be_arguments_too(how, devices):
 
 
 def test_an_array_twice_in_the_state_is_donated_once():
-    """As itself, as another array of the same memory, and as what the step closes over."""
+    """The same array, another array of the same buffer, and an array that the step closes over."""
     mesh = rc.make_mesh()
     x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P()))
     key = jax.random.key(1)
@@ -149,8 +149,8 @@ def test_an_array_twice_in_the_state_is_donated_once():
     assert jax.random.key_data(state["again"]).shape == (2,)
 
 
-def test_what_was_donated_is_named():
-    """An argument and a state whose memory is gone, where JAX says no more than their shape."""
+def test_donated_arrays_are_named():
+    """Donated arguments and states; JAX's own error reports only their shape."""
     state, shardings = start(rc.make_mesh())
     step = rc.compile_step(STEP, shardings)
     before = state
@@ -160,7 +160,7 @@ def test_what_was_donated_is_named():
     follow = rc.compile_step(towards, shardings)
     with pytest.raises(ValueError, match="(?s)Argument 2 .*at net/layers/0/weight .*jnp.copy"):
         follow(state, batch_of(16), {"net": before.model})
-    follow(state, batch_of(16), {"net": make_model()})  # which was not donated meanwhile
+    follow(state, batch_of(16), {"net": make_model()})  # a state that has not been donated
 
 
 @ft.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=[])
@@ -174,8 +174,8 @@ class Frozen(eqx.Module):
 
 
 @pytest.mark.parametrize("kind", [Mutable, Frozen])
-def test_a_state_that_was_changed_in_place_is_read_again(kind):
-    """The parts of the last state are remembered, unless a dict or the like is among them."""
+def test_a_state_changed_in_place_is_partitioned_again(kind):
+    """The partition of the last state is cached only if the state is immutable."""
     mesh = rc.make_mesh()
     state = kind({"bias": jnp.zeros(8), "n": jnp.zeros(())})
     step = rc.compile_step(
@@ -189,17 +189,17 @@ def test_a_state_that_was_changed_in_place_is_read_again(kind):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_numpy_arguments_may_be_written_over_at_once(devices):
-    """The next batch, prepared in the same memory while the step still runs."""
+def test_numpy_arguments_may_be_overwritten_at_once(devices):
+    """The next batch may be written to the same memory while the step is running."""
 
     def slow(state, x):
-        y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y) + 0.1, jnp.full((300, 300), 0.1))
+        y = jax.lax.fori_loop(0, 80, lambda _, y: jnp.tanh(y @ y) + 0.1, jnp.full((300, 300), 0.1))
         return state + 0 * y[0, 0], jnp.sum(x) + 0 * y[0, 0]
 
     mesh = rc.make_mesh(devices=jax.devices()[:devices])
     state = jnp.zeros(())
     step = rc.compile_step(slow, rc.infer_shardings(state, mesh))
-    # JAX takes the memory of NumPy itself where it is aligned.
+    # JAX uses the memory of aligned NumPy arrays without a copy.
     memory = np.zeros(64 * 64 * 4 + 64, np.uint8)
     begin = -memory.ctypes.data % 64
     x = memory[begin : begin + 64 * 64 * 4].view(np.float32).reshape(64, 64)
@@ -211,7 +211,7 @@ def test_numpy_arguments_may_be_written_over_at_once(devices):
 
 
 def test_lower_places_arguments_as_a_call_does():
-    """NumPy and abstract arrays are split, and those with a sharding and JAX's stay."""
+    """NumPy and abstract arrays are split; JAX arrays and those with a sharding keep it."""
     mesh = rc.make_mesh(data=4, model=2)
     state, shardings = start(mesh)
     step = rc.compile_step(lambda s, *args: (s, [jnp.sum(x) for x in args]), shardings)
@@ -229,8 +229,8 @@ def test_lower_places_arguments_as_a_call_does():
     assert [x.dtype for x in jax.tree.leaves(lowered.args_info[0])[-7:-5]] == [np.float32] * 2
 
 
-def test_a_sharding_may_stand_for_a_part_of_the_state():
-    """As in `jax.jit`; and bare specs refer to the mesh that is given."""
+def test_shardings_may_be_a_prefix_of_the_state():
+    """As for `jax.jit`; bare specs refer to the given mesh."""
     mesh = rc.make_mesh(fsdp=8)
     state = {"net": {"a": jnp.ones((8, 2)), "b": jnp.ones(8)}, "n": jnp.zeros((), jnp.int32)}
     for rows in (jax.NamedSharding(mesh, P("fsdp")), P("fsdp")):
@@ -249,12 +249,12 @@ def test_a_sharding_may_stand_for_a_part_of_the_state():
         (
             {"a": P(), "c": P(), "d": P()},
             ValueError,
-            "no sharding for b/x, b/y. It has some at c, d",
+            "no sharding for b/x, b/y. The state has nothing at c, d",
         ),
-        ({"a": P("data"), "b": P()}, ValueError, r"at a, of shape \(3,\).*'data'.*impossible"),
-        ({"a": P(None, "data"), "b": P()}, ValueError, r"at a, of shape \(3,\).*impossible"),
-        ({"a": "data", "b": P()}, TypeError, "holds 'data' at a.*NamedSharding"),
-        ({"a": None}, ValueError, "holds no sharding"),
+        ({"a": P("data"), "b": P()}, ValueError, r"at a, of shape \(3,\), cannot be .*'data'"),
+        ({"a": P(None, "data"), "b": P()}, ValueError, r"at a, of shape \(3,\), cannot be"),
+        ({"a": "data", "b": P()}, TypeError, "has 'data' at a.*NamedSharding"),
+        ({"a": None}, ValueError, "has no leaves"),
     ],
 )
 def test_shardings_that_do_not_match_are_named(shardings, error, words):
@@ -264,15 +264,15 @@ def test_shardings_that_do_not_match_are_named(shardings, error, words):
         rc.compile_step(lambda s: (s, {}), shardings, mesh=mesh)(state)
 
 
-def test_shardings_of_another_tree_with_as_many_arrays_are_refused():
+def test_shardings_of_a_different_tree_raise():
     state = {"x": jnp.zeros((8, 4)), "y": jnp.zeros(8)}
     shardings = rc.infer_shardings({"a": state["x"], "b": state["y"]}, rc.make_mesh())
-    with pytest.raises(ValueError, match="no sharding for x, y. It has some at a, b"):
+    with pytest.raises(ValueError, match="no sharding for x, y. The state has nothing at a, b"):
         rc.compile_step(lambda s: (s, {}), shardings)(state)
 
 
-def test_shardings_without_a_mesh_or_devices_are_refused():
-    with pytest.raises(ValueError, match="nothing but `PartitionSpec`s. Pass the `mesh`"):
+def test_shardings_without_a_mesh_or_devices_raise():
+    with pytest.raises(ValueError, match="are `PartitionSpec`s. Pass the `mesh`"):
         rc.compile_step(lambda s: (s, {}), P())
     abstract = jax.sharding.AbstractMesh((8, 1, 1), ("data", "fsdp", "model"))
     with pytest.raises(TypeError, match="which has no devices"):
@@ -282,9 +282,9 @@ def test_shardings_without_a_mesh_or_devices_are_refused():
 @pytest.mark.parametrize(
     ("out", "words"),
     [
-        (lambda s: s, "nothing but the state. It must return `.state, aux.`"),
+        (lambda s: s, "only the state. It must return `.state, aux.`"),
         (lambda s: None, "returned None. It must"),
-        (lambda s: (s, 1.0, {}), "a tuple of 3. It must"),
+        (lambda s: (s, 1.0, {}), "a tuple of length 3. It must"),
         (lambda s: jnp.ones(3), "returned a .*Tracer. It must"),
     ],
 )
@@ -295,8 +295,8 @@ def test_a_step_that_does_not_return_state_and_aux(out, words):
             rc.compile_step(out, shardings)(state)
 
 
-def test_aux_may_hold_anything():
-    """Arrays, numbers, and what is neither, which comes out as it was when the step was traced."""
+def test_aux_may_contain_anything():
+    """Arrays, numbers and other objects; the latter have their values from tracing."""
     state = {"a": jnp.zeros(3)}
     unhashable = {1, 2}
 
@@ -310,10 +310,10 @@ def test_aux_may_hold_anything():
         assert aux["td"].shape == (16,)
 
 
-def test_an_argument_without_a_hash_is_named():
+def test_an_unhashable_argument_is_named():
     state = {"a": jnp.zeros(3)}
     step = rc.compile_step(lambda s, x: (s, {}), rc.infer_shardings(state, rc.make_mesh()))
-    with pytest.raises(TypeError, match="a set at 0/names, which is no array and has no hash"):
+    with pytest.raises(TypeError, match="a set at 0/names, which is neither an array nor hashable"):
         step(state, {"names": {"a"}})
 
 
@@ -337,7 +337,7 @@ def test_arguments_may_be_models_keys_and_numbers():
 
     counted, traces = counting(step)
     compiled = rc.compile_step(counted, rc.infer_shardings(state, mesh))
-    for scale in (1.0, 2.0, 3.0):  # a new number is no new program
+    for scale in (1.0, 2.0, 3.0):  # other numbers do not compile again
         state, _ = compiled(state, make_model(), KEY, scale, "sum")
     assert len(traces) == 1
     expected = 6.0 * jnp.sum(make_model()(jax.random.normal(KEY, (16,))))
@@ -355,7 +355,7 @@ def test_bare_specs_refer_to_the_mesh():
     np.testing.assert_array_equal(after, 2 * np.ones((16, 8)))
 
 
-def test_structure_must_stay():
+def test_the_structure_of_the_state_must_not_change():
     mesh = rc.make_mesh()
     state = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
     shardings = rc.infer_shardings(state, mesh)
@@ -365,15 +365,15 @@ def test_structure_must_stay():
     step = rc.compile_step(
         lambda s: ({"a": s["a"], "n": s["n"] + 1}, {}), rc.infer_shardings(counter, mesh)
     )
-    with pytest.raises(ValueError, match="given 0 at n and returned 1 at n.*must be a JAX array"):
+    with pytest.raises(ValueError, match="given 0 at n and returned 1 at n.*must be JAX arrays"):
         step(counter)
-    with pytest.raises(ValueError, match="some at b, where the state has nothing"):
+    with pytest.raises(ValueError, match="The state has nothing at b"):
         rc.compile_step(lambda s: (s, {}), shardings)({"a": jnp.zeros(3)})
-    with pytest.raises(ValueError, match="no sharding"):
+    with pytest.raises(ValueError, match="has no leaves"):
         rc.compile_step(lambda s: (s, {}), {"a": None})
 
 
-def test_a_finished_state_is_not_kept_alive():
+def test_an_unused_state_is_freed():
     import gc
     import weakref
 
@@ -403,8 +403,8 @@ def discriminator_loss(models, batch, key):
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
 @pytest.mark.thorough
-def test_a_loop_of_ones_own_with_two_optimizers(sizes):
-    """A GAN that learns where a cloud of points lies, without `fit`."""
+def test_a_custom_training_loop_with_two_optimizers(sizes):
+    """A GAN that learns the mean of a cloud of points, without `fit`."""
     mesh = rc.make_mesh(**sizes)
     keys = jax.random.split(KEY)
     models = {
@@ -467,16 +467,16 @@ def grouped_gradient(mesh):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 4}, {"data": 1, "model": 8}])
-def test_gradients_of_grouped_convolutions_are_right(sizes):
+def test_gradients_of_grouped_convolutions(sizes):
     expected = grouped_gradient(rc.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [{"model": 4}, {"fsdp": 2, "model": 2}])
-def test_or_refused_where_the_compiler_gets_them_wrong(sizes, monkeypatch):
-    with pytest.raises(ValueError, match="8 groups comes out wrong on a mesh of data="):
+def test_wrong_gradients_of_grouped_convolutions_raise(sizes, monkeypatch):
+    with pytest.raises(ValueError, match="8 groups would be wrong on a mesh of data="):
         grouped_gradient(rc.make_mesh(**sizes))
-    # Fails when the compiler is mended, and this protection can go.
+    # Fails when the compiler has been fixed; the check can then be removed.
     monkeypatch.setattr("redcoast.train._compile.refuse_wrong_gradients", lambda *_: None)
     expected = grouped_gradient(rc.make_mesh(devices=jax.devices()[:1]))
     assert not np.isclose(grouped_gradient(rc.make_mesh(**sizes)), expected, rtol=0.1)

@@ -1,4 +1,4 @@
-"""Losses in which the examples of a batch depend on each other are named, and no others."""
+"""Finds exactly the losses in which the examples of a batch depend on each other."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from problem import collate_fn, loss_fn, make_examples, make_model
+from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model
 from sharding_helpers import real_mesh
 
 import redcoast as rc
@@ -43,7 +43,7 @@ def batch_norm(w, batch, key):
 
 
 def adapted(w, batch, key):
-    """A step on all examples, before the loss on each: second-order."""
+    """A gradient step on all examples, then the loss on each; second-order."""
     grads = jax.grad(lambda w: jnp.mean(h(w, batch[0]) ** 2))(w)
     return jnp.mean(h(jax.tree.map(lambda p, g: p - g, w, grads), batch[0]))
 
@@ -108,15 +108,16 @@ COUPLED = {
 
 def found_in(fn, mesh=MESHES[0]):
     plan = rc.plan_shardings(W, mesh, fn=fn, args=(BATCH, jax.random.key(0)))
-    return plan.report["coupled"], str(plan)
+    return plan.report.program.coupled, plan.table()
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_examples_that_depend_on_each_other(name):
     fn, operation = COUPLED[name]
-    (found,), text = found_in(fn)
-    assert found["operation"] == operation
-    assert found["where"].startswith("test_coupled.py:")
+    found, text = found_in(fn)
+    assert found is not None
+    assert found.operation == operation
+    assert found.where.startswith("test_coupled.py:")
     assert f"depend on each other: {operation}" in " ".join(text.split())
 
 
@@ -132,7 +133,7 @@ def weighted(w, batch, key):
 
 
 def two_networks(w, batch, key):
-    """True and false examples through one network, side by side."""
+    """Real and fake examples, concatenated for one network."""
     both = h(w, jnp.concatenate([batch[0], batch[0] + 1]))
     return jnp.mean(jax.nn.relu(1 - both[:B])) + jnp.mean(jax.nn.relu(1 + both[B:]))
 
@@ -156,7 +157,7 @@ def tokens(w, batch, key):
 
 
 def routed(w, batch, key):
-    """Examples in the order of their experts, and back: each is by itself."""
+    """Sorts examples by expert, and back; the examples stay independent."""
     z = h(w, batch[0])
     order = jnp.argsort(jnp.argmax(z, -1))
     return jnp.mean(h(w, z[order])[jnp.argsort(order)] * batch[0])
@@ -198,8 +199,8 @@ APART = {
 
 @pytest.mark.parametrize("name", APART)
 def test_means_over_examples(name):
-    """Means, weighted means, masks, and what is done for each example by itself."""
-    assert found_in(APART[name])[0] == []
+    """Means, weighted means, masks, and operations on single examples."""
+    assert found_in(APART[name])[0] is None
 
 
 def state_of_batch_norm(key):
@@ -214,7 +215,7 @@ def normed_loss(model, batch, key):
 
 
 def run(fn, model, examples, collate=np.stack, mesh=None, **options):
-    return rc.fit(
+    return fit_quietly(
         model,
         optax.sgd(0.1),
         examples,
@@ -222,7 +223,6 @@ def run(fn, model, examples, collate=np.stack, mesh=None, **options):
         loss_fn=fn,
         batch_size=16,
         steps=1,
-        progress=False,
         mesh=mesh,
         **options,
     )
@@ -238,7 +238,7 @@ MLP = eqx.nn.MLP(D, D, 16, 1, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
-def test_a_run_warns_where_the_batch_is_taken_in_parts(mesh):
+def test_accumulation_warns_if_examples_depend_on_each_other(mesh):
     run(contrastive, MLP, ROWS, mesh=mesh)
     run(contrastive, MLP, ROWS, mesh=mesh, eval_examples=ROWS[:16])
     with pytest.warns(UserWarning, match=r"dot_general \(test_coupled.py:\d+\).*`accumulate=2`"):
@@ -250,8 +250,8 @@ def test_a_run_warns_where_the_batch_is_taken_in_parts(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
-def test_an_evaluation_in_several_batches_warns(mesh):
-    """And its results differ, which is what it warns of."""
+def test_evaluation_in_several_batches_warns_if_examples_depend_on_each_other(mesh):
+    """The results depend on the batch size, as the warning states."""
 
     def evaluated(size):
         options = {"collate_fn": np.stack, "loss_fn": contrastive, "mesh": mesh}
@@ -262,7 +262,7 @@ def test_an_evaluation_in_several_batches_warns(mesh):
         assert evaluated(16) < 0.9 * full
 
 
-def test_batch_statistics_matter_in_training_alone():
+def test_batch_statistics_warn_only_in_training():
     model = state_of_batch_norm(None)
     with pytest.warns(UserWarning, match="accumulate=2"):
         state = run(normed_loss, model, ROWS, accumulate=2)
@@ -271,13 +271,13 @@ def test_batch_statistics_matter_in_training_alone():
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
-def test_a_mean_over_examples_is_no_reason_to_warn(mesh):
+def test_a_mean_over_examples_does_not_warn(mesh):
     with warnings.catch_warnings(action="error"):
         options = {"accumulate": 2, "eval_examples": make_examples(40)}
         run(loss_fn, make_model(), make_examples(32), collate_fn, mesh, **options)
 
 
-def test_where_it_is_known_it_is_in_a_saved_plan_too(tmp_path):
+def test_a_saved_plan_keeps_the_dependent_operation(tmp_path):
     mesh = real_mesh(8, 1, 1)
     plan = rc.plan_shardings(W, mesh, fn=clip, args=(BATCH, jax.random.key(0)))
     rc.save_plan(plan, tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""A loss that does not depend on the model that it is given trains nothing, and is refused."""
+"""A loss that does not depend on its argument `model` raises an error."""
 
 import functools as ft
 
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_model
+from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
 
 MODEL = make_model()
 OPTIMIZER = optax.sgd(0.1)
 ONE = {"devices": jax.devices()[:1]}
-WORDS = "does not depend on any trainable leaf of the model that it was given"
+WORDS = "does not depend on any trainable leaf of its argument"
 
 
 def of_another(model, batch, key):
-    """The slip: `MODEL` is a global."""
+    """A common mistake: `MODEL` is a global variable."""
     return loss_fn(MODEL, batch, key)
 
 
@@ -45,7 +45,7 @@ INDEPENDENT = [of_another, constant, of_the_batch, stopped, of_choices]
 
 @pytest.mark.parametrize("loss", INDEPENDENT, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_is_refused_when_it_is_traced(loss, accumulate):
+def test_a_step_raises_when_it_is_traced(loss, accumulate):
     state = rc.init_state(lambda key: make_model(), OPTIMIZER, key=jax.random.key(0))
     step = ft.partial(rc.train_step, loss_fn=loss, optimizer=OPTIMIZER, accumulate=accumulate)
     with pytest.raises(ValueError, match=WORDS):
@@ -53,7 +53,7 @@ def test_a_step_is_refused_when_it_is_traced(loss, accumulate):
 
 
 @pytest.mark.parametrize("sizes", [ONE, {"model": 2}, {"fsdp": 8, "data": 1}], ids=str)
-def test_a_run_is_refused_before_its_first_step(sizes):
+def test_a_run_raises_before_its_first_step(sizes):
     steps = []
     with pytest.raises(ValueError, match=WORDS):
         rc.fit(
@@ -65,20 +65,19 @@ def test_a_run_is_refused_before_its_first_step(sizes):
             batch_size=16,
             steps=2,
             mesh=rc.make_mesh(**sizes),
-            log=lambda metrics, step: steps.append(step),
-            progress=False,
+            log=quiet(lambda metrics, step: steps.append(step)),
         )
     assert steps == []
 
 
-def test_a_frozen_part_that_alone_is_used_is_refused():
-    """`trainable` selects the last layer, and the loss is of the first."""
+def test_a_loss_of_frozen_leaves_only_raises():
+    """`trainable` selects the last layer, but the loss depends only on the first."""
     trainable = jax.tree.map(lambda _: False, make_model())
     trainable = eqx.tree_at(lambda m: m.layers[-1].weight, trainable, True)
     of_the_first = lambda model, batch, key: jnp.mean(model.layers[0].weight ** 2)
     options = {"optimizer": OPTIMIZER, "trainable": trainable}
     state = rc.init_state(lambda key: make_model(), OPTIMIZER, key=KEY, trainable=trainable)
-    with pytest.raises(ValueError, match="look at what `trainable` selects"):
+    with pytest.raises(ValueError, match="check which leaves `trainable` selects"):
         eqx.filter_eval_shape(
             ft.partial(rc.train_step, loss_fn=of_the_first, **options), state, batch_of(4)
         )
@@ -87,8 +86,8 @@ def test_a_frozen_part_that_alone_is_used_is_refused():
 KEY = jax.random.key(0)
 
 
-def test_a_loss_of_one_leaf_alone_is_trained_with():
-    """However little it depends on: through a loop, rematerialised, compiled on its own."""
+def test_a_loss_may_depend_on_a_single_leaf():
+    """The dependence goes through a scan, rematerialisation and an inner `jit`."""
 
     def of_one(model, batch, key):
         x = model.layers[0].bias
@@ -105,8 +104,8 @@ def test_a_loss_of_one_leaf_alone_is_trained_with():
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(32))
 
 
-def test_a_model_that_is_moved_on_without_a_gradient_is_a_warning(caplog):
-    """Averages may be all that is wanted."""
+def test_updating_a_model_without_a_gradient_warns(caplog):
+    """Updating running averages may be the purpose."""
 
     def averages(model, batch, key):
         moved = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.mean(batch["x"]) + jnp.zeros(32))
@@ -122,8 +121,8 @@ def test_a_model_that_is_moved_on_without_a_gradient_is_a_warning(caplog):
     assert WORDS in caplog.text
 
 
-def test_evaluation_and_outer_gradients_are_not_refused():
-    """Only where the gradient of the step itself is taken does it matter."""
+def test_evaluation_and_outer_gradients_do_not_raise():
+    """The check applies only to the gradient of the step itself."""
     found = rc.evaluate(
         make_model(), make_examples(8), collate_fn=collate_fn, loss_fn=constant, batch_size=8
     )

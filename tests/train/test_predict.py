@@ -22,7 +22,7 @@ def test_the_model_is_in_inference_mode():
     np.testing.assert_allclose(found, jax.vmap(model.layers[0])(batch["x"]), rtol=1e-6)
 
 
-def test_the_key_is_handed_on():
+def test_the_key_is_passed_to_predict_fn():
     draw = lambda m, b, k: jax.random.normal(k, (4,))
     batch, key = batch_of(4), jax.random.key(7)
     np.testing.assert_array_equal(

@@ -40,7 +40,7 @@ def test_follows_the_formula(peak, total, share, decay, end, data):
         peak, examples=7, batch_size=3, steps=total, warmup=warmup, decay=decay, end=end
     )
     drawn = data.draw(st.lists(st.integers(0, total + 10), min_size=1, max_size=5))
-    # The seams, where an off-by-one would sit, are always among the steps.
+    # The boundaries, where off-by-one errors occur, are always among the steps.
     steps = [0, max(warmup - 1, 0), warmup, total - 1, total, *drawn]
     expected = [closed_form(t, peak, total, warmup, decay, end) for t in steps]
     np.testing.assert_allclose(
@@ -80,14 +80,14 @@ def test_a_run_of_one_step_has_the_peak():
 @pytest.mark.parametrize("inject", [True, False])
 @pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
 def test_sets_the_step_size_of_an_optimizer(make, inject, decay):
-    # With a gradient of one, plain descent moves every parameter by the learning rate, and so,
-    # very nearly, does Adam.
+    # With a gradient of one, SGD changes every parameter by the learning rate, and so, up to
+    # rounding, does Adam.
     schedule = learning_rate_schedule(
         0.1, examples=20, batch_size=2, epochs=1, warmup=3, decay=decay
     )
     optimizer = (optax.inject_hyperparams(make) if inject else make)(learning_rate=schedule)
     params, gradients = jnp.zeros(3), jnp.ones(3)
-    # Adam's own bias correction is a Python float to an int32 power, whatever the schedule.
+    # Adam's bias correction raises a Python float to an int32 power, with any schedule.
     promotion = "strict" if make is optax.sgd else "standard"
 
     @jax.jit
@@ -117,19 +117,19 @@ def test_is_a_float32_scalar_for_any_kind_of_step():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "neither of them"),
-        ({"epochs": 1, "steps": 1}, "both of them"),
-        ({"epochs": 1, "examples": 0}, "examples is 0"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"steps": 0}, "steps is 0"),
-        ({"steps": 1, "batch_size": 0}, "batch_size is 0"),
-        ({"steps": 5, "warmup": 6}, "warmup is 6 steps and the whole run is 5"),
-        ({"steps": 5, "warmup": -1}, "warmup is -1"),
-        ({"steps": 5, "warmup": 1.0}, r"warmup is 1.0; as a float .* pass an int"),
-        ({"steps": 5, "warmup": float("nan")}, "warmup is nan"),
-        ({"steps": 5, "end": 1.5}, "end is 1.5"),
-        ({"steps": 5, "peak": 0.0}, "peak is 0.0"),
-        ({"steps": 5, "peak": float("inf")}, "peak is inf"),
+        ({}, "one of `epochs` and `steps`; neither is given"),
+        ({"epochs": 1, "steps": 1}, "one of `epochs` and `steps`; both are given"),
+        ({"epochs": 1, "examples": 0}, "`examples` must be .* but is 0"),
+        ({"epochs": 0}, "`epochs` must be .* but is 0"),
+        ({"steps": 0}, "`steps` must be .* but is 0"),
+        ({"steps": 1, "batch_size": 0}, "`batch_size` must be .* but is 0"),
+        ({"steps": 5, "warmup": 6}, "must be between 0 and 5, .* but is 6"),
+        ({"steps": 5, "warmup": -1}, "`warmup` must be .* but is -1"),
+        ({"steps": 5, "warmup": 1.0}, "A float `warmup` .* but is 1.0. .* pass an int"),
+        ({"steps": 5, "warmup": float("nan")}, "A float `warmup` .* but is nan"),
+        ({"steps": 5, "end": 1.5}, "`end` must be .* but is 1.5"),
+        ({"steps": 5, "peak": 0.0}, "`peak` must be .* but is 0.0"),
+        ({"steps": 5, "peak": float("inf")}, "`peak` must be .* but is inf"),
     ],
 )
 def test_bad_input(changes, message):
@@ -140,5 +140,5 @@ def test_bad_input(changes, message):
 
 def test_unknown_decay():
     unchecked: Any = getattr(learning_rate_schedule, "__wrapped__", learning_rate_schedule)
-    with pytest.raises(ValueError, match="decay is 'exponential'; it has to be one of cosine"):
+    with pytest.raises(ValueError, match="one of cosine, linear, constant, but is 'exponential'"):
         unchecked(0.1, examples=10, batch_size=2, steps=5, decay="exponential")

@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     "every other": optax.MultiSteps(optax.adam(1e-2), 2),
     "adafactor": optax.adafactor(1e-2),
-    "optimistic": optax.optimistic_gradient_descent(0.1),  # its new state holds a constant
+    "optimistic": optax.optimistic_gradient_descent(0.1),  # its new state contains a constant
     "resets": RESETS,
     "noisy": optax.noisy_sgd(0.1, key=jax.random.key(0)),
 }
@@ -82,9 +82,9 @@ def test_the_state_is_overwritten_in_place():
 
     copies = lambda program: program.as_text().count("f32[64,64]{1,0} copy(")
     assert copies(compiled(guarded_update)) == 0
-    assert copies(compiled(select_afterwards)) > 0  # or else none of this is needed any more
+    assert copies(compiled(select_afterwards)) > 0  # otherwise the optimisation is no longer needed
 
 
-def test_a_state_that_changes_its_structure():
-    with pytest.raises(ValueError, match="another structure"):
+def test_an_optimizer_state_that_changes_its_structure():
+    with pytest.raises(ValueError, match="a state with the structure of the one that it was given"):
         guarded_update(lambda g, s: (g, {"a": s, "b": s}), GRADS, jnp.ones(3), jnp.asarray(True))

@@ -1,4 +1,4 @@
-"""Models of many kinds as plain small functions, to measure plans on."""
+"""Models of many kinds as small functions, for measurements of plans."""
 
 from .case import Case as Case
 from .convolutional import CONVOLUTIONAL

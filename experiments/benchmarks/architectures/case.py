@@ -1,4 +1,4 @@
-"""What a case of the benchmark is."""
+"""A case of the benchmark."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Family = Literal["transformer", "other"]
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its loss, at the sizes that are measured.
+    """A model with its loss, of the size that is measured.
 
     - `init`: from a key to the parameters, a tree of float32 arrays.
     - `loss`: `(params, batch, key)` to a scalar, `(scalar, aux)` or `(scalar, aux, params)`.

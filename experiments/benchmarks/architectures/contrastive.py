@@ -1,4 +1,4 @@
-"""Encoders of images and of text, pooled by attention, and told from each other."""
+"""Encoders of images and text: attention pooling, and a contrastive loss."""
 
 import functools as ft
 from typing import Any
@@ -61,7 +61,7 @@ def pooled_shapes(s: Sizes) -> Any:
 
 
 def pooled_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """Of a vision transformer whose features are pooled by attention (arXiv:2303.15343)."""
+    """The loss of a vision transformer with attention pooling (arXiv:2303.15343)."""
     x, p = encode_images(params, batch["images"], SIZES.heads), params["pool"]
     q = split_heads(like(p["probe"], x[:, :1]) @ p["wq"], SIZES.heads)
     k, v = (split_heads(x @ p[name], SIZES.heads) for name in ("wk", "wv"))
@@ -75,7 +75,7 @@ def clip_shapes(s: Sizes) -> Any:
 
 
 def clip_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """Each image is told from the others by its text, and the other way (arXiv:2103.00020)."""
+    """CLIP's contrastive loss between images and texts (arXiv:2103.00020)."""
     images = encode_images(params["image"], batch["images"], SIZES.heads)
     text = encode_text(params["text"], batch["tokens"], SIZES.heads)
     a = unit(jnp.mean(images, axis=1) @ params["image_features"])

@@ -1,4 +1,4 @@
-"""Convolutional networks on images of 32 x 32: `batch height width channels`."""
+"""Convolutional networks on 32 x 32 images of shape `batch height width channels`."""
 
 import functools as ft
 import itertools
@@ -30,7 +30,7 @@ Shapes = dict[str, Any]
 def conv(
     x: jax.Array, kernel: jax.Array, *, stride: int = 1, groups: int = 1, up: int = 1
 ) -> jax.Array:
-    """`up` is the factor of a transposed convolution, whose kernel has an even size."""
+    """A convolution; with `up`, a transposed convolution with this factor and an even kernel."""
     half = kernel.shape[0] // 2
     return jax.lax.conv_general_dilated(
         x,
@@ -48,7 +48,7 @@ def scales(name: str, width: int) -> Shapes:
 
 
 def group_norm(p: Any, name: str, x: jax.Array) -> jax.Array:
-    """Means over the places and the channels of a group (arXiv:1803.08494)."""
+    """Group normalisation (arXiv:1803.08494)."""
     grouped = x.reshape(*x.shape[:-1], GROUPS, x.shape[-1] // GROUPS)
     mean = jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
     variance = jnp.mean((grouped - mean) ** 2, axis=(1, 2, 4), keepdims=True)
@@ -57,7 +57,7 @@ def group_norm(p: Any, name: str, x: jax.Array) -> jax.Array:
 
 
 def residual_shapes(n: int, m: int) -> Shapes:
-    """From `n` channels to `m`."""
+    """The shapes of a residual block from `n` to `m` channels."""
     shapes = {"conv1": (3, 3, n, m), "conv2": (3, 3, m, m), **scales("norm1", n)}
     skip = {"skip": (1, 1, n, m)} if n != m else {}
     return shapes | scales("norm2", m) | skip
@@ -90,7 +90,7 @@ def resnet_loss(params: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def separable_shapes(n: int, m: int) -> Shapes:
-    """A depthwise convolution, then two that mix channels (arXiv:2201.03545)."""
+    """The shapes of a ConvNeXt block from `n` to `m` channels (arXiv:2201.03545)."""
     shapes = {"depthwise": (7, 7, 1, m), "expand": (m, 4 * m), "project": (4 * m, m)}
     widen = {"widen": (2, 2, n, m)} if n != m else {}
     return shapes | scales("norm", m) | {"b_expand": (4 * m,), "b_project": (m,)} | widen
@@ -118,14 +118,14 @@ def attention_shapes(m: int) -> Shapes:
 
 
 def attention_block(p: Any, x: jax.Array) -> jax.Array:
-    """Attention over all places of an image."""
+    """Attention over all positions of an image."""
     y = group_norm(p, "norm", x).reshape(x.shape[0], -1, x.shape[-1])
     q, k, v = (split_heads(y @ p[name], HEADS) for name in ("wq", "wk", "wv"))
     return x + (dot_product_attention(q, k, v) @ p["wo"]).reshape(x.shape)
 
 
 def unet_shapes() -> Shapes:
-    """Down, attention in the middle, and up again with what was there on the way down."""
+    """The shapes of a U-Net with attention at the lowest resolution."""
     a, b, c = CHANNELS
     return {
         "stem": (3, 3, 3, a),
@@ -139,7 +139,7 @@ def unet_shapes() -> Shapes:
 
 
 def unet_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-    """Predicts the noise that was added to the images (arXiv:2006.11239)."""
+    """The loss of predicting the noise that was added to the images (arXiv:2006.11239)."""
     noise = jax.random.normal(key, batch["images"].shape)
     x = conv(batch["images"] + noise, params["stem"])
     kept = []
@@ -154,7 +154,7 @@ def unet_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def batch_norm(p: Any, state: Any, name: str, x: jax.Array) -> tuple[jax.Array, Any]:
-    """Statistics of the batch, and the running averages moved on (arXiv:1502.03167)."""
+    """Batch normalisation and updated running averages (arXiv:1502.03167)."""
     mean = jnp.mean(x, axis=(0, 1, 2))
     variance = jnp.mean(x**2, axis=(0, 1, 2)) - mean**2
     y = (x - like(mean, x)) * like(jax.lax.rsqrt(variance + 1e-5), x)

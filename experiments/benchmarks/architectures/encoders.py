@@ -27,7 +27,7 @@ MAX_DISTANCE = 128
 
 
 def attend(p: Any, x: jax.Array, source: jax.Array, heads: int, **options: Any) -> jax.Array:
-    """Attention from `x` to `source`; biases where there are some."""
+    """Attention from `x` to `source`, with optional biases."""
     read = {"q": x, "k": source, "v": source}
     q, k, v = (
         split_heads(linear(y, p[f"w{name}"], p.get(f"b{name}")), heads) for name, y in read.items()
@@ -55,7 +55,7 @@ def bert_shapes(s: Sizes) -> Any:
 
 
 def bert_loss(params: Any, batch: Any, key: jax.Array, *, heads: int) -> jax.Array:
-    """Masked language modelling, with dropout after each sublayer."""
+    """The loss of masked language modelling, with dropout after each sublayer."""
     tokens, segments = batch["tokens"], batch["segments"] % 2
     x = params["embed"][tokens] + params["segments"][segments]
     x = norm(params, "norm", x + like(params["positions"], x))
@@ -87,7 +87,7 @@ def bart_stack(s: Sizes, layer: Any) -> Any:
 
 
 def bart_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: int) -> jax.Array:
-    """The encoder, or with a memory the decoder; normalised after each sublayer."""
+    """The encoder or, with a memory, the decoder; post-norm."""
     mask = None if memory is None else causal_mask(x.shape[1])
     x = norm(params, "norm", x + like(params["positions"], x))
     for p in params["layers"]:
@@ -106,7 +106,7 @@ def bart_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
 
 
 def t5_shapes(s: Sizes) -> Any:
-    """Half of the layers encode and half decode; neither biases nor learned positions."""
+    """Half of the layers encode and half decode; without biases and learned positions."""
     d, h = s.width, s.hidden
     attention = {f"w{x}": (d, d) for x in "qkvo"}
     gated = {"gate": (d, h), "up": (d, h), "down": (h, d)}
@@ -122,7 +122,7 @@ def t5_shapes(s: Sizes) -> Any:
 
 
 def relative_buckets(seq: int, *, both_ways: bool) -> jax.Array:
-    """`seq seq`, the bucket of each distance: exact when near, logarithmic when far."""
+    """The bucket of each relative position, `seq seq`: exact if near, logarithmic if far."""
     places = jnp.arange(seq, dtype=jnp.int32)
     distance = places[None] - places[:, None]
     count = BUCKETS // 2 if both_ways else BUCKETS
@@ -136,7 +136,7 @@ def relative_buckets(seq: int, *, both_ways: bool) -> jax.Array:
 
 
 def t5_stack_run(params: Any, x: jax.Array, memory: jax.Array | None, *, heads: int) -> jax.Array:
-    """The encoder, or with a memory the decoder."""
+    """The encoder or, with a memory, the decoder."""
     seq = x.shape[1]
     buckets = relative_buckets(seq, both_ways=memory is None)
     bias = jnp.transpose(params["distances"][buckets], (2, 0, 1))[None]
@@ -172,6 +172,6 @@ def encoder_case(name: str, shapes: Any, loss: Any, *inputs: str, std: float = 0
 ENCODERS = [
     encoder_case("BERT, dropout", bert_shapes, bert_loss, "segments"),
     encoder_case("BART", bart_shapes, bart_loss, "source"),
-    # T5 does not divide its scores, and has smaller weights instead.
+    # T5 does not scale the attention scores, and has smaller initial weights instead.
     encoder_case("T5", t5_shapes, t5_loss, "source", std=0.02),
 ]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is handled by two of eight MLPs."""
+"""Mixtures of experts with eight experts, two of which process each token."""
 
 import functools as ft
 from typing import Any
@@ -24,7 +24,7 @@ def shapes(s: Sizes) -> Any:
 
 
 def route(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which experts each token goes to, with what weight, and a loss that is least if even."""
+    """Returns the experts of each token, their weights, and a load-balancing loss."""
     probabilities = jax.nn.softmax(x @ p["router"], axis=-1)
     weights, experts = jax.lax.top_k(probabilities, CHOICES)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -34,18 +34,18 @@ def route(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def run_experts(p: Any, x: jax.Array) -> jax.Array:
-    """`experts ... width`, each slice through its own MLP."""
+    """Applies one MLP to each slice of `experts ... width`."""
     return jax.nn.gelu(x @ p["w_in"]) @ p["w_out"]
 
 
 def dense_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A one-hot array moves each sequence's tokens to the experts (arXiv:2006.16668)."""
+    """Dispatches the tokens of each sequence by a one-hot array (arXiv:2006.16668)."""
     batch, seq, width = x.shape
     room = int(ROOM * CHOICES * seq / EXPERTS)
     experts, weights, balance = route(p, x)
     chosen = jax.nn.one_hot(experts, EXPERTS).reshape(batch, seq * CHOICES, EXPERTS)
     place = jnp.cumsum(chosen, axis=1) * chosen - 1
-    # Tokens without room have a place past the end, whose one-hot is zero.
+    # Tokens over the capacity have an index past the end, whose one-hot vector is zero.
     slots = jax.nn.one_hot(place.astype(jnp.int32), room)
     slots = slots.reshape(batch, seq, CHOICES, EXPERTS, room)
     dispatch = jnp.sum(slots, axis=2)
@@ -56,7 +56,7 @@ def dense_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sorted_dispatch(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All tokens are sorted by their expert and copied to where it reads."""
+    """Dispatches all tokens by sorting them by their expert."""
     width = x.shape[-1]
     tokens = x.reshape(-1, width)
     experts, weights, balance = route(p, tokens)

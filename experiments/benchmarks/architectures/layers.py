@@ -1,4 +1,4 @@
-"""What the models share. Vectors are broadcast explicitly: rank promotion is an error."""
+"""Layers of several models. Vectors are broadcast explicitly: rank promotion is an error."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def make_arrays(key: jax.Array, shapes: Any, std: float = 0.05) -> Any:
-    """Random arrays of the given shapes, and ones where the name ends in "scale"."""
+    """Returns random arrays of the given shapes; ones if the name ends in "scale"."""
     paths, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(paths))
     leaves = [
@@ -49,7 +49,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
-    """From `batch seq (heads head_dim)` to `batch seq heads head_dim`."""
+    """Reshapes `batch seq (heads head_dim)` to `batch seq heads head_dim`."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
@@ -58,7 +58,7 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def causal_mask(seq: int) -> jax.Array:
-    """`1 1 seq seq`, true where a query may look."""
+    """The causal mask of shape `1 1 seq seq`: true for positions that a query attends to."""
     return jnp.tril(jnp.ones((seq, seq), bool))[None, None]
 
 
@@ -71,7 +71,7 @@ def dot_product_attention(
     bias: jax.Array | None = None,
     scaled: bool = True,
 ) -> jax.Array:
-    """Attention of `batch seq heads head_dim`, with the heads merged in the result."""
+    """Attention on arrays `batch seq heads head_dim`; the result has merged heads."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     if scaled:
         scores = scores / math.sqrt(q.shape[-1])
@@ -84,7 +84,7 @@ def dot_product_attention(
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions on `batch seq heads head_dim` (arXiv:2104.09864)."""
+    """Rotary position embedding of `batch seq heads head_dim` (arXiv:2104.09864)."""
     seq, half = x.shape[1], x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half, dtype=x.dtype) / half)
     angles = jnp.arange(seq, dtype=x.dtype)[:, None] * frequencies[None]
@@ -94,6 +94,6 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over all labels; logits have one more dimension."""
+    """The mean cross-entropy over all labels; logits have one more dimension."""
     log_probs = jax.nn.log_softmax(logits, axis=-1)
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], axis=-1))

@@ -65,7 +65,7 @@ def gan_shapes() -> Any:
 
 
 def gan_loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-    """How real the critic, held fixed, finds what the generator makes of noise and a latent."""
+    """The generator's loss in a GAN, with a fixed critic."""
     generator, critic = params["generator"], jax.lax.stop_gradient(params["critic"])
     latent = batch["latent"] + 0.1 * jax.random.normal(key, batch["latent"].shape)
     x = jax.nn.silu(latent @ generator["first"]).reshape(-1, 4, 4, 256)
@@ -88,7 +88,7 @@ def ppo_shapes() -> Any:
 
 
 def ppo_loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
-    """Clipped policy gradient, value and entropy (arXiv:1707.06347)."""
+    """The loss of PPO: clipped policy gradient, value and entropy (arXiv:1707.06347)."""
     x = jax.nn.tanh(mlp(params["trunk"], batch["observations"]))
     log_probs = jax.nn.log_softmax(mlp(params["actor"], x), axis=-1)
     chosen = jnp.take_along_axis(log_probs, batch["actions"][:, None], axis=-1)[:, 0]

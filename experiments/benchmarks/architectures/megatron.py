@@ -1,11 +1,11 @@
-"""Megatron's split over the `model` axis, by the names of the arrays (arXiv:1909.08053)."""
+"""Megatron's shardings over the `model` axis, by the names of the arrays (arXiv:1909.08053)."""
 
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-# The dimension that is split, from the end: stacked layers have one more in front.
+# The sharded dimension, counted from the end because stacked layers have one more in front.
 COLUMN = dict.fromkeys(["wq", "wk", "wv", "wqkv", "w_in", "gate", "up", "head"], -1)
 COLUMN_BIAS = dict.fromkeys(["bq", "bk", "bv", "bqkv", "b_in", "head_bias"], -1)
 ROW = dict.fromkeys(["wo", "w_out", "down"], -2)
@@ -14,7 +14,7 @@ SPLIT = COLUMN | COLUMN_BIAS | ROW | VOCABULARY
 
 
 def megatron_specs(params: Any) -> Any:
-    """A spec for each array: column-split in, row-split out, the rest replicated."""
+    """A spec for each array: column-parallel, row-parallel, or replicated."""
 
     def spec(path: Any, array: Any) -> P:
         dim = SPLIT.get(path[-1].key)

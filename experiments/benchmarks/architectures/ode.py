@@ -1,4 +1,4 @@
-"""Neural ordinary differential equations (arXiv:1806.07366), by a scan and by a while loop."""
+"""Neural ordinary differential equations (arXiv:1806.07366), with a scan and a while loop."""
 
 import functools as ft
 from typing import Any
@@ -18,7 +18,7 @@ def field(params: Any, y: jax.Array) -> jax.Array:
 
 
 def runge_kutta(slope: Any, y: Any, dt: Any) -> Any:
-    """A step of the classical method of fourth order, on any tree."""
+    """A step of the classical fourth-order Runge-Kutta method, on any tree."""
 
     def move(factor: Any, k: Any) -> Any:
         return jax.tree.map(lambda y, k: y + factor * k, y, k)
@@ -37,7 +37,7 @@ def solve_by_scan(params: Any, y: jax.Array) -> jax.Array:
 
 
 def integrate(slope: Any, y: Any) -> Any:
-    """From time 0 to 1 in a while loop, whose number of steps is not known in advance."""
+    """Integrates from time 0 to 1 in a while loop, whose number of steps is not static."""
     dt = 1 / STEPS
     more = lambda carry: carry[0] < 1 - dt / 2
     step = lambda carry: (carry[0] + dt, runge_kutta(slope, carry[1], dt))

@@ -1,4 +1,4 @@
-"""Recurrent networks over text: an LSTM, and a gated linear recurrence done in two ways."""
+"""Recurrent networks for text: an LSTM, and two versions of a gated linear recurrence."""
 
 import functools as ft
 from typing import Any
@@ -16,14 +16,14 @@ def ends(s: Sizes) -> Any:
 
 
 def lstm_shapes(s: Sizes) -> Any:
-    """Two layers; the four gates are side by side."""
+    """The shapes of two layers, whose four gates are concatenated."""
     d = s.width
     layer = {"w_input": (d, 4 * d), "w_hidden": (d, 4 * d), "b_gates": (4 * d,)}
     return {"layers": [layer] * 2, **ends(s)}
 
 
 def lstm_layer(p: Any, x: jax.Array) -> jax.Array:
-    """`batch seq width`; the inputs of all steps are projected at once."""
+    """An LSTM layer on `batch seq width`, which projects the inputs of all steps at once."""
 
     def step(carry: Any, projected: jax.Array) -> Any:
         hidden, cell = carry
@@ -53,7 +53,7 @@ def gated_shapes(s: Sizes) -> Any:
 
 
 def by_scan(decay: jax.Array, value: jax.Array) -> jax.Array:
-    """The recurrence `h = decay * h + value` over the second dimension, step by step."""
+    """Computes `h = decay * h + value` over the second dimension with a scan."""
 
     def step(h: jax.Array, now: Any) -> Any:
         h = now[0] * h + now[1]
@@ -64,7 +64,7 @@ def by_scan(decay: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def by_associative_scan(decay: jax.Array, value: jax.Array) -> jax.Array:
-    """The same in logarithmically many steps."""
+    """Computes the same recurrence with an associative scan."""
 
     def join(left: Any, right: Any) -> Any:
         return left[0] * right[0], right[0] * left[1] + right[1]

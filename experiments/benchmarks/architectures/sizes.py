@@ -28,7 +28,7 @@ OPT_66B = Sizes(64, 9216, 72, 72, 36_864, 50_272, 512, 64)
 
 
 def token_batch(sizes: Sizes, *names: str) -> Callable[[], Any]:
-    """Makes tokens and, a place further on, the labels; and more token arrays by name."""
+    """Creates a function that returns tokens, the next tokens as labels, and other token arrays."""
 
     def batch() -> dict[str, np.ndarray]:
         rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Decoders: GPT-2, OPT, GPT-J and LLaMA, each as one writes it."""
+"""Decoders: GPT-2, OPT, GPT-J and LLaMA."""
 
 import functools as ft
 from typing import Any
@@ -48,7 +48,7 @@ def norm(p: Any, name: str, x: jax.Array) -> jax.Array:
 
 
 def project(p: Any, x: jax.Array, heads: int) -> list[jax.Array]:
-    """Queries, keys and values from one matrix or from three."""
+    """Computes queries, keys and values with one matrix or with three."""
     if "wqkv" in p:
         parts = jnp.split(linear(x, p["wqkv"], p["bqkv"]), 3, axis=-1)
     else:
@@ -61,7 +61,7 @@ def mlp(p: Any, x: jax.Array, activation: Any) -> jax.Array:
 
 
 def block(p: Any, x: jax.Array, *, heads: int, activation: Any) -> jax.Array:
-    """The layer of GPT-2 and OPT, normalised before attention and before the MLP."""
+    """The pre-norm layer of GPT-2 and OPT."""
     mask = causal_mask(x.shape[1])
     attended = dot_product_attention(*project(p, norm(p, "norm1", x), heads), mask=mask)
     x = x + linear(attended, p["wo"], p["bo"])
@@ -73,7 +73,7 @@ def block_shapes(s: Sizes, *, fused: bool = False) -> Shapes:
 
 
 def learned_shapes(s: Sizes, *, fused: bool = False, scanned: bool = False) -> Any:
-    """GPT-2 or OPT: learned positions, and an embedding that is the head as well."""
+    """The shapes of GPT-2 or OPT, with learned positions and a tied head."""
     layer = block_shapes(s, fused=fused)
     return {
         "embed": (s.vocab, s.width),
@@ -92,7 +92,7 @@ def learned_loss(params: Any, batch: Any, key: Any, *, heads: int, activation: A
 
 
 def run_layers(apply: Any, layers: Any, x: jax.Array) -> jax.Array:
-    """Layers in a list one after the other; stacked ones in a scan that keeps only their input."""
+    """Applies a list of layers in a loop, and stacked layers in a rematerialised scan."""
     if isinstance(layers, list):
         for layer in layers:
             x = apply(layer, x)
@@ -101,7 +101,7 @@ def run_layers(apply: Any, layers: Any, x: jax.Array) -> jax.Array:
 
 
 def gptj_block(p: Any, x: jax.Array, *, heads: int) -> jax.Array:
-    """Attention and the MLP side by side, from one normalisation."""
+    """The layer of GPT-J: attention and the MLP in parallel, after one normalisation."""
     y = norm(p, "norm", x)
     q, k, v = project(p, y, heads)
     attended = dot_product_attention(rotate(q), rotate(k), v, mask=causal_mask(x.shape[1]))
@@ -124,7 +124,7 @@ def gptj_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
 
 
 def grouped_attention(p: Any, x: jax.Array, heads: int, kv_heads: int) -> jax.Array:
-    """Several queries share a key and a value (arXiv:2305.13245)."""
+    """Grouped-query attention (arXiv:2305.13245)."""
     q, k, v = (
         split_heads(x @ p[name], count)
         for name, count in (("wq", heads), ("wk", kv_heads), ("wv", kv_heads))

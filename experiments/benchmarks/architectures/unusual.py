@@ -1,4 +1,4 @@
-"""Small programs that do unusual things with their weights."""
+"""Small programs that use their weights in unusual ways."""
 
 import functools as ft
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .case import Case
 from .layers import like, linear, make_arrays
-from .learning import mlp_shapes, squared_error
+from .learning import maml_loss, mlp_shapes, squared_error
 from .ode import field, runge_kutta
 
 WIDTH, HIDDEN, RANK, CLIENTS, STEPS, FEATURES, BLOCK = 256, 512, 8, 8, 8, 16, 8
@@ -31,7 +31,8 @@ def spectral_shapes() -> Any:
 
 
 def spectral_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """Each matrix is divided by its largest singular value (arXiv:1802.05957)."""
+    """Spectral normalisation: divides matrices by their largest singular value
+    (arXiv:1802.05957)."""
     unit = lambda x: x * jax.lax.rsqrt(jnp.sum(x**2) + 1e-12)
 
     def normalised(p: Any) -> Any:
@@ -49,7 +50,7 @@ def adapted_shapes() -> Any:
 
 
 def adapted_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """The matrices stay as they are, and what is added to them has rank 8 (arXiv:2106.09685)."""
+    """The loss of an MLP with frozen matrices and LoRA of rank 8 (arXiv:2106.09685)."""
     wrapped = [
         {"w": jax.lax.stop_gradient(p["w"]) + p["down"] @ p["up"], "b": p["b"]} for p in params
     ]
@@ -63,7 +64,7 @@ def flow_shapes() -> Any:
 
 
 def flow_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """A block autoregressive flow, with the logarithm of its determinant (arXiv:1904.04676)."""
+    """The loss of a block autoregressive flow (arXiv:1904.04676)."""
     x, log_det = masked_layer(params[0], batch["x"])
     for p in params[1:]:
         slope = jnp.log1p(-(jnp.tanh(x) ** 2) + 1e-6).reshape(len(x), FEATURES, 1, -1)
@@ -73,7 +74,7 @@ def flow_loss(params: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def masked_layer(p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positive blocks on the diagonal, free ones above it, columns of a norm that is learned."""
+    """A layer with positive diagonal blocks, a block-triangular weight and learned column norms."""
     n, m = (size // FEATURES for size in p["w"].shape)
     row, column = (jnp.repeat(jnp.arange(FEATURES), size) for size in (n, m))
     diagonal = row[:, None] == column[None]
@@ -92,7 +93,7 @@ def log_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def ode_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """Each example is integrated for as long as it takes, and the steps are differentiated."""
+    """Integrates each example in a bounded while loop, and differentiates through the steps."""
     dt = 1 / STEPS
 
     def solve(y: jax.Array) -> jax.Array:
@@ -109,20 +110,8 @@ def row_field(params: Any, y: jax.Array) -> jax.Array:
     return field(params, y[None])[0]
 
 
-def maml_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """The loss of each task after a gradient step on its first half (arXiv:1703.03400)."""
-    half = batch["x"].shape[1] // 2
-
-    def task(x: jax.Array, y: jax.Array) -> jax.Array:
-        grads = jax.grad(squared_error)(params, x[:half], y[:half])
-        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return squared_error(moved, x[half:], y[half:])
-
-    return jnp.mean(jax.vmap(task)(batch["x"], batch["y"]))
-
-
 def federated_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-    """How far the mean of what clients learn on their own is from where they began.
+    """The distance between the parameters and their mean after local training by the clients.
 
     Its gradient is the update of federated averaging (arXiv:1602.05629).
     """

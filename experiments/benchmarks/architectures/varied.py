@@ -1,4 +1,4 @@
-"""Models of many kinds, so small that each compiles in about a second."""
+"""Models of many kinds that are small enough to compile in about a second."""
 
 import functools as ft
 from typing import Any
@@ -18,7 +18,7 @@ from .unusual import UNUSUAL
 from .vision import image_batch
 
 TINY = Sizes(layers=2, width=64, heads=8, kv_heads=8, hidden=256, vocab=512, seq=32, batch=16)
-# Of this size, splitting the layers and splitting the batch over all devices cost about the same.
+# At this size, tensor parallelism and data parallelism over all devices cost about the same.
 EVEN = Sizes(layers=4, width=256, heads=8, kv_heads=8, hidden=1024, vocab=1024, seq=64, batch=32)
 CLASSES = 64
 

@@ -31,14 +31,14 @@ PATCH, CLASSES, WINDOW, FEATURES = 4, 1024, 4, 64
 
 
 def image_batch(size: int = 64, count: int = 16) -> Any:
-    """Colour images, `batch height width 3`, and a class for each."""
+    """Colour images, `batch height width 3`, and their classes."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=(count, size, size, 3)).astype(np.float32)
     return {"images": images, "labels": rng.integers(0, CLASSES, count).astype(np.int32)}
 
 
 def patches(images: jax.Array) -> jax.Array:
-    """`batch height width 3` to `batch rows columns (patch patch 3)`."""
+    """Reshapes `batch height width 3` to `batch rows columns (patch patch 3)`."""
     batch, height, width, channels = images.shape
     x = images.reshape(batch, height // PATCH, PATCH, width // PATCH, PATCH, channels)
     x = jnp.transpose(x, (0, 1, 3, 2, 4, 5))
@@ -46,7 +46,7 @@ def patches(images: jax.Array) -> jax.Array:
 
 
 def patch_shapes(s: Sizes, layer: Any) -> Any:
-    """The ends that all of these models have, around their layers."""
+    """The shapes of the embedding and the head, which all of these models share."""
     return {
         "patches": (PATCH * PATCH * 3, s.width),
         "layers": [layer] * s.layers,
@@ -56,7 +56,7 @@ def patch_shapes(s: Sizes, layer: Any) -> Any:
 
 
 def classify(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-    """From `batch seq width`."""
+    """Computes the classification loss from features `batch seq width`."""
     x = jnp.mean(norm(params, "norm", x), axis=1)
     return cross_entropy(x @ params["classifier"], labels)
 
@@ -77,7 +77,7 @@ def vit_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
 
 
 def windows(x: jax.Array) -> jax.Array:
-    """`batch rows columns width` to `(batch windows) seq width`."""
+    """Reshapes `batch rows columns width` to `(batch windows) seq width`."""
     batch, rows, columns, width = x.shape
     x = x.reshape(batch, rows // WINDOW, WINDOW, columns // WINDOW, WINDOW, width)
     return jnp.transpose(x, (0, 1, 3, 2, 4, 5)).reshape(-1, WINDOW * WINDOW, width)
@@ -94,7 +94,7 @@ def swin_shapes(s: Sizes) -> Any:
 
 
 def window_distances() -> np.ndarray:
-    """`seq seq`, which relative position two places of a window have."""
+    """The index of the relative position of each pair in a window, `seq seq`."""
     places = np.stack(np.meshgrid(np.arange(WINDOW), np.arange(WINDOW), indexing="ij"), -1)
     places = places.reshape(-1, 2)
     step = places[:, None] - places[None] + WINDOW - 1
@@ -102,7 +102,7 @@ def window_distances() -> np.ndarray:
 
 
 def swin_block(p: Any, x: jax.Array, shift: int, heads: int) -> jax.Array:
-    """Attention inside windows; every other layer's windows are shifted (arXiv:2103.14030)."""
+    """Window attention; the windows of every second layer are shifted (arXiv:2103.14030)."""
     y = norm(p, "norm1", jnp.roll(x, (-shift, -shift), axis=(1, 2)))
     q, k, v = project(p, windows(y), heads)
     bias = jnp.transpose(p["distances"][window_distances()], (2, 0, 1))[None]
@@ -119,7 +119,7 @@ def swin_loss(params: Any, batch: Any, key: Any, *, heads: int) -> jax.Array:
 
 
 def mixer_shapes(s: Sizes) -> Any:
-    """Two MLPs in a layer: one over the patches and one over the channels."""
+    """The shapes of MLP-Mixer: a layer has an MLP over patches and one over channels."""
     seq = 16 * 16
     mix = {"w_in": (seq, 512), "b_in": (512,), "w_out": (512, seq), "b_out": (seq,)}
     return patch_shapes(
@@ -143,14 +143,14 @@ def performer_shapes(s: Sizes) -> Any:
 
 
 def random_features(x: jax.Array) -> jax.Array:
-    """Positive features whose products are the exponentials of softmax, on average."""
+    """Positive random features, whose products approximate the exponentials of softmax."""
     x = x * x.shape[-1] ** -0.25
     directions = jax.random.normal(jax.random.key(7), (x.shape[-1], FEATURES))
     return jnp.exp(x @ directions - jnp.sum(x**2, axis=-1, keepdims=True) / 2)
 
 
 def linear_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention through positive random features of queries and keys (arXiv:2009.14794)."""
+    """Linear attention with positive random features (arXiv:2009.14794)."""
     q, k = random_features(q), random_features(k)
     memory = jnp.einsum("bshd,bshe->bhde", k, v)
     total = jnp.einsum("bshd,bhd->bsh", q, jnp.sum(k, axis=1))

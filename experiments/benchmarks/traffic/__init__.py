@@ -1,7 +1,11 @@
 """Measures what training steps send between devices."""
 
 import os
+import sys
+from pathlib import Path
 
-# The compiler warns where it copies an array whole, which is what is counted here. It reads this
+# Silences the compiler's warnings about full all-gathers, which are counted here. It reads this
 # when JAX is first imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of `_cells`

@@ -1,11 +1,11 @@
-"""What the measurements have to show, each claim with the rows that do not."""
+"""Checks the claims of the documentation against the measurements."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Row = dict[str, Any]
 Place = tuple[str, tuple[int, ...]]  # a case and a mesh
-Check = tuple[Place, float, str]  # where, the figure that is bounded, and its numbers in words
+Check = tuple[Place, float, str]  # the place, the figure with an upper bound, and a description
 
 MIXED = ((1, 2, 4), (2, 2, 2))
 SIMPLE = ("replicated", "fsdp", "rules")
@@ -15,7 +15,7 @@ ERROR = 1e-5
 
 
 def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
-    """The columns of each case and mesh; those that failed are left out."""
+    """Groups rows by case and mesh, and then by column, without rows that failed."""
     places: dict[Place, dict[str, Row]] = {}
     for row in rows:
         columns = places.setdefault((row["case"], tuple(row["mesh"])), {})
@@ -25,7 +25,7 @@ def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
 
 
 def check_claims(rows: list[Row]) -> list[dict[str, Any]]:
-    """Claims with what was checked, the worst figure and where it is, and what fails."""
+    """Checks all claims; returns for each the number of checks, the worst, and the failures."""
     places = by_place(rows)
     return [
         claim("redcoast's column can be measured everywhere", failures(rows), most=0),
@@ -40,7 +40,7 @@ def check_claims(rows: list[Row]) -> list[dict[str, Any]]:
             to_simple(places),
             most=TIE,
         ),
-        claim("at least 0.9 of the parameters split over `model`", whole(places), most=0.1),
+        claim("at least 0.9 of the parameters are tensor-parallel", unsharded(places), most=0.1),
         claim(f"loss and gradients within {ERROR} of one device", errors(places), most=ERROR),
         claim("no more collectives where propagation is as good", added(places), most=0),
     ]
@@ -94,8 +94,8 @@ def to_simple(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
             yield place, *ratio(ours, min(fitting, key=lambda row: row["sent_bytes"]))
 
 
-def whole(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
-    """The share that is not split, where there is a `model` axis."""
+def unsharded(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
+    """The fraction of the parameters that is not sharded over `model`, on meshes with this axis."""
     for place, columns in places.items():
         if place[1][2] > 1 and "redcoast" in columns:
             share = columns["redcoast"]["model_share"]
@@ -103,7 +103,7 @@ def whole(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
 
 
 def errors(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
-    """In float32, or where that differs by more in float64."""
+    """The differences from one device in float32 or, if they are too large, in float64."""
     for place, columns in places.items():
         row = columns.get("redcoast", {})
         if "grad_error" in row:
@@ -116,7 +116,7 @@ def errors(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
 
 
 def added(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
-    """Collectives that constraints add, where the compiler alone sends no more."""
+    """The number of collectives that constraints add if the compiler alone communicates no more."""
     for place, columns in places.items():
         if not {"redcoast", "unconstrained"} <= columns.keys():
             continue
@@ -128,7 +128,7 @@ def added(places: dict[Place, dict[str, Row]]) -> Iterator[Check]:
 
 
 def check_planning(planning: dict[str, Any]) -> list[dict[str, Any]]:
-    """Planning a large model is quick, and linear in its equations."""
+    """Checks that planning a large model is fast, and linear in the number of equations."""
     large: Callable[[str], list[Check]] = lambda name: [
         ((name, ()), entry["plan_seconds"], f"{entry['plan_seconds']:.2f} s")
         for entry in planning["large"]
@@ -142,7 +142,7 @@ def check_planning(planning: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def growth(entries: list[dict[str, Any]]) -> Iterator[Check]:
-    """The most layers against a quarter of them, so that fixed costs do not count."""
+    """Compares the time per equation for the most layers with that for a quarter of them."""
     timed = [entry for entry in entries if "plan_seconds" in entry]
     if len(timed) < 4:
         return

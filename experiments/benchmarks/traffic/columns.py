@@ -1,4 +1,4 @@
-"""The ways to lay out a training step that are compared, one function for each."""
+"""The shardings of a training step that are compared, one function for each."""
 
 import time
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 import redcoast as rc
 from redcoast.core._tracing import abstract_key
 
-LARGE = 4096  # elements; what the planner stores split over `fsdp` as well
+LARGE = 4096  # elements; the planner shards arrays of at least this size over `fsdp` too
 EVERY_AXIS = ("data", "fsdp", "model")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters and batch lie, and the loss to differentiate."""
+    """The shardings of the parameters and the batch, and the loss to differentiate."""
 
     params: Any
     batch: Any
@@ -30,35 +30,35 @@ class Layout:
 
 
 def redcoast(case: Case, mesh: Mesh) -> Layout:
-    """The planner's shardings, and its constraints on activations."""
+    """The planner's shardings, with its constraints on activations."""
     plan, seconds = plan_by_dataflow(case, mesh)
     batch = batch_shardings(case, mesh)
     return Layout(plan.shardings, batch, plan.constrain(case.loss), seconds)
 
 
 def unconstrained(case: Case, mesh: Mesh) -> Layout:
-    """The planner's shardings, and activations left to the compiler."""
+    """The planner's shardings, without constraints on activations."""
     plan, seconds = plan_by_dataflow(case, mesh)
     return Layout(plan.shardings, batch_shardings(case, mesh), case.loss, seconds)
 
 
 def megatron(case: Case, mesh: Mesh) -> Layout | None:
-    """Megatron's split by hand over `model`, and large arrays also stored split over `fsdp`."""
+    """Megatron's shardings over `model`, written by hand; large arrays are also FSDP-sharded."""
     if case.megatron is None:
         return None
     params = case.abstract_params()
     specs = case.megatron(params)
-    if mesh.shape["model"] == 1:  # so that `fsdp` may take the dimensions that are not split
+    if mesh.shape["model"] == 1:  # so that all dimensions are available for `fsdp`
         specs = jax.tree.map(lambda _: P(), params)
-    split = lambda path, array, spec: NamedSharding(
-        mesh, also_split(spec, array.shape, counts_layers(path), "fsdp", mesh.shape["fsdp"])
+    shard = lambda path, array, spec: NamedSharding(
+        mesh, also_shard(spec, array.shape, counts_layers(path), "fsdp", mesh.shape["fsdp"])
     )
-    shardings = jax.tree.map_with_path(split, params, specs)
+    shardings = jax.tree.map_with_path(shard, params, specs)
     return Layout(shardings, batch_shardings(case, mesh), case.loss)
 
 
 def rules(case: Case, mesh: Mesh) -> Layout:
-    """What the structure of the parameters says, without the computation."""
+    """Shardings derived from the structure of the parameters, without the computation."""
     begin = time.perf_counter()
     shardings = rc.plan_shardings(case.abstract_params(), mesh).shardings
     seconds = time.perf_counter() - begin
@@ -66,20 +66,20 @@ def rules(case: Case, mesh: Mesh) -> Layout:
 
 
 def fsdp(case: Case, mesh: Mesh) -> Layout:
-    """Nothing is computed split: large arrays are stored split, the batch is over all devices."""
+    """FSDP over all devices: large arrays are FSDP-sharded, and the batch is over all devices."""
     axes = ("fsdp", "model")
     count = mesh.shape["fsdp"] * mesh.shape["model"]
-    split = lambda path, array: NamedSharding(
-        mesh, also_split(P(), array.shape, counts_layers(path), axes, count)
+    shard = lambda path, array: NamedSharding(
+        mesh, also_shard(P(), array.shape, counts_layers(path), axes, count)
     )
-    params = jax.tree.map_with_path(split, case.abstract_params())
+    params = jax.tree.map_with_path(shard, case.abstract_params())
     return Layout(params, batch_shardings(case, mesh, EVERY_AXIS), case.loss)
 
 
 def replicated(case: Case, mesh: Mesh) -> Layout:
     """Plain data parallelism over all devices."""
-    whole = NamedSharding(mesh, P())
-    params = jax.tree.map(lambda _: whole, case.abstract_params())
+    everywhere = NamedSharding(mesh, P())
+    params = jax.tree.map(lambda _: everywhere, case.abstract_params())
     return Layout(params, batch_shardings(case, mesh, EVERY_AXIS), case.loss)
 
 
@@ -101,7 +101,7 @@ def plan_by_dataflow(case: Case, mesh: Mesh) -> tuple[Any, float]:
 
 
 def batch_shardings(case: Case, mesh: Mesh, axes: tuple[str, ...] = ("data", "fsdp")) -> Any:
-    """The first dimension over the given axes, or over the usual ones, or whole."""
+    """Shards the first dimension over the given axes, else over `data` and `fsdp`, else not."""
 
     def place(array: Any) -> NamedSharding:
         for names in (axes, ("data", "fsdp")):
@@ -112,8 +112,8 @@ def batch_shardings(case: Case, mesh: Mesh, axes: tuple[str, ...] = ("data", "fs
     return jax.tree.map(place, case.batch())
 
 
-def also_split(spec: P, shape: tuple[int, ...], stack: int, axes: Any, count: int) -> P:
-    """Splits a large array further, along its largest dimension that is free and divides."""
+def also_shard(spec: P, shape: tuple[int, ...], stack: int, axes: Any, count: int) -> P:
+    """Shards a large array over more axes, along its largest free dimension that divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     free = [d for d in range(stack, len(shape)) if entries[d] is None and shape[d] % count == 0]
     if prod(shape[stack:]) < LARGE or not free:
@@ -123,7 +123,7 @@ def also_split(spec: P, shape: tuple[int, ...], stack: int, axes: Any, count: in
 
 
 def counts_layers(path: tuple[Any, ...]) -> int:
-    """How many leading dimensions count layers: a dict of layers, and not a list, is stacked."""
+    """The number of leading layer dimensions: 1 if layers are a dict of stacked arrays, else 0."""
     keys = [str(getattr(entry, "key", "")) for entry in path]
     return int(len(keys) > 1 and keys[0] == "layers" and keys[1] != "")
 

@@ -1,4 +1,4 @@
-"""Compiles a training step, and reads from the program what it sends and keeps."""
+"""Compiles a training step, and reads its communication and memory from the program."""
 
 import functools as ft
 import time
@@ -17,16 +17,16 @@ from redcoast.dryrun.hlo import collectives
 
 from .columns import COLUMNS, Layout, abstract, abstract_key
 
-# Less work on machine code; the passes over the program, and so its collectives, are the same.
+# Optimises the machine code less; the passes over the program and its collectives are the same.
 OPTIONS = {"xla_backend_optimization_level": 0}
 ERROR = 1e-5
 ROUNDING = 1e-6  # of the largest gradient; a smaller gradient is zero in exact arithmetic
 
 
 def measure(case: Case, mesh: Mesh, column: str) -> dict[str, Any] | None:
-    """A row of the results as plain data; None where the column does not apply to the case.
+    """Measures a row of the results; returns None if the column does not apply to the case.
 
-    Whatever a layout or the compiler raises is recorded in the row.
+    Errors of the layout and the compiler are recorded in the row.
     """
     row = {
         "case": case.name,
@@ -65,27 +65,27 @@ def measure_layout(case: Case, mesh: Mesh, layout: Layout, column: str) -> dict[
 
 
 def compare_exactly(case: Case, mesh: Mesh, layout: Layout) -> dict[str, Any]:
-    """The same in float64: in float32, rounding moves a few arguments of a ReLU across zero."""
+    """Compares in float64. In float32, rounding can change the sign of a ReLU's argument."""
     with jax.enable_x64(True):
         compiled = lower_step(case, mesh, layout).compile(compiler_options=OPTIONS)
         return compare(case, run_step(case, layout, compiled))
 
 
 def lower_step(case: Case, mesh: Mesh, layout: Layout) -> Any:
-    """The loss with all of its gradients, whose shardings are those of the parameters."""
-    whole = NamedSharding(mesh, P())
-    # Auxiliary figures are scalars, and a model that moved on lies as it did before.
-    moved = layout.params if returns_model(case) else whole
+    """Lowers the loss with its gradients, which are sharded like the parameters."""
+    replicated = NamedSharding(mesh, P())
+    # Auxiliary values are scalars, and a returned model is sharded like the model.
+    returned = layout.params if returns_model(case) else replicated
     step = jax.jit(
         jax.value_and_grad(uniform(layout.loss), has_aux=True),
-        in_shardings=(layout.params, layout.batch, whole),
-        out_shardings=((whole, (whole, moved)), layout.params),
+        in_shardings=(layout.params, layout.batch, replicated),
+        out_shardings=((replicated, (replicated, returned)), layout.params),
     )
     return step.lower(case.abstract_params(), abstract(batch_of(case)), abstract_key())
 
 
 def uniform(loss: Any) -> Any:
-    """The loss as `(scalar, (aux, model))`, whichever of its three forms it has."""
+    """Wraps a loss of any of the three forms so that it returns `(scalar, (aux, model))`."""
 
     def wrapped(params: Any, batch: Any, key: Any) -> Any:
         out = loss(params, batch, key)
@@ -118,12 +118,12 @@ def count_collectives(text: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def stored(params: Any, shardings: Any) -> dict[str, Any]:
-    """Bytes of parameters on a device, and the share of their elements split over `model`."""
+    """The bytes of parameters on a device, and the fraction of elements sharded over `model`."""
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True))
     held = sum(prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
-    split = sum(prod(x.shape) for x, s in pairs if "model" in jax.tree.leaves(tuple(s.spec)))
+    sharded = sum(prod(x.shape) for x, s in pairs if "model" in jax.tree.leaves(tuple(s.spec)))
     total = sum(prod(x.shape) for x, _ in pairs)
-    return {"param_bytes": held, "model_share": split / total}
+    return {"param_bytes": held, "model_share": sharded / total}
 
 
 def run_step(case: Case, layout: Layout, compiled: Any) -> Any:
@@ -138,7 +138,7 @@ def inputs(case: Case) -> Any:
 
 
 def batch_of(case: Case) -> Any:
-    """The batch, in the precision that is set."""
+    """The batch, cast to the default floating dtype."""
     real = jnp.zeros(()).dtype
     is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(real) if is_real(x) else x, case.batch())
@@ -152,7 +152,7 @@ def on_one_device(case: Case, precision: Any) -> Any:
 
 
 def compare(case: Case, found: Any) -> dict[str, Any]:
-    """The largest relative differences from one device, each leaf by its largest element."""
+    """The largest differences from one device, relative to the largest element of each leaf."""
     value, grads = on_one_device(case, jnp.zeros(()).dtype)
     named, _ = jax.tree.flatten_with_path(grads)
     largest = max(np.max(np.abs(grad)) for _, grad in named)

@@ -1,4 +1,4 @@
-"""How long planning takes, and how that grows with the depth of a model."""
+"""Measures the time of planning."""
 
 import dataclasses
 import statistics
@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 from architectures import Case
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh
+
+from redcoast.core._jaxpr import iter_equations
 
 from .columns import abstract, abstract_key, plan_by_dataflow
 
 
 def plan_times(case: Case, mesh: Mesh, *, repeats: int = 3) -> dict[str, Any]:
-    """The median of several times, and the equations of the loss; or the error."""
+    """The median time of several plans and the number of equations of the loss, or the error."""
     entry: dict[str, Any] = {"case": case.name, "equations": equations(case)}
     try:
         times = [plan_by_dataflow(untraced(case), mesh)[1] for _ in range(repeats)]
@@ -23,16 +24,11 @@ def plan_times(case: Case, mesh: Mesh, *, repeats: int = 3) -> dict[str, Any]:
 
 
 def untraced(case: Case) -> Case:
-    """The same case with a loss that JAX has not seen, whose trace it does not remember."""
+    """A copy of a case with a new loss function, for which JAX has no cached trace."""
     return dataclasses.replace(case, loss=lambda *args: case.loss(*args))
 
 
 def equations(case: Case) -> int:
-    """How many equations the loss has, those of inner programs once each."""
+    """The number of equations of the loss, counting inner programs once."""
     args = (case.abstract_params(), abstract(case.batch()), abstract_key())
-    return count(jax.make_jaxpr(case.loss)(*args).jaxpr)
-
-
-def count(jaxpr: Jaxpr) -> int:
-    inner = (body for equation in jaxpr.eqns for body in jaxprs_in_params(equation.params))
-    return len(jaxpr.eqns) + sum(map(count, inner))
+    return sum(1 for _ in iter_equations(jax.make_jaxpr(case.loss)(*args).jaxpr))

@@ -1,14 +1,16 @@
-"""The results as Markdown tables."""
+"""Formats the results as Markdown tables."""
 
 from typing import Any
+
+from _cells import markdown as markdown
 
 from .claims import Place, Row, by_place
 
 
 def sent_table(rows: list[Row], mesh: tuple[int, ...], columns: list[str]) -> str:
-    """Megabytes that a device sends in a step, for each case and column."""
+    """The table of megabytes that a device communicates in a step, for each case and column."""
     places = {place: found for place, found in by_place(rows).items() if place[1] == mesh}
-    head = ["MB sent", *columns]
+    head = ["MB communicated", *columns]
     body = [
         [case, *(megabytes(found.get(column), "sent_bytes") for column in columns)]
         for (case, _), found in places.items()
@@ -17,7 +19,7 @@ def sent_table(rows: list[Row], mesh: tuple[int, ...], columns: list[str]) -> st
 
 
 def detail_table(rows: list[Row], mesh: tuple[int, ...]) -> str:
-    """What else was measured of redcoast's column."""
+    """The table of other figures of redcoast's column."""
     head = ["redcoast", "collectives", "temporaries, MB", "parameters, MB", "over `model`"]
     head += ["plan, s", "compile, s", "loss error", "gradient error"]
     places: list[tuple[Place, Row]] = [
@@ -42,24 +44,12 @@ def detail_table(rows: list[Row], mesh: tuple[int, ...]) -> str:
     return markdown(head, body) if body else ""
 
 
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table whose first column is text, and whose others are numbers."""
-    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        first = row[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append(f"| {' | '.join([first, *rest])} |")
-    return "\n".join(lines)
-
-
 def megabytes(row: Row | None, name: str) -> str:
     return number(row[name] / 1e6 if row and row[name] is not None else None, ".2f")
 
 
 def gradient_error(row: Row) -> str:
-    """In float32, and where that differs by much in float64."""
+    """The error in float32 or, if that is too large, in float64."""
     if "float64" in row:
         return f"{number(row['float64']['grad_error'], '.0e')} in float64"
     return number(row.get("grad_error"), ".0e")
@@ -70,7 +60,7 @@ def number(value: Any, form: str) -> str:
 
 
 def claim_lines(claims: list[dict[str, Any]]) -> str:
-    """Each claim with its worst figure, and below it the places where it fails."""
+    """Lists each claim with its worst figure, followed by the places where it fails."""
     lines = []
     for found in claims:
         mark = {True: "holds", False: "FAILS", None: "unchecked"}[found["holds"]]

@@ -1,4 +1,4 @@
-"""Eight devices of hardware that is not there, for its compiler to compile for."""
+"""Eight devices to compile for, of hardware that need not exist on this machine."""
 
 from typing import Any, Literal
 
@@ -15,14 +15,14 @@ EXTRAS = {"a100": "cuda12", "v4": "tpu", "v5e": "tpu"}
 
 
 def target_devices(platform: Platform) -> list[Any]:
-    """Eight devices that can be compiled for; of the CPU only, they can also run."""
+    """Returns eight devices to compile for; only those of the CPU can also run programs."""
     if platform == "cpu":
         rc.emulate_devices(8)
         return jax.devices()
     found = devices.target_devices(target.parse_target(NAMES[platform]))
     if found.compiler == "cpu":
         raise SystemExit(
-            f"There is no compiler for {platform} here. It comes with "
-            f"`pip install 'redcoast[{EXTRAS[platform]}]'`, which needs no such device."
+            f"The compiler for {platform} is not installed. Run "
+            f"`pip install 'redcoast[{EXTRAS[platform]}]'`, which does not need such a device."
         )
     return found.devices

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ class Restored(NamedTuple):
 
     - `state`: the tree that was saved.
     - `step`: the number of steps that it had taken.
-    - `data`: the state of its data, or what else was saved as `data`.
+    - `data`: the state of its data, or anything else that was saved as `data`.
     - `metrics`: the metrics that it was saved with.
     """
 
@@ -34,8 +35,8 @@ class Restored(NamedTuple):
 class Checkpointer:
     """Restores the newest checkpoint of a run and saves new ones in the background.
 
-    A context manager: only one run at a time may use a directory, and leaving it waits for the
-    save under way. A save that fails is a warning, and an error at the end if it was the last.
+    It is a context manager. Only one run at a time may use a directory. On exit, it waits for the
+    save in progress. A failed save is a warning, or an error on exit if it was the last one.
 
     **Arguments:**
 
@@ -68,6 +69,11 @@ class Checkpointer:
         self._saver: Saver | None = None
 
     @property
+    def directory(self) -> Path | None:
+        """The directory of the run; `None` if nothing is saved."""
+        return None if self._checkpoints is None else self._checkpoints.path.parent
+
+    @property
     def keeps_best(self) -> bool:
         """Whether a metric decides which checkpoints are kept."""
         return self._checkpoints is not None and self._checkpoints.best is not None
@@ -75,7 +81,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def locked(self) -> Any:
         """Keeps other runs out of the directory before the first save, while a loop is set up."""
-        with lock_run(self._checkpoints.path.parent if self._checkpoints else None):
+        with lock_run(self.directory):
             self._locked = True
             yield
         self._locked = False

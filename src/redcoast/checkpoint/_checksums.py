@@ -24,7 +24,8 @@ THREADS = 4
 def write_checksums(directory: Path) -> None:
     """Records the sizes and checksums of all files in a checkpoint's directories."""
     names = sorted(_files(directory))
-    sums = dict(zip(names, _measure_all(directory, names), strict=True))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
+        sums = dict(zip(names, pool.map(lambda n: _measure(directory / n), names), strict=True))
     document = {"algorithm": ALGORITHM, "files": sums, "of_this": _seal(sums)}
     (directory / FILE).write_text(json.dumps(document, indent=1), "utf-8")
 
@@ -113,11 +114,6 @@ def _walk(directory: Path) -> Iterator[Path]:
         if Path(root) != directory:
             yield from (Path(root) / name for name in files)
         yield from (Path(root) / name for name in links)
-
-
-def _measure_all(directory: Path, names: list[str]) -> list[list[Any]]:
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
-        return list(pool.map(lambda name: _measure(directory / name), names))
 
 
 def _measure(path: Path) -> list[Any]:

@@ -1,4 +1,9 @@
-"""Saves and restores nested dicts of arrays with Orbax."""
+"""Saves and restores nested dicts of arrays with Orbax.
+
+It depends on names of Orbax's files and on the time of its calls, which Orbax does not document.
+They were tried with orbax-checkpoint 0.12.8. `tests/checkpoint/test_private_apis_orbax.py` fails if
+another version differs.
+"""
 
 import contextlib
 import functools as ft
@@ -16,6 +21,7 @@ from ._checksums import write_checksums
 
 ARRAYS = "state"
 METADATA = "metadata"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of unfinished checkpoints
 Names = tuple[str, ...]
 # Arrays that claim more memory than this factor times their bytes on disk, plus one gigabyte, were
 # not saved by redcoast: zstd compresses even zeros by no more than this factor.

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..distributed._kv_store import exchange, is_main, key_value_store
+from ..distributed._kv_store import exchange, get_within, is_main
+from ..distributed._private_jax import key_value_store
 from ._host_copy import can_copy, copy_to_host
-from ._orbax import make_checkpointer, orbax_args
+from ._orbax import TEMPORARY, make_checkpointer, orbax_args
 from ._policy import Checkpoints, best_metrics, is_best, metric_of, saved_steps, steps_to_delete
 from ._tree import arrays_and_document
 
@@ -52,7 +53,7 @@ class Together:
         store.key_value_set(f"{here}/{jax.process_index()}", "here")
         end = time.monotonic() + timeout_ms / 1000
         for other in range(jax.process_count()):
-            while not _arrived(store, f"{here}/{other}"):
+            while get_within(store, f"{here}/{other}", 500) is None:
                 if failed := [text for _, text in store.key_value_dir_get(f"{self._key}/failed")]:
                     raise OSError(f"Another process could not save: {failed[0]}")
                 if time.monotonic() > end:
@@ -63,20 +64,10 @@ class Together:
         return next((text for text in exchange("the result of a save", failed) if text), None)
 
 
-def _arrived(store: Any, key: str) -> bool:
-    try:
-        store.blocking_key_value_get(key, 500)
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return False
-    return True
-
-
 logger = logging.getLogger("redcoast")
 
 DELETING = ".deleting"
-UNFINISHED = re.compile(r"\d+(\.orbax-checkpoint-tmp.*|\.deleting)")
+UNFINISHED = re.compile(rf"\d+({re.escape(TEMPORARY)}.*|{re.escape(DELETING)})")
 
 
 class CheckpointNotSaved(OSError):
@@ -116,11 +107,6 @@ class Saver:
         self._pending: Future[Exception | None] | None = None
         self._failed: tuple[int, Exception] | None = None
         self._last = -1
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether the policy keeps the checkpoint with the best evaluation metric."""
-        return self._checkpoints.best is not None
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
         """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""

@@ -5,7 +5,7 @@ import errno
 import functools as ft
 import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from ..core._errors import several
 from ..core._json import read_json
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
@@ -181,7 +182,8 @@ def load_arrays(
     if like is None:
         check_size(path, saved)
         with reading(path, verified=verified):
-            return _unwrap(read_arrays(path, dict.fromkeys(saved)), prefix)
+            inner = get(read_arrays(path, dict.fromkeys(saved)), prefix)
+        return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
     _check_same(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
@@ -189,16 +191,10 @@ def load_arrays(
         found = read_arrays(
             path, {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
         )
-    impls = document["prng_keys"]
-    read = {
-        p: _typed(x, get(found, _full(prefix, p)), impls.get("/".join(_full(prefix, p))))
-        for p, x in flat.items()
-    }
-    return _fill(like, read)
-
-
-def _fill(like: PyTree, read: Mapping[Names, Any]) -> PyTree:
-    """Replaces the arrays of a tree by those that were read."""
+    read = {p: get(found, _full(prefix, p)) for p in flat}
+    for p in (p for p, x in flat.items() if _is_key(x)):
+        impl = document["prng_keys"].get("/".join(_full(prefix, p)))
+        read[p] = jax.random.wrap_key_data(read[p], impl=impl)
     return jax.tree_util.tree_map_with_path(lambda p, x: read.get(_names(p), x), like)
 
 
@@ -289,11 +285,6 @@ def _full(prefix: Names, names: Names) -> Names:
     return prefix + names or (ROOT,)
 
 
-def _unwrap(nested: dict[str, Any], prefix: Names) -> Any:
-    inner = get(nested, prefix)
-    return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
-
-
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -310,10 +301,6 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
     return _stored(x), sharding
 
 
-def _typed(like: Any, found: Any, impl: str | None) -> Any:
-    return jax.random.wrap_key_data(found, impl=impl) if _is_key(like) else found
-
-
 def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
     """Raises `CheckpointMismatch` if the names, shapes or dtypes of the arrays differ."""
     show = lambda names: "/".join(names)
@@ -321,8 +308,8 @@ def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
     if missing or extra:
         raise CheckpointMismatch(
             f"{path} does not have the structure of `like`. "
-            + f"Only in `like`: {_some(map(show, missing))}. "
-            + f"Only in the checkpoint: {_some(map(show, extra))}. "
+            + f"Only in `like`: {several([*map(show, missing)], 5) or 'nothing'}. "
+            + f"Only in the checkpoint: {several([*map(show, extra)], 5) or 'nothing'}. "
             + "Build the model and the optimizer as they were when the checkpoint was saved, or "
             "load a part of it with `subtree`."
         )
@@ -334,12 +321,5 @@ def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
         if (tuple(saved[names].shape), saved[names].dtype) != (tuple(x.shape), x.dtype)
     ]
     if differ:
-        raise CheckpointMismatch(
-            f"The arrays in {path} differ from those of `like`: {_some(differ, '; ')}."
-        )
-
-
-def _some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
-    found = list(items)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return separator.join(found[:most]) + more if found else "nothing"
+        named = several(differ, 5, separator="; ")
+        raise CheckpointMismatch(f"The arrays in {path} differ from those of `like`: {named}.")

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from ._pytree import show_path
+
 
 def separate(donated: list[Any], kept: Iterable[Any], *, distinct: bool = False) -> list[Any]:
     """The arrays to donate, copied where they share memory with another array of the call.
@@ -42,7 +44,7 @@ def refuse_deleted(tree: PyTree, what: str, advice: str) -> None:
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_deleted(x):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = show_path(path)
             raise ValueError(
                 f"{what} was donated to an earlier step, and its memory holds the new state: the "
                 f"array{f' at {where}' if where else ''} can no longer be read. {advice}"

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,10 +64,10 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str)
         raise TypeError(f"`{name}` is {_short(value)}. It must be {words}.")
 
 
-def several(names: list[str], most: int = 8) -> str:
-    """`a, b, c`, or the first of many and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
+    """Formats names as `a, b, c`; of many, the first ones and how many more there are."""
+    more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def _short(value: Any) -> str:
@@ -93,3 +93,8 @@ def listed(items: list[int], most: int = 32) -> str:
     """Formats a list as `[1, 2, 3]`; a long one as its first items and the number of the rest."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return f"{items[:most]}{more}"
+
+
+def in_units(size: int | float, unit: int | float) -> str:
+    """Formats a size with two decimals; one that is smaller than the unit with four."""
+    return f"{size / unit:,.{2 if size >= unit or not size else 4}f}"

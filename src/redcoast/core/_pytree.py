@@ -92,7 +92,7 @@ def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
         ("nothing for", lacking),
         ("something at", [path for path in paths if path not in parts]),
     ):
-        names = [jax.tree_util.keystr(p, simple=True, separator="/") or "its root" for p in found]
+        names = [show_path(path, "its root") for path in found]
         said.extend([f"{words} {several(sorted(names))}"] if names else [])
     if not said:
         return None
@@ -119,8 +119,12 @@ def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
     return found
 
 
+def show_path(path: tuple[Any, ...], root: str = "") -> str:
+    """Formats the path of a leaf, such as `layers/wq`; `root` stands for the empty path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or root
+
+
 def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
     """Returns the leaves that are instances of `kinds`, by path, such as `layers/wq`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    show = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {show(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}
+    return {show_path(path): leaf for path, leaf in leaves if isinstance(leaf, kinds)}

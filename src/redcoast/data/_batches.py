@@ -1,4 +1,4 @@
-"""The batches of a training run: an iterator whose state can be saved and restored."""
+"""Iterates over the batches of a training run; the state of the iterator can be saved."""
 
 import contextlib
 import functools as ft
@@ -12,26 +12,27 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree, UInt64
 
 from ..core._errors import check_functions, check_integer, check_key, listed, noting
+from ..core._iterate import with_last
 from ..distributed._arrays import own_rows
+from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ._collate import CollateFn, collate
 from ._loading import Loaded, stream_batches, training_batches
 from ._permutation import data_seed, example_generators, shuffled
-from ._prefetch import with_last
 from ._sources import by_epoch, decode_stream_state, fetch, is_stream
 
 logger = logging.getLogger("redcoast")
 
 
 class Batch(NamedTuple):
-    """A batch on the devices, and where it is in the run.
+    """A batch on the devices, and its place in the run.
 
     **Attributes:**
 
-    - `arrays`: what `collate_fn` returned, on the devices: a PyTree, batch dimension first.
+    - `arrays`: the result of `collate_fn`, on the devices: a PyTree, batch dimension first.
     - `rows`: the number of examples.
-    - `step`: the number of the step that trains on it; the first step is 1.
-    - `epoch_end`: whether it reaches the end of an epoch.
+    - `step`: the number of the training step; the first step is 1.
+    - `epoch_end`: whether it contains the last example of an epoch.
     - `last`: whether it is the last batch of the run.
     - `state`: the state of the data after this batch, as [`redcoast.Batches`][] restores it.
     """
@@ -45,12 +46,13 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """What [`redcoast.batches`][] returns: an iterator over [`redcoast.Batch`][]es.
+    """An iterator over [`redcoast.Batch`][]es, created by [`redcoast.batches`][].
 
     **Attributes:**
 
     - `batch_size`: the number of examples in a batch; only the last batch of a run may have fewer.
-    - `mesh`: the mesh that batches are placed on.
+    - `collate_fn`: the function that turns a list of examples into a batch.
+    - `mesh`: the mesh that the batches are placed on.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Batches:
         steps: int | None,
     ):
         self.batch_size, self.mesh = batch_size, mesh
-        self._examples, self._collate_fn = examples, collate_fn
+        self._examples, self.collate_fn = examples, collate_fn
         self._epochs, self._steps = epochs, steps
         self._length = None if is_stream(examples) else by_epoch(examples)[1]
         self._state: dict[str, Any] = {}
@@ -75,12 +77,12 @@ class Batches:
 
     @property
     def step(self) -> int:
-        """The number of batches taken so far, in earlier runs too."""
+        """The number of batches returned so far, including those before a resume."""
         return self._state["step"]
 
     @property
     def steps(self) -> int | None:
-        """The number of the last step; `None` for a stream that is read to its end."""
+        """The number of the last step; `None` for a stream without `steps`."""
         return self._end()[0]
 
     @property
@@ -90,20 +92,20 @@ class Batches:
 
     @property
     def rows_left(self) -> int | None:
-        """The number of examples left in the run; `None` for a stream that is read to its end."""
+        """The number of examples left in the run; `None` for a stream without `steps`."""
         end = self._end()[1]
         return None if end is None else max(0, end - self._state["position"])
 
     @ft.cached_property
     def spec(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of a full batch. Collates one batch, once, and consumes none."""
+        """The shapes and dtypes of a full batch. The first use collates a batch, as `peek` does."""
         abstract = lambda x: jax.ShapeDtypeStruct(
             (self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
         )
         return jax.tree.map(abstract, self.peek())
 
     def peek(self) -> PyTree[np.ndarray]:
-        """The rows of an early batch that this process holds, on the host. Consumes none."""
+        """Collates this process's rows of a first batch on the host, without advancing."""
         own = own_rows(self.mesh, self.batch_size)
         if self._length is None:
             state = self._examples.get_state()
@@ -116,25 +118,26 @@ class Batches:
             of_epoch, length = by_epoch(self._examples)
             found = fetch(of_epoch(0), [i % length for i in own])
         rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
-        return collate(self._collate_fn, found, own, rngs)
+        return collate(self.collate_fn, found, own, rngs)
 
     def get_state(self) -> dict[str, Any]:
-        """The state after the batch that was returned last, as JSON can hold it."""
+        """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
 
     def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
-        """Continues after the batch whose state is given.
+        """Sets the position, so that the next batch is the one after the given state.
 
         **Arguments:**
 
-        - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` alone stands for a run of
-            `n` full batches.
-        - `key`: decides the order from now on, if the state does not: `state.key` of a
-            [`redcoast.TrainState`][], as in `fit`.
+        - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` is the state after `n`
+            full batches.
+        - `key`: a JAX key that determines the order of the examples if the state does not; in
+            `fit`, `state.key` of the [`redcoast.TrainState`][].
 
         **Raises:**
 
-        `ValueError` if the state is of a stream and the examples are not, or the other way round.
+        `ValueError` if the state is that of a stream but the examples are not a stream, or vice
+        versa.
         """
         step, length = state["step"], self._length
         guess = _position(step, self.batch_size, length if self._epochs else None)
@@ -147,8 +150,8 @@ class Batches:
             )
         if before != length:
             logger.warning(
-                "The run was started with %s examples in an epoch and is resumed with %s: the "
-                "order of the data differs from here on.",
+                "The run was started with %s examples per epoch and is resumed with %s. From here "
+                "on, the order of the examples differs.",
                 *(before, length),
             )
         stream = state.get("stream")
@@ -163,7 +166,8 @@ class Batches:
         self._state["stream"] = stream
 
     def examples_of(self, batch: Batch) -> tuple[list[int], str]:
-        """Which examples a batch holds: their indices (positions in a stream), and a sentence."""
+        """Returns the indices of a batch's examples (for a stream, their positions), and a sentence
+        for error messages."""
         end = batch.state["position"]
         positions = np.arange(end - batch.rows, end, dtype=np.int64)
         if self._length is None:
@@ -176,7 +180,7 @@ class Batches:
         )
 
     def close(self) -> None:
-        """Ends the threads that prepare batches; the next batch starts them again."""
+        """Stops the threads that prepare batches; reading the next batch starts them again."""
         self._loading = None
         self._threads.close()
 
@@ -199,6 +203,7 @@ class Batches:
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
     def _load(self) -> Iterator[tuple[Loaded, bool]]:
+        self._warn_of_repeats()
         options: Any = {
             "batch_size": self.batch_size,
             "seed": self._seed(),
@@ -206,13 +211,24 @@ class Batches:
             "stop": self._end()[1],
             "mesh": self.mesh,
         }
-        draw = stream_batches if self._length is None else training_batches
-        loading = draw(self._examples, self._collate_fn, **options)
+        load = stream_batches if self._length is None else training_batches
+        loading = load(self._examples, self.collate_fn, **options)
         self._threads.callback(loading.close)
         return with_last(loading)
 
+    def _warn_of_repeats(self) -> None:
+        """Warns if batches contain some examples several times."""
+        if self._length is None or self.rows_left is None or not is_main():
+            return
+        if min(self.batch_size, self.rows_left) > self._length:
+            logger.warning(
+                "`batch_size=%d` is more than the %d examples: a batch spans epochs, and contains "
+                "examples several times. Pass at most %d, or more examples.",
+                *(self.batch_size, self._length, self._length),
+            )
+
     def _end(self) -> tuple[int | None, int | None]:
-        """The last step of the run, and the last position in its data."""
+        """Returns the last step of the run, and the position at which its data ends."""
         step, position = self.step, self._state["position"]
         if self._steps is not None:
             return self._steps, position + (self._steps - step) * self.batch_size
@@ -225,7 +241,7 @@ class Batches:
         return np.array(self._state["seed"], np.uint64)
 
     def _check_end(self) -> None:
-        """Reports a stream that ended before the run."""
+        """Raises an error if a stream is empty, and warns if it ended before the run."""
         if self._length is not None or self.step == self._steps:
             return
         if self.step == 0:
@@ -234,7 +250,7 @@ class Batches:
             logger.warning("The stream ended after %d of %d steps.", self.step, self._steps)
 
 
-_EMPTY = "`examples` is a stream that gave no example. Pass a stream at its start."
+_EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its start."
 
 
 def batches(
@@ -247,25 +263,25 @@ def batches(
     epochs: int | None = None,
     steps: int | None = None,
 ) -> Batches:
-    """The batches of a training run, on the devices of a mesh, prepared a few steps ahead.
+    """Creates an iterator over the batches of a training run, prepared a few steps ahead.
 
-    Positions run on through the epochs, and each epoch has an order of its own, a permutation
-    keyed by `key`. Batches are full across the ends of epochs; only the last batch of a run may be
-    short. Each process reads and collates only the rows that its devices hold.
+    The batches are on the devices of the mesh. Each epoch has its own order, a permutation that
+    depends on `key`. A batch can span two epochs, so only the last batch of a run may be short.
+    Each process reads and collates only the rows of its own devices.
 
     **Arguments:**
 
-    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a function
-        from the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`,
-        as Grain's are.
+    - `examples`: an object with a length and an index (a list, a memory map, a dataset); a function
+        from the epoch to such an object; or a stream, which is an iterator with `get_state` and
+        `set_state`, such as Grain's.
     - `collate_fn`: `collate_fn(examples)` turns a list of examples into a PyTree of NumPy arrays,
-        batch dimension first. It is called in threads. If it has a parameter `rngs`, it gets one
-        NumPy `Generator` for each example, for augmentation.
+        batch dimension first. It may be called in threads. If it has a parameter `rngs`, it gets
+        one NumPy `Generator` for each example, for augmentation.
     - `batch_size`: the number of examples in a batch, over all devices.
-    - `key`: the JAX key that decides the order; `fit` takes that of the state.
+    - `key`: a JAX key that determines the order of the examples; `fit` uses that of the state.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
-    - `epochs`, `steps`: the length of the run, counted from its first step: one of the two. A
-        stream may have neither, and is read to its end.
+    - `epochs`, `steps`: the total length of the run, including the part before a resume. Pass
+        exactly one, or neither to read a stream to its end.
 
     **Returns:**
 
@@ -274,7 +290,7 @@ def batches(
 
     **Raises:**
 
-    `ValueError` or `TypeError` if an argument cannot work.
+    `ValueError` or `TypeError` if an argument is invalid.
 
     !!! Example
 
@@ -293,7 +309,7 @@ def batches(
     if epochs is not None and steps is not None:
         raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` are given; pass one of them.")
     if epochs is None and steps is None and not is_stream(examples):
-        raise ValueError("Nothing says how long to train. Pass `epochs` or `steps`.")
+        raise ValueError("Pass `epochs` or `steps` to specify how long to train.")
     if epochs is not None and is_stream(examples):
         raise ValueError("A stream has no epochs. Pass `steps`, or neither to read it to its end.")
     options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}
@@ -301,8 +317,8 @@ def batches(
 
 
 def _position(step: int, batch_size: int, length: int | None) -> int:
-    """The position in the data after a number of steps, if nothing else is known."""
-    # Each run of `epochs` ends with an epoch, whose last batch may have been short.
+    """Returns the position in the data after a number of steps, if no position was saved."""
+    # A run with `epochs` ends at the end of an epoch, and its last batch may be short.
     if length is not None and step % -(-length // batch_size) == 0:
         return step // -(-length // batch_size) * length
     return step * batch_size

@@ -1,4 +1,4 @@
-"""From examples to a batch on the host, by the user's `collate_fn`, checked."""
+"""Calls the user's `collate_fn` and checks its batches."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterator
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core._errors import noting
+from ..core._pytree import show_path
 from ..distributed._heartbeat import doing
 
 CollateFn = Callable[..., PyTree]
@@ -18,43 +19,43 @@ ARRAYS = (np.ndarray, jax.Array)
 def collate(
     collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
-    """Calls `collate_fn` and checks that it returned a batch of these examples."""
+    """Calls `collate_fn`, and checks that it returned a batch with one row for each example."""
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
     note = noting(lambda: f"Raised by `collate_fn` for the examples with indices {indices}.")
     with note, doing("`collate_fn`"):
         try:
             arrays = collate_fn(examples, **options)
         except SystemExit as error:
-            # Meant for a thread, it would end the whole run, and perhaps with a code of success.
-            raise RuntimeError(f"`collate_fn` wanted to exit: {error!r}.") from error
+            # It would end the entire run, possibly with exit code 0.
+            raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
     _check_rows(arrays, len(examples))
     return arrays
 
 
 def takes_rngs(collate_fn: CollateFn) -> bool:
-    """Whether `collate_fn` wants random generators."""
+    """Returns whether `collate_fn` has a parameter `rngs`."""
     code = getattr(collate_fn, "__code__", None)
-    if code is not None:  # a plain function: a look at its names is cheaper than its signature
+    if code is not None:  # for a plain function, this is cheaper than its signature
         return "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         return "rngs" in inspect.signature(collate_fn).parameters
-    except ValueError:  # functions of C may have none
+    except ValueError:  # functions implemented in C may have no signature
         return False
 
 
 def _check_rows(arrays: PyTree, rows: int) -> None:
     leaves = jax.tree.leaves(arrays)
     if not leaves:
-        raise ValueError("`collate_fn` returned no array. It must return a PyTree of NumPy arrays.")
+        raise ValueError("`collate_fn` returned no arrays; it must return a PyTree of them.")
     if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        where = show_path(path, "the batch")
         if not _is_numeric(leaf):
             what = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
             raise TypeError(
-                f"`collate_fn` returned {what} at {where}. It must return a PyTree of NumPy "
-                "arrays of numbers, batch dimension first."
+                f"`collate_fn` returned {what} at {where}. It must return a PyTree of numeric "
+                "NumPy arrays, batch dimension first."
             )
         if leaf.shape[:1] != (rows,):
             raise ValueError(
@@ -68,18 +69,18 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
-    """Passes batches on while they have the structure and the dtypes of the first; and, where
-    each process makes its own rows of them, the shapes as well."""
+    """Yields the batches, and raises an error if one differs from the first in its structure or
+    dtypes; with several processes, also if it differs in its shapes."""
     first, of_first = None, None
     for batch in batches:
-        found = _common(batch.arrays)
+        found = _structure(batch.arrays)
         if first is None:
             first, of_first = found, describe_batch(batch.arrays)
         if found != first:
             alone = "keys, dtypes and numbers of dimensions."
             together = (
-                "keys, dtypes and shapes: each process makes rows of its own, and cannot know how "
-                "long those of the others are. Pad all to one length."
+                "keys, dtypes and shapes, because each process collates only its own rows. Pad all "
+                "rows to one length."
             )
             raise ValueError(
                 "`collate_fn` returned batches of different structure. The first had "
@@ -89,15 +90,15 @@ def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:
         yield batch
 
 
-def _common(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
-    """What all batches of a run must have in common."""
+def _structure(arrays: PyTree) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Returns the properties that must be the same for all batches of a run."""
     leaves, structure = jax.tree.flatten(arrays)
     alone = jax.process_count() == 1
     return structure, [(x.dtype, x.ndim if alone else x.shape[1:]) for x in leaves]
 
 
 def describe_batch(arrays: PyTree) -> str:
-    """The same in words."""
-    structure, kinds = _common(arrays)
+    """Describes the properties that must be the same for all batches of a run."""
+    structure, kinds = _structure(arrays)
     unit = "dimensions" if jax.process_count() == 1 else "a row"
     return str(structure.unflatten([f"{dtype}, {shape} {unit}" for dtype, shape in kinds]))

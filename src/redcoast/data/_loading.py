@@ -1,4 +1,4 @@
-"""From positions in the data to arrays on the devices, a few batches ahead."""
+"""Loads batches to the devices, a few batches ahead."""
 
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
@@ -14,11 +14,9 @@ from ._permutation import batch_indices, example_generators
 from ._prefetch import prefetch
 from ._sources import by_epoch, encode_stream_state, fetch
 
-WORKERS = 2
-
 
 class Loaded(NamedTuple):
-    """A batch on the devices: its arrays and number of examples, and where in the data it ends."""
+    """A batch on the devices: its arrays, its number of examples, and the position of its end."""
 
     arrays: PyTree
     rows: int
@@ -36,14 +34,14 @@ def training_batches(
     stop: int,
     mesh: Mesh,
 ) -> Generator[Loaded, None, None]:
-    """The batches from one position of a run to another, shuffled anew in each epoch."""
+    """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
 
-    def make(drawn: tuple[int, list[int], list[int]]) -> Loaded:
-        begin, *places = drawn
-        rows = len(places[0])
+    def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
+        begin, *parts = batch
+        rows = len(parts[0])
         own = own_rows(mesh, rows)
-        epochs, indices = ([x[i] for i in own] for x in places)
+        epochs, indices = ([x[i] for i in own] for x in parts)
         found: list[Any] = []
         for epoch in dict.fromkeys(epochs):
             first = epochs.index(epoch)
@@ -52,10 +50,10 @@ def training_batches(
         arrays = collate(collate_fn, found, indices, rngs)
         return Loaded(place_rows(arrays, mesh, rows), rows, begin + rows)
 
-    draws = batch_indices(start, stop, batch_size, length, seed)
     positions = range(start, stop, batch_size)
-    drawn = ((p, *draw) for p, draw in zip(positions, draws, strict=True))
-    return check_alike(prefetch(make, drawn, workers=WORKERS))
+    indices = batch_indices(start, stop, batch_size, length, seed)
+    batches = ((p, *found) for p, found in zip(positions, indices, strict=True))
+    return check_alike(prefetch(make, batches))
 
 
 def stream_batches(
@@ -68,9 +66,9 @@ def stream_batches(
     stop: int | None,
     mesh: Mesh,
 ) -> Generator[Loaded, None, None]:
-    """The batches of a stream, from where it stands, with its state behind each of them."""
+    """Yields the batches of a stream from its current state, each with the state after it."""
 
-    def draw() -> Iterator[tuple[int, list[Any], Any]]:
+    def read() -> Iterator[tuple[int, list[Any], Any]]:
         position = start
         while stop is None or position < stop:
             wanted = batch_size if stop is None else min(batch_size, stop - position)
@@ -80,21 +78,21 @@ def stream_batches(
             position += len(found)
             yield position, found, encode_stream_state(stream.get_state())
 
-    def make(drawn: tuple[int, list[Any], Any]) -> Loaded:
-        position, found, state = drawn
+    def make(batch: tuple[int, list[Any], Any]) -> Loaded:
+        position, found, state = batch
         own = own_rows(mesh, len(found))
         indices = [position - len(found) + i for i in own]
         rngs = lambda: example_generators([0] * len(own), indices, seed)
         arrays = collate(collate_fn, [found[i] for i in own], indices, rngs)
         return Loaded(place_rows(arrays, mesh, len(found)), len(found), position, state)
 
-    return check_alike(prefetch(make, draw(), workers=WORKERS))
+    return check_alike(prefetch(make, read()))
 
 
 def ordered_batches(
     examples: Any, collate_fn: CollateFn, *, batch_size: int, mesh: Mesh, name: str = "examples"
 ) -> Generator[Loaded, None, None]:
-    """All examples once, in order: for evaluation and prediction."""
+    """Yields batches of all examples once, in order, for evaluation and prediction."""
     of_epoch, length = by_epoch(examples, name=name)
 
     def make(bounds: tuple[int, int]) -> Loaded:
@@ -103,13 +101,13 @@ def ordered_batches(
         arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
         return Loaded(place_rows(arrays, mesh, end - begin), end - begin, end)
 
-    return prefetch(make, chunks(length, batch_size, batch_shards(mesh)), workers=WORKERS)
+    return prefetch(make, chunks(length, batch_size, batch_shards(mesh)))
 
 
 def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int]]:
-    """Bounds of batches that leave nothing over, of few different sizes."""
-    # The last examples go in a batch that divides over the devices and, whole on each device,
-    # in batches no larger than a device's share, so that memory is that of a full batch.
+    """Yields the bounds of batches that cover all examples, with few different sizes."""
+    # Of the last examples, as many as divide over the devices form a batch. The rest go into
+    # replicated batches no larger than a device's share, which need no more memory than a full one.
     share = max(1, batch_size // shards)
     start = 0
     while start < length:

@@ -1,4 +1,4 @@
-"""Which example stands at which position of a run, for any position at once."""
+"""Computes the example at each position of a run, with nothing stored."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64, PRNGKeyArray, UInt64
 
-# Pairs of rounds. Luby and Rackoff (1988) need two pairs for large domains; more make small
-# ones uniform as well.
+# Pairs of rounds. Two pairs are enough for large domains (Luby and Rackoff, 1988); small domains
+# need more for a uniform permutation.
 PAIRS = 6
-# Positions are permuted in blocks: NumPy's cost of a call outweighs that of thousands of numbers.
+# Positions are permuted in blocks, because the overhead of a NumPy call exceeds the time for
+# thousands of numbers.
 BLOCK = 4096
 
 
 def data_seed(key: PRNGKeyArray) -> UInt64[np.ndarray, "2"]:
-    """128 bits that seed the order of the data, from the key of a run."""
+    """Derives the 128-bit seed of the order of the data from the key of a run."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     words = np.asarray(key).ravel()
@@ -25,12 +26,11 @@ def data_seed(key: PRNGKeyArray) -> UInt64[np.ndarray, "2"]:
 def shuffled(
     positions: Int64[np.ndarray, " n"], length: int, seed: UInt64[np.ndarray, "2"]
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-    """The epoch, and the index of the example, at each position of a run.
+    """Returns the epoch and the index of the example at each position of a run.
 
-    Positions run on through the epochs; each epoch visits every example once, in an order of
-    its own. The order is a keyed permutation that is computed where it is needed (a Feistel
-    network, walked until it lands inside), so that nothing is stored: position ten million of
-    a hundred million examples costs what the first one costs.
+    Positions continue across epochs. Each epoch visits every example once, in its own order. The
+    order is a keyed permutation (a Feistel network with cycle walking), which is computed for the
+    requested positions only, so any position costs as much as the first.
     """
     epochs, offsets = np.divmod(positions, length)
     indices = np.empty_like(offsets)
@@ -44,7 +44,7 @@ def shuffled(
 def batch_indices(
     start: int, stop: int, batch_size: int, length: int, seed: UInt64[np.ndarray, "2"]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The epochs and indices of the examples of each batch, from one position to another."""
+    """Yields the epochs and indices of the examples of each batch between two positions."""
     block = max(1, BLOCK // batch_size) * batch_size
     for begin in range(start, stop, block):
         positions = np.arange(begin, min(begin + block, stop), dtype=np.int64)
@@ -56,7 +56,7 @@ def batch_indices(
 def _permute(
     x: Int64[np.ndarray, " n"], length: int, keys: UInt64[np.ndarray, " k"]
 ) -> Int64[np.ndarray, " n"]:
-    # The smallest rectangle that holds `length` numbers: at most a row of it lies outside.
+    # The smallest near-square rectangle with `length` cells: at most one row is outside the range.
     rows = int(np.ceil(np.sqrt(length)))
     columns = -(-length // rows)
     x = _feistel(x, rows, columns, keys)
@@ -68,7 +68,7 @@ def _permute(
 def _feistel(
     x: Int64[np.ndarray, " n"], rows: int, columns: int, keys: UInt64[np.ndarray, " k"]
 ) -> Int64[np.ndarray, " n"]:
-    """A permutation of `range(rows * columns)`: each half moves by a hash of the other."""
+    """Permutes `range(rows * columns)`: each half is shifted by a hash of the other half."""
     left, right = (half.astype(np.uint64) for half in np.divmod(x, columns))
     for i in range(0, len(keys), 2):
         left = (left + _hash(right, keys[i]) % np.uint64(rows)) % np.uint64(rows)
@@ -77,7 +77,7 @@ def _feistel(
 
 
 def _hash(x: UInt64[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n"]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on a keyed input."""
+    """Applies the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) to a keyed input."""
     x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -87,8 +87,8 @@ def _hash(x: UInt64[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n
 def example_generators(
     epochs: list[int], indices: list[int], seed: UInt64[np.ndarray, "2"]
 ) -> list[np.random.Generator]:
-    """One generator for each example, the same wherever and with whatever it is collated."""
-    # Philox counts: the upper words of the counter name the stream, the lower two run on.
+    """Creates a generator for each example, which does not depend on the batch it is in."""
+    # The upper words of the Philox counter select the stream; the lower two count within it.
     return [
         np.random.Generator(np.random.Philox(key=seed, counter=[0, 1, index, epoch]))
         for epoch, index in zip(epochs, indices, strict=True)

@@ -1,53 +1,31 @@
-"""Items made in threads, a few ahead of their reader."""
+"""Computes items in threads, a few ahead of their reader."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ..core._iterate import map_in_threads
 
 T = TypeVar("T")
 U = TypeVar("U")
-AHEAD = 4
+WORKERS, AHEAD = 2, 4
 CHEAP = 0.2e-3  # seconds
 
 
 def prefetch(
-    make: Callable[[T], U], items: Iterable[T], *, workers: int, ahead: int = AHEAD
+    make: Callable[[T], U], items: Iterable[T], *, workers: int = WORKERS, ahead: int = AHEAD
 ) -> Generator[U, None, None]:
-    """`map(make, items)`, in order; in threads, `ahead` of the reader, where that is worth it."""
+    """Yields `map(make, items)` in order; in threads, `ahead` of the reader, if `make` is slow."""
     items = iter(items)
-    yield from _while_hidden(make, items)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="redcoast-data")
-    pending: deque[Any] = deque()
-    errors: list[Exception] = []
-    try:
-        for item in _until_error(items, errors):
-            pending.append(pool.submit(make, item))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-        if errors:
-            raise errors[0]
-    finally:
-        # The reader may stop early; batches under way are of no use then.
-        pool.shutdown(wait=False, cancel_futures=True)
+    yield from _while_fast(make, items)
+    yield from map_in_threads(make, items, workers=workers, ahead=ahead, name="redcoast-data")
 
 
-def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
-    """Items up to an error, which is for later: those before it are still to be used."""
-    try:
-        yield from items
-    except Exception as error:
-        errors.append(error)
-
-
-def _while_hidden(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
-    """Makes results in this thread, until two in a row take longer than their reader does."""
-    # The device works while the reader waits here, so that this costs no time as long as it is
-    # the shorter part. Threads would take turns with the reader in one interpreter: handing over
-    # a small batch costs more than making it.
+def _while_fast(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
+    """Computes results in this thread, until two in a row take longer than their reader."""
+    # The device computes at the same time, so this costs nothing as long as it takes less time.
+    # Threads share the interpreter with the reader, and passing a small batch between threads
+    # costs more than computing it.
     slow = 0
     before = perf_counter()
     for item in items:
@@ -59,23 +37,3 @@ def _while_hidden(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
         before = end
         if slow == 2:
             return
-
-
-def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Batches, and whether each is the last: the next is at hand already."""
-    before: list[T] = []
-    batches = iter(batches)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            break
-        except Exception:
-            if before:  # it is whole, whatever has become of the next
-                yield before.pop(), False
-            raise
-        if before:
-            yield before.pop(), False
-        before.append(batch)
-    if before:
-        yield before.pop(), True

@@ -1,4 +1,4 @@
-"""Examples, whatever they come from: sequences, functions of the epoch, and streams."""
+"""Sources of examples: sequences, functions of the epoch, and streams."""
 
 import base64
 import copy
@@ -11,24 +11,24 @@ from ..distributed._heartbeat import doing
 
 
 def is_stream(examples: Any) -> bool:
-    """Whether examples come one by one, from an iterator whose state can be saved (Grain's)."""
+    """Returns whether examples are an iterator with a state that can be saved, such as Grain's."""
     return all(hasattr(examples, name) for name in ("__next__", "get_state", "set_state"))
 
 
 def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], Any], int]:
-    """A function from the epoch to the examples, and how many there are in each."""
+    """Returns a function from the epoch to its examples, and the number of examples in an epoch."""
     if isinstance(examples, Mapping):
         raise TypeError(
-            f"`{name}` is a {type(examples).__name__}, whose items are columns. It must give one "
-            "example for an index: a list of dicts, say, or a dataset."
+            f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
+            "examples, as in a list of dicts or a dataset."
         )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)
     if not callable(examples):
         raise TypeError(
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
-            "(a list, an array, a dataset), be a function from the epoch to such a thing, or be "
-            "an iterator with `get_state` and `set_state`, as Grain's are."
+            "(a list, an array, a dataset), be a function from the epoch to such an object, or be "
+            "an iterator with `get_state` and `set_state`, such as Grain's."
         )
     make: Callable[[int], Any] = examples
     length = _length(make(0), f"{name}(0)")
@@ -47,9 +47,9 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
 
 
 def count_examples(examples: Any, name: str = "examples") -> int | None:
-    """How many there are in an epoch; `None` of a stream, and where there are none at all."""
-    nothing = examples is None or is_stream(examples)
-    return None if nothing else by_epoch(examples, name=name)[1]
+    """Returns the number of examples in an epoch; `None` for a stream or without examples."""
+    uncounted = examples is None or is_stream(examples)
+    return None if uncounted else by_epoch(examples, name=name)[1]
 
 
 def _length(examples: Any, name: str) -> int:
@@ -59,23 +59,23 @@ def _length(examples: Any, name: str) -> int:
 
 
 def fetch(examples: Any, indices: list[int]) -> list[Any]:
-    """The examples at the given indices; in one call where the data offers it."""
+    """Returns the examples with the given indices, fetched in one call if possible."""
     note = noting(lambda: f"Raised by the examples with indices {indices}.")
     with note, doing("reading examples"):
-        if hasattr(examples, "__getitems__"):  # datasets on disk read faster so
+        if hasattr(examples, "__getitems__"):  # faster for datasets on disk
             return list(examples.__getitems__(indices))
         return [examples[i] for i in indices]
 
 
 def encode_stream_state(state: Any) -> Any:
-    """Iterators give their state as plain data or as bytes."""
+    """Encodes the state of an iterator, which is plain data or bytes, for JSON."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
-    return {"plain": copy.deepcopy(state)}  # some go on changing the object they gave
+    return {"plain": copy.deepcopy(state)}  # some iterators modify it later
 
 
 def decode_stream_state(encoded: dict[str, Any]) -> Any:
-    """The inverse of `encode_stream_state`."""
+    """Inverts `encode_stream_state`."""
     if "base64" in encoded:
         return base64.b64decode(encoded["base64"])
     return encoded["plain"]

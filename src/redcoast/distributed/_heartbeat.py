@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from ._kv_store import ProcessLost, failures, key_value_store, report_failure, reset_failures
+from ._kv_store import ProcessLost, failures, report_failure, reset_failures
+from ._private_jax import key_value_store
 
 logger = logging.getLogger("redcoast")
 

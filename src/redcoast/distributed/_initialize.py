@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax._src import clusters, distributed, xla_bridge
 
-from ._coordinator import service_in_subprocess, skip_barrier_on_error, wait_for_all
+from ._coordinator import Service, skip_barrier_on_error, wait_for_all
 from ._mesh import emulate_devices
+from ._private_jax import has_chosen_devices, launchers, runtime, service_from
 from ._rendezvous import is_loopback, meet, split_address
 
 logger = logging.getLogger("redcoast")
@@ -134,7 +134,7 @@ def _check(job: _Job) -> None:
 
 def _check_same(asked: _Job) -> None:
     """Raises `ValueError` if a second call differs from the first."""
-    state = distributed.global_state
+    state = runtime()
     joined = {
         "coordinator": state.coordinator_address,
         "processes": state.num_processes,
@@ -213,7 +213,7 @@ def _with_torchrun(job: _Job) -> _Job:
 def _with_launcher(job: _Job, timeout: int | float) -> _Job:
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
-    launcher = next((env for env in clusters.ClusterEnv._cluster_types if _started(env)), None)
+    launcher = next((env for env in launchers() if _started(env)), None)
     if launcher is None:
         # Since version 5, Open MPI sets the number and rank, but not the address of process 0.
         return _with_open_mpi(job)
@@ -280,7 +280,7 @@ def _join(job: _Job, timeout: int | float) -> None:
     assert coordinator is not None
     assert processes is not None
     assert number is not None
-    if xla_bridge.backends_are_initialized():
+    if has_chosen_devices():
         raise ValueError(
             "JAX was used in this process before `initialize`, and has already chosen its devices. "
             "Call `initialize` at the top of the script, before anything that makes an array or "
@@ -300,7 +300,7 @@ def _join(job: _Job, timeout: int | float) -> None:
     direct = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
     os.environ[_NO_PROXY] = f"{direct},{host}" if direct else host
     jax.config.update("jax_check_proxy_envs", False)
-    with service_in_subprocess():
+    with service_from(Service):
         jax.distributed.initialize(
             coordinator,
             processes,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ._private_jax import key_value_store
 from ._rendezvous import name_processes
 
 # How often each topic was exchanged. All processes count alike, since they run the same program.
@@ -118,22 +119,22 @@ def decide(topic: str, value: Any) -> Any:
     return exchange(topic, value if is_main() else None)[0]
 
 
-def key_value_store() -> Any:
-    """The coordinator's key-value store, which all processes share."""
-    # JAX has no public name for it.
-    from jax._src import distributed
-
-    return distributed.global_state.client
+def get_within(store: Any, key: str, timeout_ms: int) -> str | None:
+    """Waits for a value of the key-value store; returns None after the timeout."""
+    try:
+        return store.blocking_key_value_get(key, timeout_ms)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
 
 
 def _wait(store: Any, key: str, deadline: float) -> str | None:
     while True:
         left = deadline - time.monotonic()
-        try:
-            return store.blocking_key_value_get(key, max(1, int(1000 * min(left, 1.0))))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+        found = get_within(store, key, max(1, int(1000 * min(left, 1.0))))
+        if found is not None:
+            return found
         for other, text in failures().items():
             raise ProcessLost(f"Process {other} has failed: {text}")
         if left <= 0:

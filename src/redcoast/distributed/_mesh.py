@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..core._errors import check_mesh
+from ..core._errors import check_integer, check_mesh
 
 AXES = ("data", "fsdp", "model")
 # The axes that a batch is sharded over.
@@ -113,14 +113,11 @@ def _arrange(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
         return _arrange_tpu(devices, shape, len(slices))
     # Sorted by process and in row-major order, neighbours are along the last axis, and only the
     # leading axes cross hosts.
-    ordered = sorted(devices, key=_locality)
+    slice_of = lambda device: getattr(device, "slice_index", None) or 0
+    ordered = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
     array = np.empty(len(devices), dtype=object)
     array[:] = ordered
     return array.reshape(shape)
-
-
-def _locality(device: Any) -> tuple[int, int, int]:
-    return (getattr(device, "slice_index", None) or 0, device.process_index, device.id)
 
 
 def _arrange_tpu(devices: list[Any], shape: tuple[int, ...], slices: int) -> np.ndarray:
@@ -188,10 +185,7 @@ def emulate_devices(count: int) -> None:
         mesh = rc.make_mesh(model=4)
         ```
     """
-    if not isinstance(count, int):
-        raise TypeError(f"`count` is {count!r}. It must be an integer.")
-    if count < 1:
-        raise ValueError(f"`count` must be at least 1, but is {count}.")
+    check_integer("count", count)
     # A device blocks a thread of XLA's pool in each collective that it waits for, and may wait for
     # several at once: with one thread for each device (the default), they deadlock.
     os.environ.setdefault("NPROC", str(4 * count))

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..sharding import Plan
+from ..sharding.solver._figures import Arithmetic
 from ._flops import contractions
 from ._job import Job, trace_job
 from .hlo import collectives
@@ -47,7 +48,7 @@ class Compiled:
 
     @property
     def sent(self) -> Counter[str]:
-        """Bytes that a device sends over each set of axes."""
+        """Bytes that a device communicates over each set of axes."""
         found: Counter[str] = Counter()
         for one in self.traffic or ():
             found[one["axis"]] += one["bytes"]
@@ -72,8 +73,9 @@ def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) ->
     """
     traced = trace_job(job, plan, mesh)
     found = contractions(traced.jaxpr)
-    counted = plan.report.get("arithmetic", {"flops": 1, "per_device": 1})
-    share = counted["per_device"] / max(1, counted["flops"])
+    program = plan.report.program_or_none
+    counted = Arithmetic(1, 1) if program is None else program.arithmetic
+    share = counted.per_device / max(1, counted.flops)
     return replace(
         compile_for(traced.lower(), mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
         flops={dtype: share * count for dtype, count in found.flops.items()},
@@ -120,11 +122,7 @@ def compile_for(
 def needed_bytes(message: str) -> int | None:
     """The memory on a device that a compiler's out-of-memory message says a program needs."""
     found = _USED.search(message) or _TEMPORARIES.search(message)
-    return found and _bytes(found)
-
-
-def _bytes(found: re.Match[str]) -> int:
-    return round(float(found[1]) * _UNITS[found[2]])
+    return found and round(float(found[1]) * _UNITS[found[2]])
 
 
 def _traffic(text: str | None, mesh: Mesh) -> tuple[Traffic, ...]:
@@ -154,7 +152,7 @@ def cause(source: str | None) -> str:
 
 def _part(source: str) -> str:
     if "rematted_computation" in source:
-        return "computed again"
+        return "rematerialised"
     if "transpose(" in source:
         return "backward"
     return "forward" if "jvp(" in source else "outside the gradient"

@@ -97,10 +97,10 @@ _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # Measured by `experiments/benchmarks/cpu_bias.py`.
 _BIAS = (
     "Its figures are estimates. In float32, memory was 0 to 18 % too high (14 to 27 % with `fsdp`, "
-    "where it keeps a second copy of FSDP-sharded arrays), and 1.2 to 2 times as many bytes were "
-    "sent. It computes bfloat16 in float32: memory was 8 to 44 % too high, and 2.5 to 4 times as "
-    "many bytes were sent. For two programs that were far too large, its memory was at least 2 and "
-    "8 % too low."
+    "where it keeps a second copy of FSDP-sharded arrays), and communication was 1.2 to 2 times as "
+    "much. It computes bfloat16 in float32: memory was 8 to 44 % too high, and communication was "
+    "2.5 to 4 times as much. For two programs that were far too large, its memory was at least 2 "
+    "and 8 % too low."
 )
 _OLD = (
     "The compiler still supports the 1080ti (compute capability 6.1), but not "
@@ -108,8 +108,8 @@ _OLD = (
     "therefore saves memory but no time."
 )
 _NOMINAL = (
-    "Emulated devices have no published specifications: their memory, rates and bandwidths are "
-    "rough guesses, about those of one core of a server."
+    "Emulated CPU devices have no official specifications; memory and speeds are rough guesses, "
+    "about those of one core of a server."
 )
 _LOCK = (
     " Another process has locked libtpu. Set ALLOW_MULTIPLE_LIBTPU_LOAD=1 before this process "
@@ -164,8 +164,8 @@ def target_devices(target: Target) -> Devices:
 
 def _installed(compiler: str) -> bool:
     if compiler == "tpu":
-        return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
-    return any(_found(plugin) for plugin in _PLUGINS)
+        return "TPU_LIBRARY_PATH" in os.environ or _found("libtpu")
+    return any(map(_found, _PLUGINS))
 
 
 def _found(module: str) -> bool:
@@ -222,10 +222,5 @@ def _cuda(target: Target) -> list[Any]:
             return describe().devices
         except NotImplementedError:
             # JAX has been used before, found no card, and did not load the plugin.
-            _cuda_plugin().initialize()
+            importlib.import_module(next(filter(_found, _PLUGINS))).initialize()
             return describe().devices
-
-
-def _cuda_plugin() -> Any:
-    found = next(name for name in _PLUGINS if _found(name))
-    return importlib.import_module(found)

@@ -3,14 +3,16 @@
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import equinox as eqx
+import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._pytree import trainable_arrays
+from ..core._pytree import split, trainable_arrays
 from ..core._tracing import without_ambient_mesh
 from ..distributed._mesh import AXES
 from ..sharding import Plan
@@ -107,17 +109,17 @@ def _notes(compiled: Compiled) -> list[str]:
     loops = "A loop has" if compiled.open_loops == 1 else f"{compiled.open_loops} loops have"
     return [
         f"{loops} a trip count that depends on the data, and is counted as one iteration: the real "
-        "number of operations is higher than the figure here, and so may be the bytes sent."
+        "number of operations is higher than the figure here, and so may be the communication."
     ]
 
 
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
     """Bytes of memory on each device, by use."""
-    totals = plan.report["totals"]
+    totals = plan.report.totals
     found = {
-        "parameters": totals["parameter"]["bytes_per_device"],
-        "optimizer_state": totals["optimizer state"]["bytes_per_device"],
-        "other": totals["other"]["bytes_per_device"],
+        "parameters": totals.parameters.bytes_per_device,
+        "optimizer_state": totals.optimizer_state.bytes_per_device,
+        "other": totals.other.bytes_per_device,
         "batch": batch_bytes(job, mesh),
         "gradients": _gradients(job, plan),
     }
@@ -127,10 +129,14 @@ def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, i
 
 
 def _gradients(job: Job, plan: Plan) -> int:
-    # In the plan of a training state, the model's arrays come first.
+    arrays, _ = split(job.state.model)
     trained = trainable_arrays(job.state.model, job.trainable)
-    rows = plan.report["rows"][: len(trained)]
-    return sum(row["bytes_per_device"] for row, yes in zip(rows, trained, strict=True) if yes)
+    shardings = jax.tree.leaves(plan.shardings.model)
+    return sum(
+        prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x, sharding, yes in zip(arrays, shardings, trained, strict=True)
+        if yes
+    )
 
 
 def dry_run(

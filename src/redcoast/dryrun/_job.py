@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import PyTree
 
 from ..core._errors import check_functions, check_integer, check_optimizer
+from ..core._pytree import show_path
 from ..core._tracing import abstract_key, traced_over
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
@@ -95,7 +96,7 @@ def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         raise ValueError("`batch` has no arrays. Pass arrays or `jax.ShapeDtypeStruct`s.")
     rows: dict[str, int] = {}
     for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "(the array)"
+        name = show_path(path, "(the array)")
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
                 f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
@@ -116,11 +117,8 @@ def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
         raise ValueError(f"The arrays of the batch differ in their number of rows: {counts}.")
-    return jax.tree.map(_abstract, batch)
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    canonical = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)), batch)
 
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:

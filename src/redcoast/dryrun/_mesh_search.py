@@ -19,7 +19,7 @@ from ._place import Place, hardware_of_target, planner_hardware, rate_of, speeds
 from ._roofline import bandwidth
 
 
-def price(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
+def estimate(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     """The planner's estimate of time and memory on a mesh of these sizes."""
     mesh = place.mesh(sizes)
     hardware = planner_hardware(place, mesh)
@@ -30,13 +30,15 @@ def price(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     except ValueError as error:  # for example, an override that does not divide
         return Candidate(sizes, error=str(error))
     sent: Counter[str] = Counter()
-    for one in plan.report.get("traffic", ()):
-        sent[one["axis"].replace(" x ", "+")] += one["bytes"] * job.accumulate
-    flops = plan.report.get("arithmetic", {"per_device": 0})["per_device"] * job.accumulate
+    program = plan.report.program_or_none
+    if program is None:  # on one device, nothing is planned
+        return Candidate(sizes, _seconds(place, mesh, {dtype_of(job): 0}, sent), None)
+    for one in program.traffic:
+        sent["+".join(one.axes)] += one.bytes * job.accumulate
+    flops = program.arithmetic.per_device * job.accumulate
     seconds = _seconds(place, mesh, {dtype_of(job): flops}, sent)
-    batch, model = (plan.report.get(name, ()) for name in ("batch_axes", "model_axes"))
-    usual = "model" not in batch and "fsdp" not in model
-    return Candidate(sizes, seconds, plan.report.get("memory", {}).get("total"), usual)
+    usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
+    return Candidate(sizes, seconds, program.memory.total, usual)
 
 
 def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
@@ -95,8 +97,9 @@ LEAST_SHARE = 0.8
 
 def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
-    priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
-    return choose(priced, ft.partial(compile_candidate, job, place), place, compiled)
+    return choose(
+        _estimate_all(job, place), ft.partial(compile_candidate, job, place), place, compiled
+    )
 
 
 def cheapest(job: Job, place: Place) -> dict[str, int]:
@@ -104,13 +107,10 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
 
     If none fits, the sizes of the mesh that needs the least memory.
     """
-    priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
-    possible = _tried(priced)
-    if not possible:
-        raise _impossible(priced[0])
-    usable = inf if place.usable is None else FILLED * place.usable
-    may = [one for one in possible if _memory_of(one) <= usable]
-    return (min(may, key=_price_of) if may else min(possible, key=_need_of)).mesh
+    estimated = _estimate_all(job, place)
+    if not _tried(estimated):
+        raise _impossible(estimated[0])
+    return _likely(estimated, place)[0]
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
@@ -119,11 +119,18 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
     Meshes on which the step fits by the planner's estimate come first, by their estimated cost; the
     others follow, by their estimated memory.
     """
-    priced = [price(job, place, sizes) for sizes in factorisations(len(place.devices))]
+    return _likely(_estimate_all(job, place), place)
+
+
+def _estimate_all(job: Job, place: Place) -> list[Candidate]:
+    return [estimate(job, place, sizes) for sizes in factorisations(len(place.devices))]
+
+
+def _likely(estimated: Sequence[Candidate], place: Place) -> list[dict[str, int]]:
     usable = inf if place.usable is None else FILLED * place.usable
     fits = lambda one: _memory_of(one) <= usable
-    order = lambda one: (0, _price_of(one)) if fits(one) else (1, _need_of(one))
-    return [one.mesh for one in sorted(_tried(priced), key=order)]
+    order = lambda one: (0, _cost_of(one)) if fits(one) else (1, _need_of(one))
+    return [one.mesh for one in sorted(_tried(estimated), key=order)]
 
 
 def _impossible(one: Candidate) -> ValueError:
@@ -131,22 +138,23 @@ def _impossible(one: Candidate) -> ValueError:
 
 
 def choose(
-    priced: Sequence[Candidate],
+    estimated: Sequence[Candidate],
     compiling: Callable[[Candidate], Candidate],
     place: Place,
     compiled: int,
 ) -> MeshSuggestion:
     """Chooses the best of the estimated meshes; compiles up to twice `compiled` of them."""
-    left, done = [one for one in priced if one.error is None], []
-    while left and not _enough(done, compiled):
+    left, done = [one for one in estimated if one.error is None], []
+    enough = lambda tried: compiled if any(one.fits for one in tried) else 2 * compiled
+    while left and len(_tried(done)) < enough(_tried(done)):
         following = _following(left, done, place.usable, compiled)
         left.remove(following)
         done.append(compiling(following))
-    wrong = [one for one in (*priced, *done) if one.error is not None]
+    wrong = [one for one in (*estimated, *done) if one.error is not None]
     tried = sorted(_tried(done), key=_rank)
     if not tried:
         raise _impossible(wrong[0])
-    best, ordered = tried[0], (*tried, *sorted(left, key=_price_of), *wrong)
+    best, ordered = tried[0], (*tried, *sorted(left, key=_cost_of), *wrong)
     return MeshSuggestion(
         best.mesh, bool(best.fits), place.name, place.usable, ordered, place.notes
     )
@@ -154,12 +162,6 @@ def choose(
 
 def _tried(done: Sequence[Candidate]) -> list[Candidate]:
     return [one for one in done if one.error is None]
-
-
-def _enough(done: Sequence[Candidate], compiled: int) -> bool:
-    tried = _tried(done)
-    found = any(one.fits for one in tried)
-    return len(tried) >= (compiled if found else 2 * compiled)
 
 
 def _following(
@@ -175,11 +177,11 @@ def _following(
     share = min(shares, default=LEAST_SHARE)
     may = [one for one in left if usable is None or share * _memory_of(one) <= usable]
     if may and len(tried) < compiled:
-        return min(may, key=_price_of)
+        return min(may, key=_cost_of)
     return min(left, key=_need_of)
 
 
-def _price_of(one: Candidate) -> tuple[int | float, bool]:
+def _cost_of(one: Candidate) -> tuple[int | float, bool]:
     return one.priced_seconds or 0, not one.usual
 
 

@@ -20,8 +20,9 @@ class Candidate:
     - `estimated_memory`: The planner's estimate of the memory, in bytes.
     - `usual`: Whether the plan uses the axes for their purpose, and not `model` for FSDP or `fsdp`
         for tensor parallelism. Among meshes of equal cost, such a mesh is preferred.
-    - `sent_bytes`, `seconds`, `peak_memory`: The bytes sent by the compiled program, the time
-        estimated from them, and the bytes of memory that it needs; `None` if it was not compiled.
+    - `sent_bytes`, `seconds`, `peak_memory`: The bytes that the compiled program communicates, the
+        time estimated from them, and the bytes of memory that it needs; `None` if it was not
+        compiled.
     - `fits`: Whether the compiled program fits in memory; `None` if it was not compiled.
     - `error`: Why the step cannot be run on this mesh, or `None`.
     """
@@ -92,25 +93,19 @@ class MeshSuggestion(Mapping[str, Any]):
         return draw(self)
 
 
-_HEADS = (*AXES, "priced ms", "est. GB", "sent MB", "ms", "peak GB", "")
+_HEADS = (*AXES, "est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
 
 
 def draw(found: MeshSuggestion) -> str:
     """The table and the sentences below it."""
     rows = [_HEADS, *(_cells(one) for one in found.candidates)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-    lines = [_line(row, widths) for row in rows]
+    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
     chosen = ", ".join(f"{axis}={size}" for axis, size in found.items())
     count = len(found.candidates)
     head = f"Meshes for {found.target}: {chosen} is the best of {count}"
     words = _words(found)
     return "\n".join([head, "", *lines, *([""] if words else []), *words])
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    *figures, words = row
-    numbers = (cell.rjust(width) for cell, width in zip(figures, widths, strict=False))
-    return "  ".join([*numbers, words]).rstrip()
 
 
 def _cells(one: Candidate) -> tuple[str, ...]:

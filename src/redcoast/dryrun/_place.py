@@ -90,7 +90,7 @@ def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Ha
 def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     """The hardware constants that `fit` would use if it ran on these devices.
 
-    `fit` knows only their memory. A CPU compiler that stands in for theirs makes no difference.
+    `fit` reads only their memory. These constants do not depend on the compiler.
     """
     if place.target is None:
         return hardware_of(mesh)

@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..core._errors import in_units
 from ..sharding import Plan
-from ..sharding.report._text import megabytes, paragraph
+from ..sharding.report._text import hanging, megabytes, paragraph
 from ._roofline import Bounds
 
 
@@ -47,8 +48,8 @@ class DryRun:
         temporaries), `"temporaries"` (everything else at the peak; missing if refused), the
         `"peak"`, and the `"usable"` memory.
     - `traffic`: The communication, by mesh `axis`, `kind` of collective and `cause`: the number of
-        `times`, and the `bytes` sent; the largest first. Empty if refused.
-    - `sent_bytes`: The total number of bytes sent; `None` if refused.
+        `times`, and the `bytes` communicated; the largest first. Empty if refused.
+    - `sent_bytes`: The total number of bytes communicated; `None` if refused.
     - `arithmetic`: Floating point operations of contractions, by dtype.
     - `bounds`: Lower bounds on the seconds for arithmetic, memory and each network, which of them
         is the largest, and the utilisation of the peak rate that it allows; `None` if refused.
@@ -99,7 +100,7 @@ class DryRun:
         changes = [asdict(change) for change in self.changes]
         return found | {
             "bounds": None if self.bounds is None else asdict(self.bounds),
-            "plan": self.plan.report,
+            "plan": self.plan.report.to_json(),
             "changes": changes,
         }
 
@@ -109,7 +110,7 @@ class DryRun:
         return draw(self)
 
 
-_SHOWN = 8  # causes of traffic
+_SHOWN = 8  # causes of communication
 _LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
 _COMPILERS = {
     "tpu": "the TPU compiler",
@@ -122,12 +123,12 @@ def draw(run: DryRun) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
     devices = "1 device" if run.devices == 1 else f"{run.devices} devices"
     head = (
-        f"Dry run for {run.target}: {devices}, mesh {sizes}; by {_COMPILERS[run.compiler]} in "
-        f"{run.compile_seconds:.1f} s"
+        f"Dry run for {run.target}: {devices}, mesh {sizes}; compiled by "
+        f"{_COMPILERS[run.compiler]} in {run.compile_seconds:.1f} s"
     )
     lines = [*paragraph(head), "", *paragraph(_verdict(run)), ""]
     lines += [*_memory(run), "", *_traffic(run)]
-    lines += ["", *(_refused(run) if run.bounds is None else _time(run.bounds, run.arithmetic))]
+    lines += ["", *_time(run.bounds, _flops(run.arithmetic))]
     if not run.fits:
         lines += ["", *_changes(run)]
     for note in run.notes:
@@ -141,46 +142,42 @@ def _verdict(run: DryRun) -> str:
     if run.fits:
         return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
     if run.refused:
-        return f"It does not fit: at least {of}, {gib(peak - usable)} GiB or more too much."
+        return f"It does not fit: at least {of}, at least {gib(peak - usable)} GiB too much."
     return f"It does not fit: {of}, {gib(peak - usable)} GiB too much."
 
 
 def _memory(run: DryRun) -> list[str]:
     memory = run.memory
     rows = ["parameters", "optimizer_state", "other", "batch", "temporaries", "peak", "usable"]
-    lines = [f"{'Memory of each device':<30}{'GiB':>10}"]
+    lines = [f"{'Memory per device':<30}{'GiB':>10}"]
     for name in rows:
         if name not in memory or (name == "other" and memory[name] < 2**20):
             continue
         more = ""
         if name == "temporaries":
             # Compilers may need less memory for gradients than is planned.
-            among = "are among them" if memory["gradients"] <= memory[name] else "if all were kept"
-            more = f"  (gradients, {gib(memory['gradients'])}, {among})"
+            kept = memory["gradients"] <= memory[name]
+            words = "including gradients: {}" if kept else "gradients: {} if all were kept"
+            more = f"  ({words.format(gib(memory['gradients']))})"
         lines.append(f"  {name.replace('_', ' '):<28}{gib(memory[name]):>10}{more}")
     return lines
 
 
 def _traffic(run: DryRun) -> list[str]:
     if run.sent_bytes is None:
-        return ["The bytes sent are not known, because the compiler rejected the program."]
+        return ["The communication is not known, because the compiler rejected the program."]
     if not run.traffic:
-        return ["Nothing is sent between devices."]
-    lines = [f"Sent by each device in a step: {megabytes(run.sent_bytes)} MB"]
-    lines.append(f"  {'MB':>12}  {'times':>5}  over, kind, cause")
+        return ["Devices do not communicate."]
+    lines = [f"Communication per device and step: {megabytes(run.sent_bytes)} MB"]
+    lines.append(f"  {'MB':>12}  {'times':>5}  axis, kind, cause")
     for one in run.traffic[:_SHOWN]:
         words = f"{one['axis']}: {one['kind']}, {one['cause']}"
-        first = f"  {megabytes(one['bytes']):>12}  {one['times']:>5}  "
-        lines += paragraph(words, first, " " * len(first))
+        lines += hanging(f"  {megabytes(one['bytes']):>12}  {one['times']:>5}  ", words)
     if rest := run.traffic[_SHOWN:]:
         size = megabytes(sum(one["bytes"] for one in rest))
         times = sum(one["times"] for one in rest)
         lines.append(f"  {size:>12}  {times:>5}  {len(rest)} smaller")
     return lines
-
-
-def _refused(run: DryRun) -> list[str]:
-    return paragraph(f"Arithmetic of each device in a step: {_flops(run.arithmetic) or 'none'}.")
 
 
 def _flops(arithmetic: dict[str, float]) -> str:
@@ -194,34 +191,33 @@ def _scaled(count: float) -> str:
     return f"{count / 1e6:.4g} M"
 
 
-def _time(bounds: Bounds, arithmetic: dict[str, float]) -> list[str]:
-    flops = _flops(arithmetic)
+def _time(bounds: Bounds | None, flops: str) -> list[str]:
+    if bounds is None:
+        return paragraph(f"Arithmetic per device and step: {flops or 'none'}.")
     every = {"arithmetic": bounds.arithmetic, "memory": bounds.memory}
     every |= {f"network ({axes})": seconds for axes, seconds in bounds.network.items()}
-    lines = ["A step takes at least"]
+    lines = ["Lower bounds on the time of a step:"]
     for name, seconds in every.items():
         if name.startswith("network") and seconds < _LITTLE * every[bounds.binding]:
             continue
         what = f": {flops}" if name == "arithmetic" and flops else ""
-        binds = "  <- binds" if name == bounds.binding else ""
-        lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{binds}")
-    share = f"so that it uses at most {bounds.utilisation:.0%} of the peak rate of arithmetic."
-    return [*lines, share]
+        mark = "  <- the bottleneck" if name == bounds.binding else ""
+        lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{mark}")
+    return [*lines, f"Upper bound on utilisation: {bounds.utilisation:.0%}"]
 
 
 def _changes(run: DryRun) -> list[str]:
     if not run.changes:
         return paragraph(
-            "No change of mesh, remat, accumulation or precision that was compiled makes it fit: "
-            "use more devices or a smaller batch."
+            "None of the compiled changes of mesh, remat, accumulation or precision makes it fit. "
+            "Use more devices or a smaller batch."
         )
-    lines = ["It fits with any one of these changes, each of which was compiled:"]
+    lines = ["Each of these changes makes it fit, and was compiled:"]
     for change in run.changes:
         lines += paragraph(f"{change.what}: {gib(change.peak)} GiB", "  ", "    ")
     return lines
 
 
 def gib(size: int | float) -> str:
-    """GiB with two decimals; sizes below one GiB with four."""
-    size = size / 2**30
-    return f"{size:,.2f}" if size >= 1 or not size else f"{size:.4f}"
+    """Formats a size in GiB."""
+    return in_units(size, 2**30)

@@ -42,7 +42,7 @@ def time_bounds(
 
     - `flops`: Floating point operations of a device, by the dtype of their operands.
     - `moved_bytes`: Bytes of the step's arguments and results on a device.
-    - `sent_bytes`: Bytes that a device sends, by mesh axes joined with `+`.
+    - `sent_bytes`: Bytes that a device communicates, by mesh axes joined with `+`.
     - `chip`: The device.
     - `bandwidths`: Bytes per second that it can send along each mesh axis.
 

@@ -1,7 +1,7 @@
 """The trip counts of while loops in a traced program.
 
-As for compiled programs, they follow from the initial value of the loop's counter, the amount that
-the body adds to it, and the bound that it is compared with.
+As in compiled programs, a trip count is derived from the initial value of the loop's counter, the
+amount that the body adds to it, and the bound that it is compared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from .hlo._trip_counts import MIRRORED, Carried, Value, added, iterations
+from ..core._jaxpr import called_jaxpr, consts_of, evaluate, open_jaxpr, while_operands
+from .hlo._trip_counts import Carried, Value, added, solve
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
 # Primitives that do not change the value of a scalar integer.
@@ -21,41 +22,15 @@ _SAME = frozenset(
     convert_element_type copy copy_p optimization_barrier pvary reshape squeeze broadcast_in_dim
     """.split()  # noqa: SIM905
 )
-Env = dict[Any, Value]
 
 
 def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
-    """The number of times a loop's body runs, given the known operands; `None` if unknown."""
-    params = loop.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    start = inputs[first + second :]
+    """Returns how often a loop's body runs, given the known operands; `None` if unknown."""
+    cond_consts, body_consts, start = while_operands(loop, inputs)
     carried = [Carried(place, 0) for place in range(len(start))]
-    after = _results(params["body_jaxpr"], [*inputs[first : first + second], *carried])
-    compared = _comparison(params["cond_jaxpr"], [*inputs[:first], *carried])
-    if compared is None:
-        return None
-    left, direction, right = compared
-    steady = lambda value: _steady(value, start, after)
-    if not isinstance(left, Carried) or steady(left) is not None:
-        left, direction, right = right, MIRRORED.get(direction, direction), left
-    if not isinstance(left, Carried) or left.place is None:
-        return None
-    begin, moved, bound = start[left.place], after[left.place], steady(right)
-    if not isinstance(begin, int) or bound is None:
-        return None
-    if not isinstance(moved, Carried) or moved.place != left.place:
-        return None
-    return iterations(begin + left.more, moved.more, direction, bound)
-
-
-def _steady(value: Value, start: Sequence[Value], after: Sequence[Value]) -> int | None:
-    """The value of a loop-invariant number: a constant, or carried unchanged."""
-    if not isinstance(value, Carried):
-        return value
-    if value.place is None or after[value.place] != Carried(value.place, 0):
-        return None
-    begin = start[value.place]
-    return begin + value.more if isinstance(begin, int) else None
+    after = _results(loop.params["body_jaxpr"], [*body_consts, *carried])
+    compared = _comparison(loop.params["cond_jaxpr"], [*cond_consts, *carried])
+    return None if compared is None else solve(compared, start.__getitem__, after.__getitem__)
 
 
 def unchanged(
@@ -73,9 +48,8 @@ def unchanged(
 
 
 def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """An equation's results, as far as they are known integers."""
+    """Computes an equation's results, as far as they are known integers."""
     name = equation.primitive.name
-    body = called(equation)
     if name in ("add", "sub"):
         return [added(inputs[0], inputs[1], 1 if name == "add" else -1)]
     if name == "mul" and all(isinstance(value, int) for value in inputs):
@@ -83,67 +57,37 @@ def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
         return [left * right if isinstance(left, int) and isinstance(right, int) else None]
     if name in _SAME and len(equation.outvars) <= len(inputs):
         sized = zip(equation.outvars, inputs, strict=False)
-        return [value if _is_whole(var.aval) else None for var, value in sized]
+        return [value if _is_integer(var.aval) else None for var, value in sized]
     if name == "while":
-        first = equation.params["cond_nconsts"]
-        split = first + equation.params["body_nconsts"]
-        return unchanged(equation.params["body_jaxpr"], inputs[first:split], inputs[split:])
-    if body is not None:
+        _, body_consts, start = while_operands(equation, inputs)
+        return unchanged(equation.params["body_jaxpr"], body_consts, start)
+    if (body := called_jaxpr(equation)) is not None:
         return _results(body, inputs)
     return [None] * len(equation.outvars)
 
 
-def called(equation: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """The jaxpr that an equation calls once with its own operands; `None` for other equations."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = equation.params.get(key)
-        if isinstance(found, ClosedJaxpr | Jaxpr) and equation.primitive.name not in _OTHERS:
-            inner = open_jaxpr(found)
-            fits = len(inner.invars) == len(equation.invars)
-            return found if fits and len(inner.outvars) == len(equation.outvars) else None
-    return None
-
-
-_OTHERS = frozenset(["scan", "shard_map", "pallas_call"])
-
-
-def walk(
+def evaluate_integers(
     jaxpr: ClosedJaxpr | Jaxpr,
     inputs: Sequence[Value],
-    visit: Callable[[JaxprEqn, list[Value]], None] = lambda equation, known: None,
-) -> Env:
-    """Calls `visit(equation, known)` for each equation; returns the known values of variables."""
+    handle: Callable[[int, JaxprEqn, list[Value]], list[Value]],
+) -> list[Value]:
+    """Evaluates a jaxpr with values that are None where no integer is known."""
     inner = open_jaxpr(jaxpr)
-    env: Env = dict(zip(inner.invars, inputs, strict=True))
-    if isinstance(jaxpr, ClosedJaxpr):
-        env.update(zip(inner.constvars, map(_number, jaxpr.consts), strict=True))
-    for equation in inner.eqns:
-        known = [_read(env, atom) for atom in equation.invars]
-        visit(equation, known)
-        env.update(zip(equation.outvars, follow(equation, known), strict=True))
-    return env
-
-
-def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    env: dict[Any, Value] = dict.fromkeys(inner.constvars)
+    env.update(zip(inner.constvars, map(_integer, consts_of(jaxpr)), strict=False))
+    env.update(zip(inner.invars, inputs, strict=True))
+    return evaluate(inner, env, handle, lambda literal: _integer(literal.val))
 
 
 def _results(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    env = walk(jaxpr, inputs)
-    return [_read(env, atom) for atom in open_jaxpr(jaxpr).outvars]
+    return evaluate_integers(jaxpr, inputs, lambda _, equation, known: follow(equation, known))
 
 
-def _read(env: Env, atom: Any) -> Value:
-    return _number(atom.val) if isinstance(atom, Literal) else env.get(atom)
+def _integer(x: Any) -> int | None:
+    return int(x) if not isinstance(x, Tracer) and _is_integer(jax.typeof(x)) else None
 
 
-def _number(x: Any) -> int | None:
-    if isinstance(x, Tracer) or not _is_whole(jax.typeof(x)):
-        return None
-    return int(x)
-
-
-def _is_whole(aval: Any) -> bool:
+def _is_integer(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and aval.shape == () and jnp.issubdtype(dtype, jnp.integer)
 
@@ -151,19 +95,20 @@ def _is_whole(aval: Any) -> bool:
 def _comparison(
     jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]
 ) -> tuple[Value, str, Value] | None:
-    """The comparison that a loop's condition consists of."""
+    """The comparison that computes a loop's condition, as operand, direction, operand."""
     found: list[tuple[JaxprEqn, list[Value]]] = []
     out = open_jaxpr(jaxpr).outvars[0]
 
-    def visit(equation: JaxprEqn, known: list[Value]) -> None:
+    def record(_: int, equation: JaxprEqn, known: list[Value]) -> list[Value]:
         if out in equation.outvars:
             found.append((equation, known))
+        return follow(equation, known)
 
-    walk(jaxpr, inputs, visit)
+    evaluate_integers(jaxpr, inputs, record)
     if not found:
         return None
     equation, known = found[0]
     if (direction := _COMPARISONS.get(equation.primitive.name)) is not None:
         return known[0], direction, known[1]
-    body = called(equation)
+    body = called_jaxpr(equation)
     return None if body is None or len(equation.outvars) > 1 else _comparison(body, known)

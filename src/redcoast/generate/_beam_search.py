@@ -24,11 +24,8 @@ Dims = tuple[int | None, ...]
 def batch_dims(cache: Any, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows."""
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
-    return tuple(map(_changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
-
-
-def _changed(x: Array, y: jax.ShapeDtypeStruct) -> int | None:
-    return next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)
+    changed = lambda x, y: next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)
+    return tuple(map(changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
 
 
 def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:

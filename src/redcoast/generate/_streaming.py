@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
+from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
 from ._checks import check_stream
@@ -26,7 +27,7 @@ def decode_streaming(
     """Generates tokens, and calls `stream` with those of each step while the next is running."""
     count = int(request.limit)
     columns = []
-    for last in _ahead(_steps(model, tokens, mask, request, count)):
+    for last, _ in with_last(_steps(model, tokens, mask, request, count)):
         tokens_of_step, ended = whole(last.tokens), whole(last.ended)
         columns.append(tokens_of_step)
         check_tokens(tokens_of_step[:, None])
@@ -51,15 +52,6 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
         yield last
 
 
-def _ahead(steps: Iterator[Last]) -> Iterator[Last]:
-    """Yields each item after the next one has been started."""
-    before = next(steps)
-    for last in steps:
-        yield before
-        before = last
-    yield before
-
-
 @ft.partial(jax.jit, static_argnums=1)
 def _begin(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request) -> Any:
     return begin(join(arrays, static), tokens, mask, request)
@@ -76,13 +68,11 @@ def _advance(
 ) -> Any:
     leaves, structure = jax.tree.flatten(advance(join(arrays, static), cache, last, request))
     # Keeps the shardings of the first step: if they changed, each step would be recompiled.
-    return structure.unflatten(map(_stay, leaves, places))
+    stay = jax.lax.with_sharding_constraint
+    kept = [x if p is None else stay(x, p) for x, p in zip(leaves, places, strict=True)]
+    return structure.unflatten(kept)
 
 
 def _places(tree: Any) -> tuple[NamedSharding | None, ...]:
     shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
     return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)
-
-
-def _stay(x: Array, place: NamedSharding | None) -> Array:
-    return x if place is None else jax.lax.with_sharding_constraint(x, place)

@@ -1,4 +1,4 @@
-"""What is left of a run that ends with an error: its last checkpoint, named, or a new one."""
+"""Errors of a run: what a device's memory holds, and the checkpoint that is left."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ from ..tracking._metrics import MetricsReader
 
 @contextlib.contextmanager
 def explained_memory(plan: Plan) -> Iterator[None]:
-    """Says of an error for want of memory what the plan puts on a device, and what would help."""
+    """Adds to an out-of-memory error what the plan puts on a device, and what would help."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -25,29 +25,29 @@ def explained_memory(plan: Plan) -> Iterator[None]:
 
 
 def _explanation(plan: Plan) -> str:
-    totals = plan.report["totals"]
+    totals = plan.report.totals
     parts = [
-        f"{_size(totals[role]['bytes_per_device'])} of {name}"
-        for role, name in (("parameter", "parameters"), ("optimizer state", "optimizer state"))
+        f"{_size(totals.parameters.bytes_per_device)} of parameters",
+        f"{_size(totals.optimizer_state.bytes_per_device)} of optimizer state",
     ]
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     return (
         f"RESOURCE_EXHAUSTED: a device ran out of memory. On the mesh {axes} the plan puts "
-        f"{_size(totals['all']['bytes_per_device'])} on each device, {' and '.join(parts)}, "
-        f"and {_rest(plan)} come on top. What helps, in this order: more devices on `fsdp` "
-        "(parameters and optimizer state are stored split) or on `model`; `accumulate`, or a "
+        f"{_size(totals.all.bytes_per_device)} on each device, {' and '.join(parts)}, "
+        f"plus {_rest(plan)}. What helps, in this order: more devices on `fsdp` "
+        "(which shards parameters and optimizer state) or on `model`; `accumulate`, or a "
         "smaller `batch_size` (activations); `jax.checkpoint` around each layer; "
         "`compute_dtype=jnp.bfloat16`."
     )
 
 
 def _rest(plan: Plan) -> str:
-    memory = plan.report.get("memory")
-    if memory is None:
+    program = plan.report.program_or_none
+    if program is None:
         return "gradients and activations"
     return (
-        f"gradients (about {_size(memory['gradients'])}) and activations (about "
-        f"{_size(memory['activations'])})"
+        f"gradients (about {_size(program.memory.gradients)}) and activations (about "
+        f"{_size(program.memory.activations)})"
     )
 
 
@@ -66,7 +66,7 @@ DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
 
 @contextlib.contextmanager
 def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
-    """Notes in an error where the last checkpoint is."""
+    """Adds a note to an error that says where the newest checkpoint is."""
     try:
         yield
     except BaseException as error:
@@ -83,8 +83,11 @@ def rescued(
     *,
     doubtful: tuple[type[Exception], ...] = DOUBTFUL,
 ) -> Iterator[None]:
-    """Saves the state if an error comes from the user's functions, and the state is whole: not
-    `None`, as before the first step, and after no error that is `doubtful`."""
+    """Saves the state if one of the user's functions raises.
+
+    Nothing is saved before the first step (`state()` is `None`), after an error that is
+    `doubtful`, or if an array of the state is gone.
+    """
     try:
         yield
     except Exception as error:
@@ -92,19 +95,15 @@ def rescued(
         alone = jax.process_count() == 1
         found = state()
         trusted = alone and found is not None and not isinstance(error, doubtful)
-        if trusted and _is_whole(reader, found):
-            _try(save)
+        if trusted and _is_intact(reader, found):
+            try:
+                save({})
+            except Exception as second:  # the first error is the one to raise
+                logger.warning("The state could not be saved after an error: %s", second)
         raise
 
 
-def _try(save: Callable[[dict[str, float]], None]) -> None:
-    try:
-        save({})
-    except Exception as error:  # the first one is the one to tell of
-        logger.warning("The state could not be saved after an error: %s", error)
-
-
-def _is_whole(reader: MetricsReader, state: PyTree) -> bool:
+def _is_intact(reader: MetricsReader, state: PyTree) -> bool:
     try:
         reader.flush()
     except DOUBTFUL:

@@ -1,4 +1,4 @@
-"""Evaluation and prediction over raw examples: each of them once."""
+"""Evaluation and prediction over raw examples, each of which counts once."""
 
 import contextlib
 import functools as ft
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
+from ..core._iterate import with_last
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
 from ..data._sources import count_examples
@@ -45,20 +46,20 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean loss and metrics over examples, with the model in inference mode.
 
-    Every example counts exactly once, whatever the batch size. If the examples of a batch depend on
-    each other in the loss, as in a contrastive one, the result is the mean over batches of this
-    size, and a warning says so.
+    Every example counts exactly once, for any batch size. If the loss makes the examples of a batch
+    depend on each other, as a contrastive loss does, the result is the mean over batches of this
+    size, and a warning is given.
 
     **Arguments:**
 
-    - `model`: any PyTree, on one device or already split.
+    - `model`: any PyTree, on one device or sharded.
     - `examples`: anything with a length and an index.
     - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
-        parameter `rngs`, it is given `rngs=None` here: nothing is augmented.
+        parameter `rngs`, it is given `rngs=None` here, so that it augments nothing.
     - `loss_fn`: as for [`redcoast.train_step`][].
-    - `batch_size`: how many examples a batch has, over all devices.
-    - `mesh`: the devices to use; by default the ambient mesh, or else all devices as `data`.
-    - `key`: a JAX key for losses that draw random numbers; `jax.random.key(0)` by default.
+    - `batch_size`: the number of examples in a batch, over all devices.
+    - `mesh`: the devices to use; by default the ambient mesh, or all devices as `data`.
+    - `key`: a JAX key, for losses that use random numbers; `jax.random.key(0)` by default.
     - `compute_dtype`: as for [`redcoast.train_step`][].
 
     **Returns:**
@@ -68,8 +69,8 @@ def evaluate(
 
     **Raises:**
 
-    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
-    it must not.
+    `ValueError` or `TypeError` if there are no examples, or if a function returns something of the
+    wrong kind.
 
     !!! Example
 
@@ -89,7 +90,7 @@ def evaluate(
     plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
     if (count_examples(examples) or 0) > batch_size:
         batches = _check_coupling(plan, model, batches, batch_size, loss_fn, mesh, compute_dtype)
-    evaluation = compile_evaluation(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
+    evaluation = compile_loss(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
 
@@ -116,9 +117,9 @@ def predict_examples(
     - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
         (NumPy arrays) into a list with one entry for each example, such as decoded text. By
         default, the entries are the rows.
-    - `gather`: which of several processes get the predictions: `"all"` of them; `"first"`,
-        process 0 alone, the others an empty list; or `"none"`, so that each keeps those of the
-        examples that its devices hold, as pairs of index and entry.
+    - `gather`: which of several processes get the predictions. `"all"`: each of them. `"first"`:
+        process 0, while the others get an empty list. `"none"`: each process gets those of its own
+        devices, as pairs of an index and an entry.
 
     **Returns:**
 
@@ -126,8 +127,8 @@ def predict_examples(
 
     **Raises:**
 
-    `ValueError` or `TypeError` if there are no examples, or if one of the functions returns what
-    it must not.
+    `ValueError` or `TypeError` if there are no examples, or if a function returns something of the
+    wrong kind.
 
     !!! Example
 
@@ -154,7 +155,7 @@ def predict_examples(
 
 
 def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
-    """Has processes that would wait for each other in vain say so."""
+    """Raises `ValueError` if processes would wait for each other in vain."""
     if jax.process_count() > 1:
         count = count_examples(examples)
         same = {"`batch_size`": batch_size, "the number of `examples`": count}
@@ -170,8 +171,10 @@ def _check_coupling(
     mesh: Mesh,
     compute_dtype: Any,
 ) -> Iterator[Loaded]:
-    """All batches; a warning if the mean over them is not that over their examples."""
-    if (coupled := plan.report.get("coupled")) is None:  # nothing was planned for one device
+    """All batches, after a warning if the mean over them is not the mean over their examples."""
+    if (program := plan.report.program_or_none) is not None:
+        coupled = program.coupled
+    else:  # nothing is planned for one device
         first = next(batches)
         coupled = find_coupled(loss_fn, model, first.arrays, mesh, compute_dtype, training=False)
         batches = itertools.chain([first], batches)
@@ -180,7 +183,7 @@ def _check_coupling(
 
 
 def _on_mesh(key: PRNGKeyArray | None, mesh: Mesh) -> PRNGKeyArray:
-    # That of a state is on the devices of its run, which may be others.
+    # The key of a state is on the devices of its run, which may be others.
     return put(_default(key), NamedSharding(mesh, P()))
 
 
@@ -195,7 +198,7 @@ def _plan(
     mesh: Mesh,
     key: PRNGKeyArray | None,
 ) -> tuple[Plan, Iterator[Loaded]]:
-    """The plan by what is computed with the first batch, and all batches."""
+    """The plan of the program on the first batch, and all batches."""
     if mesh.size == 1:
         return plan_shardings(model, mesh), batches
     first = next(batches)
@@ -203,7 +206,7 @@ def _plan(
     return plan, itertools.chain([first], batches)
 
 
-def compile_evaluation(
+def compile_loss(
     loss_fn: LossFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
 ) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> (means, weight)`."""
@@ -219,15 +222,15 @@ def compile_prediction(
     options = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
         return compile_call(predict, shardings, mesh, **options)
-    return compile_call(_split_prediction, shardings, mesh, over=mesh, gather=gather, **options)
+    return compile_call(_prediction_to_read, shardings, mesh, over=mesh, gather=gather, **options)
 
 
-def _split_prediction(
+def _prediction_to_read(
     model: PyTree, batch: PyTree, key: PRNGKeyArray, *, over: Mesh, gather: Gather, **options: Any
 ) -> PyTree:
-    """Predictions where processes can read them: all of them each, or each its own."""
-    whole = NamedSharding(over, P())
-    where = lambda x: batch_sharding(over, x.shape[0]) if gather == "none" else whole
+    """Predictions that processes can read: replicated, or sharded if each keeps its own."""
+    replicated = NamedSharding(over, P())
+    where = lambda x: batch_sharding(over, x.shape[0]) if gather == "none" else replicated
     predictions = predict(model, batch, key, **options)
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where(x)), predictions)
 
@@ -248,12 +251,14 @@ def run_evaluation(
     *,
     strict: bool = True,
 ) -> dict[str, float]:
-    """Weighted means over batches, summed up on the host in double precision. Without any weight
-    there are none: that is an error, or, if not `strict`, NaN."""
+    """Weighted means over batches, summed on the host in double precision.
+
+    If the total weight is 0, that is an error, or, if not `strict`, the means are NaN.
+    """
     sums, total = _sum_up(evaluation, model, batches, key)
     if total == 0 and strict:
         raise ValueError(
-            "The examples have a total `weight` of 0, so that there is nothing to take a mean of."
+            "The examples have a total `weight` of 0, so there is nothing to take a mean of."
         )
     return _means(sums, total)
 
@@ -277,8 +282,8 @@ def try_evaluation(
             return _means(sums, total)
         rows += batch.rows
     raise ValueError(
-        f"The {rows} `eval_examples` have a total `weight` of 0, so that there is nothing to take "
-        "a mean of. Pass examples that count, or a `loss_fn` that gives them a weight."
+        f"The {rows} examples of the evaluation have a total `weight` of 0, so there is nothing to "
+        "take a mean of. Pass examples that count, or a `loss_fn` that gives them a weight."
     )
 
 
@@ -316,7 +321,7 @@ def run_prediction(
     *,
     gather: Gather,
 ) -> Iterator[tuple[int, Any]]:
-    """The outputs that this process gets, one for each example, with their indices."""
+    """Yields the outputs that this process gets, one for each example, with their indices."""
     begin = 0
     reads = gather != "first" or is_main()
     read = _own_part if gather == "none" else jax.device_get
@@ -358,17 +363,14 @@ def _one_behind(
 ) -> Generator[tuple[int, Any], None, None]:
     """Rows and results, each when the next is under way."""
     key = _default(key)
-    under_way = None
+    results = (
+        (batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i)))
+        for i, batch in enumerate(batches)
+    )
     with contextlib.ExitStack() as stack:
         if isinstance(batches, Generator):  # its threads end with it, though an error refers to it
             stack.callback(batches.close)
-        for i, batch in enumerate(batches):
-            result = batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i))
-            if under_way is not None:
-                yield under_way
-            under_way = result
-        if under_way is not None:
-            yield under_way
+        yield from (result for result, _ in with_last(results))
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -1,11 +1,9 @@
-"""Why a step was skipped: which gradients, parameters and examples are not finite.
+"""Why a step was skipped: which gradients, parameters and examples are NaN or infinite.
 
-It is found out when a run stops for it, by computing the gradient once more, so that the training
-step pays nothing.
+It is found by computing the gradient again when a run stops for it, at no cost to training steps.
 """
 
 import functools as ft
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,11 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
-from ..core._errors import listed
-from ..core._pytree import partition_trainable
-from ..data._batches import Batches
+from ..core._errors import listed, several
+from ..core._pytree import partition_trainable, show_path
+from ..data._batches import Batch, Batches
 from ..sharding import Plan
-from ..tracking._metrics import MetricsReader
 from ..train._compile import compile_call, microbatches
 from ..train._loss import LossFn
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
@@ -30,65 +27,56 @@ from ._steps import Step
 MOST = 5  # names in a sentence
 
 
-def check_finite(
-    done: Step,
-    reader: MetricsReader,
-    data: Batches,
-    diagnose: Callable[[Step], "NotFinite"],
-    *,
-    trained: bool,
-    checkpoints: Checkpoints | None,
-) -> None:
-    """Ends a run whose steps are skipped, and says why, given the last step.
-
-    `diagnose` finds what is NaN or infinite in a step; `trained` is whether any step of this run
-    was applied.
-    """
-    failure = reader.failure(done.number)
-    if failure is None:
-        return
-    indices, words = data.examples_of(done.batch)
-    try:
-        why = sentences(diagnose(done), indices, trained=trained)
-    except Exception as error:  # there may be no memory for it
-        why = f"(Where it arises could not be found out: {type(error).__name__}.)"
-    last = newest_checkpoint(checkpoints)
-    raise failure(reader.complaint(done.number, f"{why} {words}", last))
-
-
-class NotFinite(NamedTuple):
-    """What is not finite, by path."""
-
-    state: dict[str, int]  # how many values of an array
-    grads: dict[str, bool]  # whether the norm of a gradient is not
-    batch: dict[str, Any]  # which rows of an array
-
-
-def diagnose_step(done: Step, *, batch_size: int, accumulate: int, **options: Any) -> "NotFinite":
-    """Finds what is NaN or infinite in a step, in as many microbatches as it was computed in."""
-    batch = done.batch
-    count = microbatches(batch.rows, batch_size=batch_size, accumulate=accumulate)
-    return find_not_finite(done.state, batch.arrays, accumulate=count, **options)
-
-
-def find_not_finite(
-    state: TrainState,
-    batch: PyTree,
+def explain_step(
     plan: Plan,
-    loss_fn: LossFn,
+    data: Batches,
+    checkpoints: Checkpoints | None,
+    done: Step,
+    trained: bool,
+    **options: Any,
+) -> str:
+    """Sentences about a skipped step: what is NaN or infinite, which examples, which checkpoint.
+
+    `trained` is whether any step of the run changed the state; `options` are those of
+    `find_nonfinite`.
+    """
+    indices, examples = data.examples_of(done.batch)
+    try:
+        found = find_nonfinite(done.state, done.batch, plan, data.batch_size, **options)
+        why = sentences(found, indices, trained=trained)
+    except Exception as error:  # there may be no memory for it
+        why = f"(The cause could not be found: {type(error).__name__}.)"
+    return f"{why} {examples} {newest_checkpoint(checkpoints)}"
+
+
+class Nonfinite(NamedTuple):
+    """What is NaN or infinite, by path."""
+
+    state: dict[str, int]  # the number of such values in an array
+    grads: dict[str, bool]  # whether the norm of a gradient is
+    batch: dict[str, Any]  # which rows of an array have such values
+
+
+def find_nonfinite(
+    state: TrainState,
+    batch: Batch,
+    plan: Plan,
+    batch_size: int,
     *,
+    loss_fn: LossFn,
     accumulate: int,
     compute_dtype: Any,
     trainable: PyTree,
-) -> NotFinite:
-    """Looks at a step that was skipped, given the state behind it and its batch."""
-    options = {"accumulate": accumulate, "compute_dtype": compute_dtype, "trainable": trainable}
-    find = ft.partial(_find, loss_fn=loss_fn, **options)
+) -> Nonfinite:
+    """Recomputes the gradient of a skipped step from the state after it, in the same parts."""
+    count = microbatches(batch.rows, batch_size=batch_size, accumulate=accumulate)
+    options = {"accumulate": count, "compute_dtype": compute_dtype, "trainable": trainable}
+    find = ft.partial(_find, loss_fn=plan.constrain(loss_fn), **options)
     assert isinstance(plan.mesh, Mesh)
-    flags = jax.device_get(compile_call(find, plan.shardings, plan.mesh)(state, batch))
+    flags = jax.device_get(compile_call(find, plan.shardings, plan.mesh)(state, batch.arrays))
     params, _ = partition_trainable(state.model, trainable)
-    paths = _floating(state), _floating(params, "model"), _floating(batch)
-    return NotFinite(
+    paths = _floating(state), _floating(params, "model"), _floating(batch.arrays)
+    return Nonfinite(
         *(
             {path: x for path, x in zip(part, found, strict=True) if np.any(x)}
             for part, found in zip(paths, flags, strict=True)
@@ -107,7 +95,7 @@ def _find(
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
-    # A skipped step moves the state on in nothing but its number.
+    # A skipped step changes nothing of the state but its number.
     key = jax.random.fold_in(state.key, state.step - 1)
     _, grads = loss_and_grads(loss_of, *part(state.model), batch, key, accumulate)
     found = (
@@ -115,7 +103,7 @@ def _find(
         [~jnp.isfinite(global_norm([g])) for g in _floating(grads).values()],
         [_rows(x) for x in _floating(batch).values()],
     )
-    # Whole on each device, so that each process can read it.
+    # Replicated, so that each process can read it.
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), found)
 
 
@@ -133,28 +121,25 @@ def _floating(tree: PyTree, prefix: str = "") -> dict[str, Any]:
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_inexact_array(leaf):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = show_path(path)
             found["/".join(filter(None, [prefix, name]))] = leaf
     return found
 
 
-def sentences(found: NotFinite, indices: list[int], *, trained: bool) -> str:
-    """What was found, in words; `indices` are those of the batch's examples."""
+def sentences(found: Nonfinite, indices: list[int], *, trained: bool) -> str:
+    """Describes what was found; `indices` are those of the batch's examples."""
     when = "" if trained else " before any step"
     parts = [
-        f"{path} holds {_count(int(count), 'value')} that {_are(int(count))} not finite{when}."
+        f"{path} holds {_count(int(count), 'value')} that {_are(int(count))} NaN or infinite{when}."
         for path, count in list(found.state.items())[:MOST]
     ]
     for path, rows in found.batch.items():
         where = f"The batch's array {path}" if path else "The batch"
         examples = [indices[i] for i in np.flatnonzero(rows)]
-        parts.append(
-            f"{where} holds values that are not finite for the examples {listed(examples)}."
-        )
+        parts.append(f"{where} holds NaN or infinite values for the examples {listed(examples)}.")
     if found.grads:
         names = list(found.grads)
-        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-        parts.append(f"The gradient is not finite for {', '.join(names[:MOST])}{more}.")
+        parts.append(f"The gradient is NaN or infinite for {several(names, MOST)}.")
     elif not parts:
         parts.append("No single gradient, parameter or input is infinite or NaN by itself.")
     return " ".join(parts)

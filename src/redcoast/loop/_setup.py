@@ -3,27 +3,33 @@
 import functools as ft
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._policy import Checkpoints
 from ..core._donation import refuse_deleted
-from ..core._errors import noting
-from ..core._pytree import partition_trainable
+from ..core._errors import check_kind, noting, several
+from ..core._pytree import partition_trainable, show_path
 from ..data._batches import Batches
+from ..data._collate import CollateFn
 from ..distributed._arrays import place_tree, put
-from ..distributed._kv_store import is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
 from ..tracking._run import RunInfo, code_version, say
+from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
+from ..train._plan import check_coupling, plan_step
 from ..train._step import TrainState, create_split, init_state, state_of
-from ._validation import Validation
+from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 
 logger = logging.getLogger("redcoast")
 
@@ -68,44 +74,127 @@ def starting_state(
 
 
 def is_init_fn(model: Any) -> bool:
-    """Whether a model is given as a function of a key; modules can be called, too, and are not."""
+    """Whether a model is given as a function of a key, and not as a module that can be called."""
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
 
 
-def check_eval_every(eval_every: int | None, validation: Validation | None) -> None:
-    if eval_every is not None and validation is None:
-        raise ValueError("`eval_every` needs something to evaluate on; pass `eval_examples` too.")
-    if eval_every is not None and eval_every < 1:
-        raise ValueError(f"`eval_every` is {eval_every}. Evaluate every step at the most.")
-
-
-def rehearse(
-    validation: Validation | None, state: TrainState, checkpoints: Checkpoints | None
-) -> None:
-    """Evaluates one batch, so that a mistake there shows before an epoch is spent."""
-    names = []
-    if validation is not None:
-        with noting("Raised in the evaluation of one batch before the first step."):
-            metrics = validation(state.model, state.key, rehearsal=True)
-        names = [name.removeprefix("eval/") for name in metrics]
-    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
+def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh | None:
+    """The mesh of a plan that is given, or else the mesh; `None` if it is to be chosen."""
+    if not isinstance(plan, Plan):
+        if plan not in (None, "verify"):
+            raise TypeError(
+                f"`plan` is of type {type(plan).__name__}. It must be a `redcoast.Plan`, from "
+                '`plan_step` or `load_plan`, or "verify".'
+            )
+        return None if mesh == "auto" else mesh  # type: ignore[return-value]
+    if not isinstance(plan.mesh, Mesh):
         raise ValueError(
-            f"`Checkpoints(best={checkpoints.best!r})` is no metric of the evaluation, which has "
-            f"{', '.join(names) or 'none, for want of `eval_examples`'}."
+            "`plan` is for an abstract mesh. Load it over devices: `load_plan(path, state, mesh)`."
         )
+    if mesh not in (None, plan.mesh):
+        raise ValueError(f"`plan` is for {plan.mesh}, and `mesh` is another one; leave `mesh` out.")
+    return plan.mesh
 
 
-def warn_of_repeats(data: Batches) -> None:
-    """Warns of batches that must hold some examples several times."""
-    if data.length is None or data.rows_left is None or not is_main():
-        return
-    if min(data.batch_size, data.rows_left) > data.length:
-        logger.warning(
-            "`batch_size=%d` is more than the %d examples that there are: a batch spans epochs, "
-            "and holds examples several times. Pass at most %d, or more examples.",
-            *(data.batch_size, data.length, data.length),
+def best_mesh(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    data: Batches,
+    overrides: Sequence[tuple[str, Any]],
+    *,
+    quiet: bool,
+    **options: Any,
+) -> Mesh:
+    """The mesh of all devices that suits the step best."""
+    # Imported where it is used, so that importing redcoast stays fast.
+    from ..dryrun._auto_mesh import auto_mesh
+
+    return auto_mesh(state, optimizer, data.spec, quiet=quiet, overrides=overrides, **options)
+
+
+def plan_run(
+    plan: Plan | str | None,
+    state: TrainState,
+    data: Batches,
+    overrides: Sequence[tuple[str, Any]],
+    *,
+    loss_fn: LossFn,
+    accumulate: int,
+    compute_dtype: Any,
+    trainable: PyTree,
+) -> Plan:
+    """The plan that is given, if it fits the state, or else the plan of the step."""
+    if isinstance(plan, Plan):
+        if overrides:
+            raise ValueError("`plan` holds its overrides already; leave `overrides` out.")
+        check_plan_fits(plan, state)
+        return plan
+    step = {"accumulate": accumulate, "compute_dtype": compute_dtype}
+    with noting("Raised while the step was planned, before the first step."):
+        planned = {"trainable": trainable, "overrides": overrides, **step}
+        found = plan_step(state, loss_fn, data.spec, data.mesh, **planned)
+        check_coupling(found, state, data.spec, loss_fn=loss_fn, **step)
+    return found
+
+
+def check_plan_fits(plan: Plan, state: TrainState) -> None:
+    """Raises `ValueError` unless a plan is for a tree like the state."""
+    leaves = lambda tree: {show_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    planned = leaves(plan.shardings)
+    arrays = {path: x for path, x in leaves(state).items() if hasattr(x, "shape")}
+    if other := sorted(set(planned) ^ set(arrays)):
+        raise ValueError(
+            f"`plan` is not for this state: only one of them has {several(other, 3)}. Plan the "
+            "`TrainState` of this model and optimizer, as `plan_step` does."
         )
+    for path, x in arrays.items():
+        try:
+            planned[path].shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(f"`plan` does not fit {path}, of shape {x.shape}: {error}") from error
+
+
+def complete_evaluation(
+    evaluation: Evaluation | None, collate_fn: CollateFn, loss_fn: LossFn, batch_size: int
+) -> Evaluation | None:
+    """An evaluation with the functions of training where it has none of its own."""
+    if evaluation is None:
+        return None
+    check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
+    return replace(
+        evaluation,
+        collate_fn=evaluation.collate_fn or collate_fn,
+        loss_fn=evaluation.loss_fn or loss_fn,
+        batch_size=evaluation.batch_size or batch_size,
+    )
+
+
+def prepare_evaluation(
+    evaluation: Evaluation | None,
+    plan: Plan,
+    state: TrainState,
+    data: Batches,
+    checkpoints: Checkpoints | None,
+    compute_dtype: Any,
+) -> CompiledEvaluation | None:
+    """The compiled evaluation of a run, tried on one batch.
+
+    So a mistake in it shows before an epoch is spent.
+    """
+    compiled, names = None, []
+    if evaluation is not None:
+        compiled = compile_evaluation(evaluation, plan, compute_dtype=compute_dtype)
+        with noting("Raised in the evaluation of one batch before the first step."):
+            warn_if_coupled(evaluation, plan, state.model, data, compute_dtype)
+            names = list(compiled.rehearse(state.model, state.key))
+    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
+        have = ", ".join(names) or "none, because there is no `evaluation`"
+        raise ValueError(
+            f"`Checkpoints(best={checkpoints.best!r})` is not a metric of the evaluation, which "
+            f"has {have}."
+        )
+    return compiled
 
 
 def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
@@ -119,29 +208,50 @@ def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
     if rows % batch_size % shards and batch_size % shards == 0:
         say(
             f"The last batch, of {rows % batch_size}, does not divide over data x fsdp = {shards} "
-            "devices, so that each computes all of it."
+            "devices, so each of them computes all of it."
         )
     if batch_size % shards:
         say(
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so that "
-            f"each computes all of it. A multiple of {shards} would be split."
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
+            f"of them computes all of it. A multiple of {shards} would be split."
         )
 
 
 def run_info(
-    checkpoints: Checkpoints | None, plan: Plan, data: Batches, *, resumed: bool
+    plan: Plan,
+    data: Batches,
+    *,
+    directory: str | PathLike[str] | None = None,
+    resumed: bool = False,
 ) -> RunInfo:
-    """What loggers are told about the run before its first step."""
-    directory = checkpoints.path.parent if checkpoints else None
+    """Describes a training run to loggers.
+
+    **Arguments:**
+
+    - `plan`: the plan of the step.
+    - `data`: the batches, at the first step that is to be taken.
+    - `directory`: the directory of the run, for `metrics.jsonl`.
+    - `resumed`: whether the state was restored from a checkpoint.
+
+    **Returns:**
+
+    A [`redcoast.RunInfo`][], for [`redcoast.metrics_reader`][].
+
+    !!! Example
+
+        ```python
+        info = rc.run_info(plan, data, directory="runs/loop")
+        ```
+    """
     config = {
         "batch_size": data.batch_size,
         "mesh": dict(plan.mesh.shape),
         "versions": code_version(),
     }
     return RunInfo(
-        directory=directory,
+        directory=None if directory is None else Path(directory).expanduser().absolute(),
         resumed=resumed,
-        plan=str(plan),
+        plan=f"{plan}\n\n{plan.table()}",
         config=config,
         step=data.step,
         steps=data.steps,

@@ -31,7 +31,7 @@ def training_steps(
     batches: Iterable[Batch],
     step: Callable[[PyTree, PyTree], tuple[PyTree, Any]],
 ) -> Iterator[Step]:
-    """Trains on batches, and yields after each step was dispatched, before the device is done.
+    """Trains on batches, and yields after each step is dispatched, before the device is done.
 
     **Arguments:**
 
@@ -46,7 +46,7 @@ def training_steps(
 
     **Raises:**
 
-    What a step raises, with a note that names the step.
+    Any error of a step, with a note that names the step.
 
     !!! Example
 

@@ -1,6 +1,7 @@
-"""What ends a run before its time: a signal, the clock, a machine that is taken back."""
+"""Stopping early: on a signal, after a time, or when a machine is preempted."""
 
 import contextlib
+import contextvars
 import logging
 import signal
 import threading
@@ -18,64 +19,69 @@ from ..core._errors import check_number
 
 
 class _Agreement:
-    """Whether any process wants to stop, as all processes learn it at the same step.
+    """Whether any process is asked to stop, with the same answer in all processes at each step.
 
-    Each call dispatches an all-reduce of the processes' wishes and reads that of the call before,
-    which the devices have computed by then, so that no process waits for another.
+    Each call dispatches an all-reduce of the processes' flags and reads the result of the call
+    before, which the devices have computed by then, so that no process waits for another.
     """
 
-    def __init__(self, mesh: Mesh, wishes: Callable[[], bool]):
-        self._wishes = wishes
-        self._votes = [_vote(mesh, wish) for wish in (0, 1)]
+    def __init__(self, mesh: Mesh, asked: Callable[[], bool]):
+        self._asked = asked
+        self._flags = [_flag(mesh, flag) for flag in (0, 1)]
         self._count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
         self._counted: Array | None = None
 
     def __call__(self) -> bool:
-        before, self._counted = self._counted, self._count(self._votes[bool(self._wishes())])
+        before, self._counted = self._counted, self._count(self._flags[bool(self._asked())])
         return before is not None and int(before) > 0
 
 
-def _vote(mesh: Mesh, wish: int) -> Int32[Array, " devices"]:
-    # Its parts differ from process to process, so that the value differs as well.
+def _flag(mesh: Mesh, flag: int) -> Int32[Array, " devices"]:
+    # Each process fills its own part, so that the array holds the flags of all processes.
     everywhere = NamedSharding(mesh, P(mesh.axis_names))
-    part = lambda index: np.full(1, wish, np.int32)
+    part = lambda index: np.full(1, flag, np.int32)
     return jax.make_array_from_callback((mesh.size,), everywhere, part)
 
 
 logger = logging.getLogger("redcoast")
 
-# What a script whose run was stopped exits with, to be run again: EX_TEMPFAIL of sysexits.h.
+# The exit code of a script whose run was stopped and is to be run again: EX_TEMPFAIL, sysexits.h.
 STOPPED = 75
-# `timeout`, `uv run` and some schedulers send what they send twice.
+# `timeout`, `uv run` and some schedulers send each signal twice.
 TWICE = 0.1
+
+
+# What an enclosing `stop_on_signal` returns, so that a loop inside it stops too.
+_enclosing: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "enclosing", default=None
+)
 
 
 @contextlib.contextmanager
 def stop_on_signal(
-    max_seconds: int | float | None = None,
-    *,
-    mesh: Mesh | None = None,
-    since: float | None = None,
+    max_seconds: int | float | None = None, *, mesh: Mesh | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Stops a loop after the step under way when a signal arrives, in all processes at once.
+    """Stops a loop after the current step when a signal arrives, in all processes at once.
 
-    SIGTERM, SIGINT, SIGUSR1, a preemption notice that JAX receives, and the end of `max_seconds`
-    ask for the stop. A second signal ends the process at once.
+    The loop stops after SIGTERM, SIGINT, SIGUSR1, a preemption notice that JAX receives, or
+    `max_seconds`. A second signal ends the process at once. [`redcoast.fit`][] uses this function
+    itself; call `fit` inside of `stop_on_signal(max_seconds)` to limit its time.
 
     **Arguments:**
 
-    - `max_seconds`: the time in seconds after which to stop; without it, only signals do.
-    - `mesh`: the mesh of the run; needed with several processes.
-    - `since`: the time of `time.monotonic()` from which the seconds count; now by default.
+    - `max_seconds`: the time in seconds, from the call, after which to stop; without it, only
+        signals stop the loop. At least one step is taken.
+    - `mesh`: the mesh of the run. With several processes, the returned function needs it.
 
     **Returns:**
 
-    A context manager that gives a function, to be called once after each step was dispatched,
-    which returns whether to stop. All processes get the same answer.
+    A context manager that returns a function. Call the function once after each step is
+    dispatched. It returns whether to stop, with the same result in all processes.
 
     **Raises:**
 
-    `ValueError` if `max_seconds` is not positive, or if there are several processes and no mesh.
+    `ValueError` or `TypeError` if `max_seconds` is not a positive number. The function raises
+    `ValueError` if there are several processes and no mesh.
 
     !!! Example
 
@@ -89,58 +95,66 @@ def stop_on_signal(
     """
     if max_seconds is not None:
         check_number("max_seconds", max_seconds, above=0)
-    if jax.process_count() > 1 and mesh is None:
-        raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
-    with stop_signals(max_seconds, since=since) as wishes:
-        yield wishes if jax.process_count() == 1 or mesh is None else _Agreement(mesh, wishes)
+    with stop_signals(max_seconds) as asked:
+        if jax.process_count() == 1:
+            yield asked
+        else:
+            yield _refuse if mesh is None else _Agreement(mesh, asked)
+
+
+def _refuse() -> bool:
+    raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
 
 
 @contextlib.contextmanager
-def stop_signals(
-    max_seconds: int | float | None = None, *, since: float | None = None
-) -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one stops at once.
+def stop_signals(max_seconds: int | float | None = None) -> Iterator[Callable[[], bool]]:
+    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends the process.
 
-    Gives a function, to be called once at each step, that says whether to stop: because a signal
-    came, because `max_seconds` have passed `since` a time of `time.monotonic` (now by default), or
-    because JAX was told that the machine is taken back. Outside the main thread, where Python
-    handles no signals, none of them comes.
+    Gives a function that returns whether this process is asked to stop, to be called once after
+    each step. Python handles signals in the main thread only; in others, none is seen.
     """
+    if (outer := _enclosing.get()) is not None and max_seconds is None:
+        yield outer
+        return
     reasons: list[str] = []
-    begin = time.monotonic() if since is None else since
-    noticed = _preemption_notice()
-    said = False
+    begin = time.monotonic()
+    noticed = _preemption_notice() if outer is None else (lambda: False)
+    warned = False
 
     def stopping() -> bool:
-        nonlocal said
+        nonlocal warned
         if noticed():
-            reasons.append("JAX has notice of a preemption")
+            reasons.append("JAX received a preemption notice")
         if max_seconds is not None and time.monotonic() - begin >= max_seconds:
             reasons.append(f"`max_seconds={max_seconds}` have passed")
-        if reasons and not said:
-            logger.warning("%s: training stops after the step under way.", reasons[0])
-            said = True
-        return bool(reasons)
+        if reasons and not warned:
+            logger.warning("%s: training stops after the current step.", reasons[0])
+            warned = True
+        return bool(reasons) or (outer is not None and outer())
 
-    with _flagged(reasons):
-        yield stopping
+    token = _enclosing.set(stopping)
+    try:
+        with _flagged(reasons) if outer is None else contextlib.nullcontext():
+            yield stopping
+    finally:
+        _enclosing.reset(token)
 
 
 @contextlib.contextmanager
 def _flagged(reasons: list[str]) -> Iterator[None]:
-    """Appends the name of the first signal that comes."""
+    """Appends the name of the first signal that arrives."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in _signals()}
-    came = False
+    received = False
 
     def note(number: int, frame: object) -> None:
-        nonlocal came
-        if came:
+        nonlocal received
+        if received:
             return
-        came = True
-        reasons.append(f"{signal.Signals(number).name} came")
+        received = True
+        reasons.append(f"{signal.Signals(number).name} was received")
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
         restore()
@@ -165,19 +179,19 @@ def _signals() -> list[signal.Signals]:
 
 
 def _preemption_notice() -> Callable[[], bool]:
-    """A function that says whether all processes of a job have come to the step to stop at."""
+    """A function that returns whether this is the step at which all processes must stop."""
     from jax.experimental import multihost_utils
 
     step = 0
     there = True
 
     def noticed() -> bool:
-        # All processes count alike. What JAX's own handler saw before ours was set comes here.
+        # All processes count alike. A SIGTERM that JAX's own handler got before ours shows here.
         nonlocal step, there
         step += 1
         try:
             return there and multihost_utils.reached_preemption_sync_point(step)
-        except RuntimeError:  # the service is switched off
+        except RuntimeError:  # JAX's preemption service is switched off
             there = False
             return False
 

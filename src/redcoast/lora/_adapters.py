@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_kind
+from ..core._errors import check_integer
+from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
 from ..models._einsum import LowRank
-from ._targets import Matrix, find_adapted, find_matrices, is_adapted, show_path
+from ._targets import Matrix, find_adapted, find_matrices, is_adapted
 
 
 def add_adapters(
@@ -59,9 +60,7 @@ def add_adapters(
         lora.save_adapters(state.model, "adapters")
         ```
     """
-    check_kind("rank", rank, int, "an integer")
-    if rank < 1:
-        raise ValueError(f"`rank` must be at least 1, but is {rank}.")
+    check_integer("rank", rank)
     matrices = find_matrices(model)
     chosen = sorted(_match([targets] if isinstance(targets, str) else targets, matrices))
     if adapted := [path for path in chosen if path in find_adapted(model)]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
@@ -18,7 +19,7 @@ from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
 from ._peft_config import PeftConfig, read_config
 from ._peft_names import PREFIX, TENSORS, factors_of
-from ._targets import find_adapted, matrix_of, show_path
+from ._targets import find_adapted, matrix_of
 
 Index = tuple[int, ...]
 Ranks = dict[Index, int]
@@ -50,14 +51,17 @@ class Slot:
 
     def find(self, stored: Mapping[str, Stored]) -> Ranks:
         """Returns the ranks of the stored adapters, by their index in the stack."""
-        return {i: _rank(stored[a]) for i, (a, _) in self.names.items() if a in stored}
+        # A rank of 0 is invalid, so `_check` lists the tensor as misshapen.
+        found = {i: stored[a].shape for i, (a, _) in self.names.items() if a in stored}
+        return {i: shape[0] if shape else 0 for i, shape in found.items()}
 
     def read(self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig) -> Any:
         """Reads the adapters of the weight; returns None if there are none."""
         if not ranks:
             return None
         names = self.names
-        scales = {i: config.scale(_module(names[i][0]), rank) for i, rank in ranks.items()}
+        module = lambda name: name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        scales = {i: config.scale(module(names[i][0]), rank) for i, rank in ranks.items()}
         scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
         # Matrices in a stack with a smaller rank, or without an adapter, are padded with zeros in
         # both factors. These stay zero in training, because the gradient of each is a product with
@@ -191,11 +195,3 @@ def _check(
             f"{path} does not hold adapters of this model. "
             f"{'; '.join(problems) or 'There are none'}."
         )
-
-
-def _rank(a: Stored) -> int:
-    return a.shape[0] if a.shape else 0  # 0 is invalid, so `_check` lists it as misshapen
-
-
-def _module(a_name: str) -> str:
-    return a_name.removeprefix(PREFIX).removesuffix(".lora_A.weight")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
@@ -77,19 +78,15 @@ class Module:
         b_names = tensor_names(b_tensor, self.parts[0].b.shape)
         for index, a_name in tensor_names(a_tensor, self.parts[0].a.shape).items():
             a = [_published(part.tensors[0], part.a[index]) for part in self.parts]
-            b = [
-                self._scaled(part, _published(part.tensors[1], part.b[index]))
-                for part in self.parts
-            ]
+            b = [_published(part.tensors[1], part.b[index]) for part in self.parts]
+            if len({part.scale for part in self.parts}) > 1:  # then the common scale is 1
+                b = [x * np.asarray(p.scale, x.dtype) for x, p in zip(b, self.parts, strict=True)]
             # The parts have separate outputs, so without a common A, B is block-diagonal.
             yield a_name, a[0] if self.same_inputs else np.concatenate(a)
             yield (
                 b_names[index],
                 sum(b[1:], b[0]) if self.same_inputs else np.concatenate(b, axis=1),
             )
-
-    def _scaled(self, part: Part, b: np.ndarray) -> np.ndarray:
-        return b if part.scale == self.scale else b * np.asarray(part.scale, b.dtype)
 
 
 def save_adapters(model: Any, path: str | Path) -> None:
@@ -161,13 +158,7 @@ def _part(path: str, node: LowRank, published: Tensor) -> Part:
             f"{path} is published as {published.name}, for which PEFT has no adapters. Merge the "
             "adapter (`lora.merge`), or adapt other weights."
         )
-    return Part(published, tensors, _on_host(node.a), _on_host(node.b), node.scale)
-
-
-def _on_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x)
+    return Part(published, tensors, whole(node.a), whole(node.b), node.scale)
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:

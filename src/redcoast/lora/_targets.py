@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
 from ..pretrained._tensors import Tensor
@@ -39,7 +40,8 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
     """Finds the matrices of a PyTree, by their paths: those of models of `redcoast.models` and the
     weights of `eqx.nn.Linear`, at any depth."""
     found = {}
-    for path, node in _with_paths(model, _is_known):
+    known = lambda node: isinstance(node, eqx.nn.Linear) or family_of(node) is not None
+    for path, node in _with_paths(model, known):
         if isinstance(node, eqx.nn.Linear):
             found[_join(path, "weight")] = Matrix(node.weight.ndim - 2, 1, outputs_first=True)
         elif family := family_of(node):
@@ -77,17 +79,9 @@ def is_adapted(node: Any) -> bool:
     return isinstance(node, LowRank)
 
 
-def show_path(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def _with_paths(tree: PyTree, is_leaf: Any) -> Iterator[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return ((show_path(path), leaf) for path, leaf in leaves)
-
-
-def _is_known(node: Any) -> bool:
-    return isinstance(node, eqx.nn.Linear) or family_of(node) is not None
 
 
 def _join(path: str, leaf: str) -> str:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import wide
 
@@ -72,3 +73,25 @@ def normal(
     """Samples a normal distribution with variance `scale**2 / fan_in`, truncated at three
     standard deviations."""
     return jax.random.truncated_normal(key, -3, 3, shape) * (scale / math.sqrt(fan_in))
+
+
+def small_normal(
+    key: PRNGKeyArray, shape: tuple[int, ...], scale: float = 1.0
+) -> Float[Array, "..."]:
+    """Samples a normal distribution with standard deviation `0.02 * scale`, truncated at three
+    standard deviations, as GPT-2, BART, BERT and ViT are initialised."""
+    return normal(key, shape, fan_in=1, scale=0.02 * scale)
+
+
+def output_scale(layers: int) -> float:
+    """Returns the factor of the initial output projections of `layers` decoder layers.
+
+    Each layer adds two outputs to the residual stream. With this factor their total variance does
+    not depend on the number of layers.
+    """
+    return 1 / math.sqrt(2 * layers)
+
+
+def look_up(table: Any, ids: Integer[Array, "#batch seq"]) -> Float[Array, "batch seq width"]:
+    """Returns rows of an array, and NaN for ids outside of it, which indexing would clamp."""
+    return jnp.take(table, ids, axis=0)

@@ -101,8 +101,8 @@ def check_rates(config: Any, *rates: str) -> None:
 
 
 def check_length(config: Any, length: int) -> None:
-    """Raises if a row has more tokens than a model has learned positions."""
-    if length > config.positions:
+    """Raises if a row has more tokens than a model has learned positions, if it has any."""
+    if length > getattr(config, "positions", length):
         raise ValueError(
             f"There are {length} tokens in a row, but the model has {config.positions} positions. "
             "Truncate the rows to that length."

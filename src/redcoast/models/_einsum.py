@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import wide
-from ._basic import normal
+from ._basic import ACTIVATIONS, normal
 
 
 class LowRank(eqx.Module):
@@ -162,3 +162,21 @@ def keys_values(
 def outputs(layer: Any, x: Float[Array, "batch seq heads k"]) -> Float[Array, "batch seq width"]:
     """Projects the outputs of all heads to the residual stream."""
     return product("bshk,hkd->bsd", x, layer.wo, layer.bo)
+
+
+def feed_forward(
+    layer: Any, x: Float[Array, "batch seq width"], activation: str
+) -> Float[Array, "batch seq width"]:
+    """Computes the feed-forward network of one layer."""
+    x = ACTIVATIONS[activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    return product("bsh,hd->bsd", x, layer.down, layer.down_bias)
+
+
+def gated_feed_forward(
+    layer: Any, x: Float[Array, "batch seq width"], activation: str
+) -> Float[Array, "batch seq width"]:
+    """Computes the gated feed-forward network of one layer (Shazeer, 2020,
+    <https://arxiv.org/abs/2002.05202>)."""
+    gate = product("bsd,dh->bsh", x, layer.gate)
+    up = product("bsd,dh->bsh", x, layer.up)
+    return product("bsh,hd->bsd", ACTIVATIONS[activation](gate) * up, layer.down)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import attend
-from ._basic import ACTIVATIONS, layer_norm
+from ._basic import layer_norm, small_normal
 from ._dropout import dropout, split_key
-from ._einsum import product
-from ._heads import small_normal
+from ._einsum import feed_forward, keys_values, outputs, queries
 
 
 class EncoderLayers(eqx.Module):
@@ -76,11 +75,9 @@ def attention(
 ) -> Float[Array, "batch seq width"]:
     """Computes the output of one layer's attention, to be added to the residual stream."""
     weights_key, key = split_key(key, 2)
-    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
-    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
-    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    q, (k, v) = queries(layer, x), keys_values(layer, x)
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
-    return dropout(product("bshk,hkd->bsd", out, layer.wo, layer.bo), config.dropout, key)
+    return dropout(outputs(layer, out), config.dropout, key)
 
 
 def mlp(
@@ -91,5 +88,4 @@ def mlp(
 ) -> Float[Array, "batch seq width"]:
     """Computes the output of one layer's feed-forward network, to be added to the residual
     stream."""
-    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    return dropout(product("bsh,hd->bsd", x, layer.down, layer.down_bias), config.dropout, key)
+    return dropout(feed_forward(layer, x, config.activation), config.dropout, key)

@@ -13,16 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._attention import Mask
-from ._basic import normal
+from ._basic import small_normal
 from ._einsum import product
 
 Model = TypeVar("Model", bound=eqx.Module)
-
-
-def small_normal(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """The initialisation of BERT and ViT: normal with standard deviation 0.02, truncated at three
-    standard deviations."""
-    return normal(key, shape, fan_in=1, scale=0.02)
 
 
 class Linear(eqx.Module):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm, normal
-from ._cache import admit, cached_view, empty_cache, extend
+from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
+from ._cache import admit, cached_view, extend
 from ._checks import check_config, check_heads, check_length, check_rates
-from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
+from ._cross_cache import CrossCache, DecoderMask, cross_view
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._scan import Remat, scan_layers
@@ -35,11 +35,9 @@ class BartConfig:
     - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -101,8 +99,8 @@ class BartLayers(eqx.Module):
         create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4)
         self.attention = create(key=attention)
         self.cross = create(key=cross) if decoder else None
-        self.up, self.up_bias = _normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
-        self.down, self.down_bias = _normal(down, (*hidden, config.width)), jnp.zeros(stream)
+        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
+        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
 
 
@@ -116,13 +114,9 @@ class BartStack(eqx.Module):
 
     def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
         table, key = jax.random.split(key)
-        self.position_embed = _normal(table, (_UNUSED + config.positions, config.width))
+        self.position_embed = small_normal(table, (_UNUSED + config.positions, config.width))
         self.embed_norm, self.embed_norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
         self.layers = BartLayers(config, layers, decoder=decoder, key=key)
-
-
-def _normal(key, shape):
-    return normal(key, shape, fan_in=1, scale=0.02)
 
 
 class Bart(eqx.Module):
@@ -142,49 +136,18 @@ class Bart(eqx.Module):
     logits_bias: Float[Array, " vocab"]
     config: BartConfig = eqx.field(static=True)
 
+    from ._methods import encoder_decoder_call as __call__
+    from ._methods import encoder_decoder_init_cache as init_cache
+
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02, truncated at three
         standard deviations."""
         embed, encoder, decoder = jax.random.split(key, 3)
-        self.embed = _normal(embed, (config.vocab, config.width))
+        self.embed = small_normal(embed, (config.vocab, config.width))
         self.encoder = BartStack(config, config.layers, decoder=False, key=encoder)
         self.decoder = BartStack(config, config.decoder_layers, decoder=True, key=decoder)
         self.logits_bias = jnp.zeros(config.vocab)
         self.config = config
-
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        decoder_tokens: Integer[Array, "batch decoder_seq"],
-        *,
-        mask: Mask | None = None,
-        decoder_mask: DecoderMask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch decoder_seq vocab"]:
-        """Returns the logits of the next token at each position of the decoder.
-
-        **Arguments:**
-
-        - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
-          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
-          side. The logits of real tokens do not depend on padding; those of padding tokens are
-          meaningless.
-        - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
-          sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
-          number.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-
-        **Raises:**
-
-        `ValueError` if the encoder and the decoder have different numbers of rows, if only one of
-        them has segments, or if a row without segments is longer than `config.positions`.
-        """
-        options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
-        options |= {"segments": segments, "decoder_segments": decoder_segments}
-        return self.unembed(self.hidden(tokens, decoder_tokens, **options))
 
     def hidden(
         self,
@@ -226,19 +189,6 @@ class Bart(eqx.Module):
         visible, positions = full_view(real, segments), count_positions(real, segments)
         return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
 
-    def init_cache(
-        self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
-    ) -> CrossCache:
-        """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
-
-        The cache also holds the keys and values of `memory`, the output of `encode`.
-        `memory_mask` is 1 at its real tokens.
-        """
-        c = self.config
-        cross: Any = self.decoder.layers.cross
-        own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-        return CrossCache(own, *read_memory(cross, batch, memory, memory_mask))
-
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], CrossCache]:
@@ -264,9 +214,8 @@ class Bart(eqx.Module):
         c = self.config
         embed_key, key = split_key(key, 2)
         scale = math.sqrt(c.width) if c.scale_embedding else 1.0
-        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
-        x = jnp.take(self.embed, tokens, axis=0) * scale
-        x = x + jnp.take(stack.position_embed, _UNUSED + positions, axis=0)
+        x = look_up(self.embed, tokens) * scale
+        x = x + look_up(stack.position_embed, _UNUSED + positions)
         x = layer_norm(x, stack.embed_norm, stack.embed_norm_shift, _EPS)
         x = dropout(x, c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm
+from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
 from ._checks import check_config, check_heads, check_length, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import product
 from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
-from ._heads import Linear, MaskedHead, check_labels, first_token, small_normal
+from ._heads import Linear, MaskedHead, check_labels, first_token
 from ._scan import Remat, scan_layers
 
 Head = Literal["masked", "pretraining", "classification"]
@@ -48,10 +48,8 @@ class BertConfig:
     - `dropout`, `attention_dropout`, `head_dropout`: the dropout rates of the embeddings and the
       outputs that are added to the residual stream; of the attention weights; and of the input of a
       classification head (by default the same as `dropout`).
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -216,11 +214,10 @@ class Bert(eqx.Module):
         real = real_tokens(tokens.shape, mask)
         if positions is None:
             positions = count_positions(real, segments)
-        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
-        x = jnp.take(self.embed, tokens, axis=0)
-        x += jnp.take(self.position_embed, positions + c.first_position, axis=0)
+        x = look_up(self.embed, tokens)
+        x += look_up(self.position_embed, positions + c.first_position)
         first = self.type_embed[:1][None]
-        x += first if types is None else jnp.take(self.type_embed, types, axis=0)
+        x += first if types is None else look_up(self.type_embed, types)
         embed_key, key = split_key(key, 2)
         x = dropout(layer_norm(x, self.norm, self.norm_shift, c.norm_eps), c.dropout, embed_key)
         visible = full_view(real, segments)

@@ -26,8 +26,7 @@ class CaptionerConfig:
     - `encoder`: the configuration of the ViT, which must have no head.
     - `decoder`: the configuration of the GPT-2 decoder, with `cross_attention=True`.
     - `decoder_start`: the token id that each caption starts with. `generate` needs it.
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 

@@ -15,10 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
-from ._basic import normal
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._basic import look_up, normal, output_scale
+from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_rates
-from ._einsum import product
+from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
 
@@ -48,10 +48,8 @@ class GemmaConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -119,9 +117,7 @@ class GemmaLayers(eqx.Module):
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        # Each layer adds two outputs to the residual stream. With this scale their total variance
-        # does not depend on the number of layers.
-        scale = 1 / math.sqrt(2 * c.layers)
+        scale = output_scale(c.layers)
         q, kv = ((c.layers, c.width, heads, c.head_dim) for heads in (c.heads, c.kv_heads))
         norms = lambda size, there=True: jnp.zeros((c.layers, size)) if there else None
         self.attention_norm = jnp.zeros((c.layers, c.width))
@@ -156,6 +152,9 @@ class Gemma(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: GemmaConfig = eqx.field(static=True)
 
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_init_cache as init_cache
+
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
@@ -166,31 +165,6 @@ class Gemma(eqx.Module):
         self.norm = jnp.zeros(config.width)
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
-
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.unembed(self.hidden(tokens, **options))
 
     def hidden(
         self,
@@ -212,11 +186,6 @@ class Gemma(eqx.Module):
         visible = [causal_view(real, segments=segments, window=window) for window in windows]
         return self._run(tokens, positions, visible, None, key)[0]
 
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
-
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
@@ -236,8 +205,7 @@ class Gemma(eqx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _run(self, tokens, positions, visible, cache, key):
-        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
-        x = jnp.take(self.embed, tokens, axis=0)
+        x = look_up(self.embed, tokens)
         c = self.config
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
@@ -252,7 +220,7 @@ class Gemma(eqx.Module):
             y = _norm(x, layer.attention_norm, c)
             y, cache = _attention(layer, y, turns, seen, cache, index, key, c)
             x = x + _norm(y, layer.attention_post_norm, c)
-            y = _mlp(layer, _norm(x, layer.mlp_norm, c))
+            y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), "gelu_new")
             return x + _norm(y, layer.mlp_post_norm, c), cache
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
@@ -289,9 +257,3 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
     scale = float((c.score_scale or c.head_dim) ** -0.5)
     out = attend(rotate(q, angles), k, v, visible=visible, scale=scale, **options)
     return product("bshk,hkd->bsd", out, layer.wo), cache
-
-
-def _mlp(layer, x):
-    gate = product("bsd,dh->bsh", x, layer.gate)
-    up = product("bsd,dh->bsh", x, layer.up)
-    return product("bsh,hd->bsd", jax.nn.gelu(gate) * up, layer.down)

@@ -1,6 +1,5 @@
 """The GPT-2 decoder: learned positions, pre-layer-norm, tied head, optional cross-attention."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm, normal
+from ._basic import check_activation, layer_norm, look_up, output_scale, small_normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._checks import check_config, check_heads, check_length, check_rates
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
-from ._einsum import Projections, keys_values, outputs, product, queries
+from ._einsum import Projections, feed_forward, keys_values, outputs, queries
 from ._scan import Remat, scan_layers
 
 
@@ -38,10 +37,8 @@ class GPT2Config:
     - `cross_attention`: whether each layer also attends to a memory.
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -96,25 +93,15 @@ class GPT2Layers(eqx.Module):
         c = config
         attention, cross, up, down = jax.random.split(key, 4)
         create = eqx.Partial(
-            Projections, c, c.layers, scales=(0.02, 0.02, 0.02, 0.02 * _outputs(c))
+            Projections, c, c.layers, scales=(0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))
         )
         self.attention = create(key=attention)
         self.cross = create(key=cross) if c.cross_attention else None
         stream, inside = (c.layers, c.width), (c.layers, c.hidden)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.up = _normal(up, (c.layers, c.width, c.hidden))
-        self.down = _normal(down, (c.layers, c.hidden, c.width), _outputs(c))
+        self.up = small_normal(up, (c.layers, c.width, c.hidden))
+        self.down = small_normal(down, (c.layers, c.hidden, c.width), output_scale(c.layers))
         self.up_bias, self.down_bias = jnp.zeros(inside), jnp.zeros(stream)
-
-
-def _normal(key, shape, scale=1.0):
-    return normal(key, shape, fan_in=1, scale=0.02 * scale)
-
-
-def _outputs(config):
-    # With this scale the total variance that the layers add to the residual stream does not
-    # depend on their number.
-    return 1 / math.sqrt(2 * config.layers)
 
 
 class GPT2(eqx.Module):
@@ -136,16 +123,18 @@ class GPT2(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: GPT2Config = eqx.field(static=True)
 
+    from ._methods import tied_or_own_head as unembed
+
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02, truncated at three
         standard deviations. The output projections of the layers are divided by
         sqrt(2 * layers)."""
         embed, positions, layers, head = jax.random.split(key, 4)
-        self.embed = _normal(embed, (config.vocab, config.width))
-        self.position_embed = _normal(positions, (config.positions, config.width))
+        self.embed = small_normal(embed, (config.vocab, config.width))
+        self.position_embed = small_normal(positions, (config.positions, config.width))
         self.layers = GPT2Layers(config, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.head = None if config.tied else _normal(head, (config.width, config.vocab))
+        self.head = None if config.tied else small_normal(head, (config.width, config.vocab))
         self.config = config
 
     def __call__(
@@ -236,12 +225,6 @@ class GPT2(eqx.Module):
         x, own = self._run(tokens, *cached_view(own, tokens.shape[1]), cross, cache=own)
         return x, cache.with_own(own) if crossed else own
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
-        if self.head is None:
-            return product("bsd,vd->bsv", hidden, self.embed)
-        return product("bsd,dv->bsv", hidden, self.head)
-
     def _read(self, rows, memory, mask):
         if (memory is not None) != self.config.cross_attention:
             raise ValueError(
@@ -254,8 +237,7 @@ class GPT2(eqx.Module):
     def _run(self, tokens, positions, visible, cross, cache=None, key=None):
         c = self.config
         embed_key, key = split_key(key, 2)
-        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
-        x = jnp.take(self.embed, tokens, axis=0) + jnp.take(self.position_embed, positions, axis=0)
+        x = look_up(self.embed, tokens) + look_up(self.position_embed, positions)
         x = dropout(x, c.embed_dropout, embed_key)
         *stored, real = cross or (None, None, None)
         seen = None if real is None else full_view(real)
@@ -289,6 +271,4 @@ def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
 
 def _mlp(layer, x, key, config):
     x = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, config.norm_eps)
-    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
-    return dropout(x, config.residual_dropout, key)
+    return dropout(feed_forward(layer, x, config.activation), config.residual_dropout, key)

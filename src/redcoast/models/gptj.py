@@ -1,20 +1,19 @@
 """The GPT-J decoder: attention and the feed-forward network in parallel after one shared norm, and
 rotary embeddings of some features of each head."""
 
-import math
 from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
-from ._basic import ACTIVATIONS, check_activation, layer_norm
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._attention import attend, wide
+from ._basic import check_activation, layer_norm, look_up, output_scale
+from ._cache import extend
 from ._checks import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
-from ._einsum import product
+from ._einsum import feed_forward, product
 from ._rotary import rotary_angles, rotary_frequencies, rotate_pairs
 from ._scan import Remat, scan_layers
 
@@ -37,10 +36,8 @@ class GPTJConfig:
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -99,9 +96,7 @@ class GPTJLayers(eqx.Module):
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        # With this scale the total variance that the layers add to the residual stream does not
-        # depend on their number.
-        scale = 1 / math.sqrt(2 * c.layers)
+        scale = output_scale(c.layers)
         into = (c.layers, c.width, c.heads, c.head_dim)
         self.norm, self.norm_shift = jnp.ones(into[:2]), jnp.zeros(into[:2])
         self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
@@ -135,6 +130,12 @@ class GPTJ(eqx.Module):
     head_bias: Float[Array, " vocab"]
     config: GPTJConfig = eqx.field(static=True)
 
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
+    from ._methods import decoder_init_cache as init_cache
+    from ._methods import tied_or_own_head as unembed
+
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02. The output projections
         of the layers are divided by sqrt(2 * layers)."""
@@ -146,79 +147,18 @@ class GPTJ(eqx.Module):
         self.head_bias = jnp.zeros(config.vocab)
         self.config = config
 
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.unembed(self.hidden(tokens, **options))
-
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
-
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        cache = admit(cache, tokens.shape, mask)
-        return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
-
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
-        if self.head is None:
-            return product("bsd,vd->bsv", hidden, self.embed, self.head_bias)
-        return product("bsd,dv->bsv", hidden, self.head, self.head_bias)
-
     def _run(self, tokens, positions, visible, cache, key):
         c = self.config
         embed_key, key = split_key(key, 2)
-        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
-        x = dropout(jnp.take(self.embed, tokens, axis=0), c.embed_dropout, embed_key)
+        x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)
         angles = rotary_angles(positions, rotary_frequencies(c.rotary_dim, 10000.0), wide(x.dtype))
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, key = split_key(key, 2)
             y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
             z, cache = _attention(layer, y, angles, visible, cache, index, attention_key, c)
-            return x + z + _mlp(layer, y, key, c), cache
+            y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, key)
+            return x + z + y, cache
 
         x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
@@ -232,9 +172,3 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
     out = product("bshk,hkd->bsd", out, layer.wo)
     return dropout(out, config.residual_dropout, key), cache
-
-
-def _mlp(layer, x, key, config):
-    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
-    return dropout(x, config.residual_dropout, key)

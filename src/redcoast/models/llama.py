@@ -4,19 +4,18 @@ Options turn it into Mistral (a sliding window), Qwen2 (biases for Q, K and V) o
 Q and K in each head).
 """
 
-import math
 from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
-from ._basic import normal, rms_norm
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._attention import attend, wide
+from ._basic import look_up, normal, output_scale, rms_norm
+from ._cache import extend
 from ._checks import check_config, check_heads
-from ._einsum import product
+from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
 
@@ -42,10 +41,8 @@ class LlamaConfig:
     - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -104,9 +101,7 @@ class LlamaLayers(eqx.Module):
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        # Each layer adds two outputs to the residual stream. With this scale their total variance
-        # does not depend on the number of layers.
-        scale = 1 / math.sqrt(2 * c.layers)
+        scale = output_scale(c.layers)
         q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
         self.attention_norm = jnp.ones((c.layers, c.width))
         self.wq = normal(wq, (c.layers, c.width, *q[1:]), fan_in=c.width)
@@ -139,6 +134,12 @@ class Llama(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: LlamaConfig = eqx.field(static=True)
 
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
+    from ._methods import decoder_init_cache as init_cache
+    from ._methods import tied_or_own_head as unembed
+
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
@@ -150,72 +151,8 @@ class Llama(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.unembed(self.hidden(tokens, **options))
-
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        visible = causal_view(real, segments=segments, window=self.config.window)
-        return self._run(tokens, positions, visible, None, key)[0]
-
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        cache = admit(cache, tokens.shape, mask)
-        view = cached_view(cache, tokens.shape[1], window=self.config.window)
-        return self._run(tokens, *view, cache, None)
-
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
-        if self.head is None:
-            return product("bsd,vd->bsv", hidden, self.embed)
-        return product("bsd,dv->bsv", hidden, self.head)
-
     def _run(self, tokens, positions, visible, cache, key):
-        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
-        x = jnp.take(self.embed, tokens, axis=0)
+        x = look_up(self.embed, tokens)
         c = self.config
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
@@ -224,16 +161,15 @@ class Llama(eqx.Module):
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
             y, cache = _attention(layer, y, angles, visible, cache, index, key, c)
             x = x + y
-            return x + _mlp(layer, rms_norm(x, layer.mlp_norm, c.norm_eps)), cache
+            y = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            return x + gated_feed_forward(layer, y, "silu"), cache
 
         x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
         return rms_norm(x, self.norm, c.norm_eps), cache
 
 
 def _attention(layer, x, angles, visible, cache, index, key, config):
-    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
-    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
-    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    q, (k, v) = queries(layer, x), keys_values(layer, x)
     if config.qk_norm:
         q = rms_norm(q, layer.q_norm, config.norm_eps)
         k = rms_norm(k, layer.k_norm, config.norm_eps)
@@ -241,9 +177,3 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
     cache, k, v = extend(cache, index, k, v)
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
     return product("bshk,hkd->bsd", out, layer.wo), cache
-
-
-def _mlp(layer, x):
-    gate = product("bsd,dh->bsh", x, layer.gate)
-    up = product("bsd,dh->bsh", x, layer.up)
-    return product("bsh,hd->bsd", jax.nn.silu(gate) * up, layer.down)

@@ -1,7 +1,6 @@
 """The Mixtral decoder: LLaMA with mixture-of-experts feed-forward networks."""
 
 import functools as ft
-import math
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -10,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
-from ._basic import normal, rms_norm
-from ._cache import Cache, admit, cached_view, empty_cache, extend
+from ._basic import look_up, normal, output_scale, rms_norm
+from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates
 from ._einsum import product
 from ._moe import mix_experts, router_loss
@@ -46,8 +45,7 @@ class MixtralConfig:
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
       (everything except the products with weights outside of the experts) or `"full"` (the entire
       layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -109,9 +107,7 @@ class MixtralLayers(eqx.Module):
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
-        # Each layer adds two outputs to the residual stream. With this scale their total variance
-        # does not depend on the number of layers.
-        scale = 1 / math.sqrt(2 * c.layers)
+        scale = output_scale(c.layers)
         q, kv = (
             (c.layers, c.width, c.heads, c.head_dim),
             (c.layers, c.width, c.kv_heads, c.head_dim),
@@ -146,6 +142,10 @@ class Mixtral(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: MixtralConfig = eqx.field(static=True)
 
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_init_cache as init_cache
+    from ._methods import tied_or_own_head as unembed
+
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
@@ -156,31 +156,6 @@ class Mixtral(eqx.Module):
         self.norm = jnp.ones(config.width)
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
-
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.unembed(self.hidden(tokens, **options))
 
     def hidden(
         self,
@@ -225,11 +200,6 @@ class Mixtral(eqx.Module):
         x, _, (count, probability) = self._run(tokens, real, positions, visible, None, key)
         return x, router_loss(count, probability, self.config.chosen)
 
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        return empty_cache(c.layers, batch, length, c.kv_heads, c.head_dim, self.embed.dtype)
-
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache]:
@@ -239,15 +209,8 @@ class Mixtral(eqx.Module):
         x, cache, _ = self._run(tokens, real_tokens(tokens.shape, mask), *view, cache, None)
         return x, cache
 
-    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of hidden states."""
-        if self.head is None:
-            return product("bsd,vd->bsv", hidden, self.embed)
-        return product("bsd,dv->bsv", hidden, self.head)
-
     def _run(self, tokens, real, positions, visible, cache, key):
-        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
-        x = jnp.take(self.embed, tokens, axis=0)
+        x = look_up(self.embed, tokens)
         c = self.config
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))

@@ -1,19 +1,18 @@
 """The OPT decoder: learned positions, ReLU and pre-layer-norm (OPT-350m: post-layer-norm)."""
 
-import math
 from dataclasses import dataclass
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import Mask, attend, causal_view, count_positions, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm
-from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._attention import attend
+from ._basic import check_activation, layer_norm, look_up, output_scale
+from ._cache import extend
+from ._checks import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
-from ._einsum import product
+from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._scan import Remat, scan_layers
 
 
@@ -39,10 +38,8 @@ class OPTConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `dropout`, `attention_dropout`: the dropout rates of the outputs that are added to the
       residual stream, and of the attention weights.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -115,9 +112,7 @@ class OPTLayers(eqx.Module):
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         c = config
         wq, wk, wv, wo, up, down = jax.random.split(key, 6)
-        # With this scale the total variance that the layers add to the residual stream does not
-        # depend on their number.
-        scale = 1 / math.sqrt(2 * c.layers)
+        scale = output_scale(c.layers)
         wide, head, outer = (c.layers, c.width), (c.layers, c.heads, c.head_dim), c.hidden
         self.attention_norm, self.attention_norm_shift = _affine(wide, c)
         self.wq, self.wk, self.wv = (_normal(k, (*wide, *head[1:])) for k in (wq, wk, wv))
@@ -159,6 +154,11 @@ class OPT(eqx.Module):
     head: Float[Array, "embed_width vocab"] | None
     config: OPTConfig = eqx.field(static=True)
 
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
+    from ._methods import decoder_init_cache as init_cache
+
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.006. The output projections
         of the layers are divided by sqrt(2 * layers)."""
@@ -175,71 +175,6 @@ class OPT(eqx.Module):
         self.head = None if c.tied else _normal(head, (c.embed_width, c.vocab))
         self.config = config
 
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq vocab"]:
-        """Returns the logits of the next token at each position.
-
-        **Arguments:**
-
-        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
-          of real tokens do not depend on padding; those of padding tokens are meaningless.
-        - `segments`: for rows with several packed sequences, the number of the sequence that each
-          token belongs to. Tokens attend only to their own sequence.
-        - `positions`: the position of each token, by default counted over the real tokens of the
-          row or segment.
-          A position of `config.positions` or more gives NaN.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-
-        **Raises:**
-
-        `ValueError` if a row is longer than `config.positions`, unless `segments` or `positions` is
-        given.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.unembed(self.hidden(tokens, **options))
-
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        if segments is None and positions is None:
-            check_length(self.config, tokens.shape[1])
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        return self._run(tokens, positions, causal_view(real, segments=segments), None, key)[0]
-
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
-        c = self.config
-        return empty_cache(c.layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        if mask is None:
-            check_length(self.config, tokens.shape[1])
-        cache = admit(cache, tokens.shape, mask)
-        return self._run(tokens, *cached_view(cache, tokens.shape[1]), cache, None)
-
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         if self.project_out is not None:
@@ -250,11 +185,10 @@ class OPT(eqx.Module):
 
     def _run(self, tokens, positions, visible, cache, key):
         c = self.config
-        # `jnp.take` gives NaN for ids and positions outside of the tables; indexing would clamp.
-        x = jnp.take(self.embed, tokens, axis=0)
+        x = look_up(self.embed, tokens)
         if self.project_in is not None:
             x = product("bse,ed->bsd", x, self.project_in)
-        x = x + jnp.take(self.position_embed, positions + _OFFSET, axis=0)
+        x = x + look_up(self.position_embed, positions + _OFFSET)
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
@@ -278,16 +212,11 @@ def _norm(x, scale, shift):
 
 def _attention(layer, x, visible, cache, index, key, config):
     weights_key, key = split_key(key, 2)
-    q = product("bsd,dhk->bshk", x, layer.wq, layer.bq)
-    k = product("bsd,dhk->bshk", x, layer.wk, layer.bk)
-    v = product("bsd,dhk->bshk", x, layer.wv, layer.bv)
+    q, (k, v) = queries(layer, x), keys_values(layer, x)
     cache, k, v = extend(cache, index, k, v)
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
-    out = product("bshk,hkd->bsd", out, layer.wo, layer.bo)
-    return dropout(out, config.dropout, key), cache
+    return dropout(outputs(layer, out), config.dropout, key), cache
 
 
 def _mlp(layer, x, key, config):
-    x = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    x = product("bsh,hd->bsd", x, layer.down, layer.down_bias)
-    return dropout(x, config.dropout, key)
+    return dropout(feed_forward(layer, x, config.activation), config.dropout, key)

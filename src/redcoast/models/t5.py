@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, normal, rms_norm
-from ._cache import admit, cached_view, empty_cache, extend
+from ._basic import ACTIVATIONS, check_activation, look_up, normal, rms_norm
+from ._cache import admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates
-from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
+from ._cross_cache import CrossCache, DecoderMask, cross_view
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._relative import check_buckets, relative_bias
@@ -43,13 +43,11 @@ class T5Config:
     - `dropout`: the dropout rate of the embeddings, the attention weights, the hidden features of
       the feed-forward network, the outputs that are added to the residual stream, and the final
       hidden states.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
     - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
       results.
     - `decoder_start`: the token id that the decoder starts with.
-    - `eos`, `bos`, `pad`: the end-of-sequence token ids, and the beginning-of-sequence and padding
-      token ids.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
 
@@ -156,6 +154,9 @@ class T5(eqx.Module):
     head: Float[Array, "width vocab"] | None
     config: T5Config = eqx.field(static=True)
 
+    from ._methods import encoder_decoder_call as __call__
+    from ._methods import encoder_decoder_init_cache as init_cache
+
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal, truncated at three standard deviations.
 
@@ -169,40 +170,6 @@ class T5(eqx.Module):
         self.decoder = T5Stack(config, config.decoder_layers, decoder=True, key=decoder)
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
-
-    def __call__(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        decoder_tokens: Integer[Array, "batch decoder_seq"],
-        *,
-        mask: Mask | None = None,
-        decoder_mask: DecoderMask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch decoder_seq vocab"]:
-        """Returns the logits of the next token at each position of the decoder.
-
-        **Arguments:**
-
-        - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
-          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
-        - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
-          side. The logits of real tokens do not depend on padding; those of padding tokens are
-          meaningless.
-        - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
-          sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
-          number.
-        - `key`: PRNG key for dropout. Without it, dropout is disabled.
-
-        **Raises:**
-
-        `ValueError` if the encoder and the decoder have different numbers of rows, or if only one
-        of them has segments.
-        """
-        options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
-        options |= {"segments": segments, "decoder_segments": decoder_segments}
-        return self.unembed(self.hidden(tokens, decoder_tokens, **options))
 
     def hidden(
         self,
@@ -247,19 +214,6 @@ class T5(eqx.Module):
         bias = self._bias(slots, slots, causal=False)
         return self._run(self.encoder, tokens, bias, visible, None, None, key)[0]
 
-    def init_cache(
-        self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
-    ) -> CrossCache:
-        """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
-
-        The cache also holds the keys and values of `memory`, the output of `encode`.
-        `memory_mask` is 1 at its real tokens.
-        """
-        c = self.config
-        cross: Any = self.decoder.layers.cross
-        own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
-        return CrossCache(own, *read_memory(cross, batch, memory, memory_mask))
-
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], CrossCache]:
@@ -286,8 +240,7 @@ class T5(eqx.Module):
     def _run(self, stack, tokens, bias, visible, cross, cache, key):
         c = self.config
         embed_key, key, last_key = split_key(key, 3)
-        # `jnp.take` gives NaN for ids outside of the vocabulary; indexing would clamp them.
-        x = dropout(jnp.take(self.embed, tokens, axis=0), c.dropout, embed_key)
+        x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)
         memory, stored, seen = cross or nothing

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
-from ._basic import check_activation, layer_norm
+from ._basic import check_activation, layer_norm, small_normal
 from ._checks import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import product
 from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
-from ._heads import Linear, check_labels, small_normal
+from ._heads import Linear, check_labels
 from ._scan import Remat, scan_layers
 
 
@@ -40,8 +40,7 @@ class ViTConfig:
     - `qkv_bias`: whether Q, K and V have biases.
     - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
       added to the residual stream, and of the attention weights.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
 
     **Raises:**
 

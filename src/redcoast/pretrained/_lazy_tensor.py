@@ -1,20 +1,16 @@
 """Tensors in files, which are read in parts."""
 
 import itertools as it
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ._tensors import Tensor
 
 Box = tuple[slice, ...]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 ALIGNMENT = 64
 
 
@@ -81,22 +77,3 @@ def split_box(shape: Sequence[int], order: Sequence[int], most: int) -> list[Box
     return [
         tuple(slice(a, a + s) for a, s in zip(at, steps, strict=True)) for at in it.product(*starts)
     ]
-
-
-def ahead(
-    fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int
-) -> Iterator[tuple[Item, Result]]:
-    """Yields `(item, fn(item))` in order, and computes the next results in threads."""
-    pending: deque[tuple[Item, Future[Result]]] = deque()
-
-    def oldest() -> tuple[Item, Result]:
-        item, future = pending.popleft()
-        return item, future.result()
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="redcoast-read") as pool:
-        for item in items:
-            pending.append((item, pool.submit(fn, item)))
-            if len(pending) > workers:
-                yield oldest()
-        while pending:
-            yield oldest()

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._lazy_tensor import Box, Stored, split_box
+from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
 from ._tensors import Tensor, tensor_names, tensor_shape
 
@@ -83,16 +83,18 @@ def match(
     if found:
         lacking = [name for name in layout.zeros if name in needed and name not in found]
         dtype = next(iter(found.values())).dtype
-        found |= {name: Stored(needed[name], dtype, _read_zeros) for name in lacking}
+        found |= {
+            name: Stored(needed[name], dtype, lambda box, out: out.fill(0)) for name in lacking
+        }
     problems = {
         "missing": [name for name in needed if name not in found],
         "unexpected": [
             name for name in stored if name not in known and not _is_buffer(name, layout)
         ],
         "misshapen": [
-            f"{name} ({_kind(x)}, expected {needed[name]})"
+            f"{name} ({x.shape} of {x.dtype}, expected {needed[name]})"
             for name, x in found.items()
-            if x.shape != needed[name] or not _is_float(x.dtype)
+            if x.shape != needed[name] or not jnp.issubdtype(x.dtype, np.floating)
         ],
         "different from the tensor they should duplicate": [
             f"{copy} (of {name})"
@@ -119,18 +121,6 @@ def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dic
     if not prefix or any(name.startswith(prefix) for name in stored):
         return stored
     return {n if n in known or prefix + n not in known else prefix + n: stored[n] for n in stored}
-
-
-def _read_zeros(box: Box, out: np.ndarray) -> None:
-    out[...] = 0
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, np.floating)
-
-
-def _kind(x: Stored) -> str:
-    return f"{x.shape} of {x.dtype}"
 
 
 def _equal(a: Stored, b: Stored) -> bool:

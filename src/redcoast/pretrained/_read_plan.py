@@ -1,6 +1,7 @@
 """The arrays to create from files, and the steps to read them."""
 
 import functools as ft
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from jax.sharding import Sharding
 from ._lazy_tensor import Stored, aligned_empty, split_box
 from ._slices import Box, Window, locate, reading_order
 from ._tensors import Tensor
+
+_WORKERS = min(4, os.cpu_count() or 1)
+THREADS: dict[str, Any] = {"workers": _WORKERS, "ahead": _WORKERS, "name": "redcoast-read"}
 
 
 @dataclass(frozen=True)

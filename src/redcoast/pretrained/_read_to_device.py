@@ -1,7 +1,6 @@
 """Reading arrays to accelerators in pieces, so that the host never holds a large array."""
 
 import functools as ft
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,11 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._lazy_tensor import Stored, ahead
-from ._read_plan import Step, Target, read_window, steps_of
+from ..core._iterate import map_in_threads
+from ._lazy_tensor import Stored
+from ._read_plan import THREADS, Step, Target, read_window, steps_of
 from ._slices import Place
-
-WORKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -37,15 +35,15 @@ def fill_device(
     buffers = _zeros({p: t for p, t in targets.items() if p not in small}, mesh)
     made: dict[str, jax.Array] = {}
 
-    def read(step: Step) -> Read:
-        return _read(step, targets[step.path], stored, small=step.path in small)
+    def read(step: Step) -> tuple[Step, Read]:
+        return step, _read(step, targets[step.path], stored, small=step.path in small)
 
     def steps():
         for path, target in targets.items():
             each = most if path in small else max(1, most // len(devices))
             yield from steps_of(path, target, each)
 
-    for step, found in ahead(read, steps(), workers=WORKERS):
+    for step, found in map_in_threads(read, steps(), **THREADS):
         target = targets[step.path]
         which = [target.distinct_starts.index(target.starts[device]) for device in devices]
         pieces = jax.device_put([found.pieces[i] for i in which], list(devices))

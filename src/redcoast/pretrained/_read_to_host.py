@@ -1,15 +1,14 @@
 """Reading arrays to CPU devices: files are read directly into the memory of the arrays."""
 
-import os
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from ._lazy_tensor import Stored, ahead, aligned_empty, split_box
-from ._read_plan import Step, Target, read_window, steps_of
+from ..core._iterate import map_in_threads
+from ._lazy_tensor import Stored, aligned_empty, split_box
+from ._read_plan import THREADS, Step, Target, read_window, steps_of
 
-WORKERS = min(4, os.cpu_count() or 1)
 CACHED = 2**15  # elements that fit into a processor's cache
 
 
@@ -20,11 +19,12 @@ def fill_host(
     boxes: dict[str, list[np.ndarray]] = {}
     made: dict[str, jax.Array] = {}
 
-    def write(step: Step) -> None:
+    def write(step: Step) -> Step:
         target = targets[step.path]
         for box, window in zip(boxes[step.path], step.windows, strict=True):
             read = read_window(window, target.dtype, stored).astype(target.dtype, copy=False)
             copy_across(window.place(read), box[step.part])
+        return step
 
     def steps():
         for path, target in targets.items():
@@ -33,7 +33,7 @@ def fill_host(
             ]
             yield from steps_of(path, target, most)
 
-    for step, _ in ahead(write, steps(), workers=WORKERS):
+    for step in map_in_threads(write, steps(), **THREADS):
         if step.last:
             target = targets[step.path]
             of_start = dict(zip(target.distinct_starts, boxes.pop(step.path), strict=True))

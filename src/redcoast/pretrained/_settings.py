@@ -112,3 +112,17 @@ def published_ids(
     """Returns the settings of a `config.json` for token ids."""
     ends = eos[0] if len(eos) == 1 else list(eos) or None
     return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}
+
+
+def read_fields(c: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the fields of a configuration whose settings have the names `names`, and `eos`."""
+    fields = {field: c[name] for field, name in names.items()}
+    return fields | ({"eos": token_ids(c["eos_token_id"])} if "eos_token_id" in c else {})
+
+
+def write_fields(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of `read_fields`: the settings of a `config.json`."""
+    settings = {name: getattr(config, field) for field, name in names.items()}
+    if not hasattr(config, "eos"):
+        return settings
+    return settings | published_ids(eos=config.eos, bos=config.bos, pad=config.pad)

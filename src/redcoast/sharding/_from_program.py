@@ -1,7 +1,8 @@
-"""A plan by dataflow: trace, follow, decide, lay out."""
+"""Plans the sharding of a tree from a function that uses it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -13,12 +14,14 @@ from ..core._pytree import trainable_arrays
 from .constrain._compute import Compute
 from .program._graph import Value
 from .program._trace import trace_over
-from .report._closed_over import closed_over
 from .report._coupling import find_coupling
+from .report._data import ProgramReport
 from .report._reasons import (
     Reasons,
     batch_axes,
     batch_sentences,
+    batch_sizes,
+    closed_over,
     find_reasons,
     hindrances,
     not_rows,
@@ -26,20 +29,26 @@ from .report._reasons import (
 from .report._repeated import repeated
 from .report._traffic import traffic
 from .solver._hardware import Hardware
-from .solver._memory import ASSUMED, arithmetic, estimate, fit_budget, room
-from .solver._replicate import spare
-from .solver._strategy import Decision, Program, constant_dims, decide, follow_program, parts
-from .tree._leaves import Leaf, flat_leaves, is_inexact
+from .solver._memory import DEFAULT_MEMORY, activation_memory, arithmetic, estimate, fit_budget
+from .solver._replicate import replicate
+from .solver._strategy import (
+    Decision,
+    Program,
+    constant_dims,
+    decide,
+    follow_program,
+    parts,
+    used_axes,
+)
+from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact
 from .tree._optimizer_state import trim
 from .tree._overrides import Override, apply_overrides, spec_axes
-from .tree._rows import FSDP_TOO, OVERRIDE, Row
-
-_STORED = "stored split, gathered where used"
-LARGE = 4096  # elements of one layer; splitting fewer saves less than the communication costs
+from .tree._reason import OVERRIDE, STORED, Reason
+from .tree._rows import Role, Row
 
 
 def is_large(program: Program, value: Value) -> bool:
-    """Whether an array is split even if it has to be gathered where it is used."""
+    """Whether an array is sharded even if it has to be all-gathered where it is used."""
     sizes = (
         size
         for node, size in zip(value.dims, value.shape, strict=True)
@@ -58,63 +67,58 @@ def layout(
 ) -> list[Row]:
     """A row for each array of a model; `given` are the specs of those that a user decided.
 
-    `spared` are the places of arrays that are not stored split over `model`.
+    `spared` are the places of arrays that are not FSDP-sharded over `model`.
     """
     why = find_reasons(leaves, decision, axes)
     rows = []
     for place, leaf in enumerate(leaves):
-        role = "parameter" if is_inexact(leaf) else "other"
+        role: Role = "parameter" if is_inexact(leaf) else "other"
         if leaf.index in given:
-            rows.append(Row(leaf, given[leaf.index], OVERRIDE, role))
-            continue
-        spec, reason = _spec(place, decision, covered[place], place in spared, axes, why)
+            spec, reason = given[leaf.index], OVERRIDE
+        else:
+            spec = _spec(place, decision, covered[place], place in spared, axes)
+            reason = _reason(place, spec, covered[place], place in spared, why)
         rows.append(Row(leaf, spec, reason, role))
     return rows
 
 
 def _spec(
-    place: int,
-    decision: Decision,
-    covered: bool,
-    spared: bool,
-    axes: Mapping[str, int],
-    why: Reasons,
-) -> tuple[P, str]:
-    value, way = decision.program.parameters[place], decision.way
+    place: int, decision: Decision, covered: bool, spared: bool, axes: Mapping[str, int]
+) -> P:
+    value, strategy = decision.program.parameters[place], decision.strategy
     entries: list[Any] = [None] * len(value.dims)
-    # Where the batch goes over all axes, an array that is split over the last two along one
-    # dimension has a gradient that can be reduced to each device's part.
-    together = ("fsdp", "model") if "model" in way.batch else way.model
-    model, fsdp = (
-        tuple(axis for axis in group if axes[axis] > 1)
-        for group in (together, () if "fsdp" in together else ("fsdp",))
-    )
+    # If the batch is split over all axes, an array that is sharded over the last two along one
+    # dimension has a gradient that can be reduce-scattered.
+    together = ("fsdp", "model") if "model" in strategy.batch else strategy.model
+    model = used_axes(together, axes)
+    fsdp = () if "fsdp" in together else used_axes(("fsdp",), axes)
     computed = decision.computed[place]
     if computed is not None:
         entries[computed] = _entry(model)
     elif covered and model and not spared:
         _store(decision, value, entries, model, axes)
-    also = covered and fsdp and _store(decision, value, entries, fsdp, axes)
-    spec = trim(tuple(entries))
+    if covered and fsdp:
+        _store(decision, value, entries, fsdp, axes)
+    return trim(tuple(entries))
+
+
+def _reason(place: int, spec: P, covered: bool, spared: bool, why: Reasons) -> Reason:
+    computed = why.decision.computed[place]
     if computed is not None:
-        return spec, why.computed(place, computed) + (FSDP_TOO if also else "")
+        return why.computed(place, computed)
     if spec:
-        reason = why.not_computed(place)
-        return spec, f"{_STORED}: {reason}" if reason else _STORED
+        return Reason("fsdp", why.not_computed(place) or STORED)
     if spared:
-        return spec, f"whole: {why.not_computed(place)}, and the devices have room for it"
-    return spec, f"whole: {_whole(place, decision, covered, axes, why)}"
+        return Reason("replicated", f"{why.not_computed(place)}, and the devices have room for it")
+    return Reason("replicated", _not_sharded(place, covered, why))
 
 
-def _whole(
-    place: int, decision: Decision, covered: bool, axes: Mapping[str, int], why: Reasons
-) -> str:
-    n = parts(("fsdp", "model"), axes)
-    if n == 1:
-        return "one device on fsdp and model"
-    if not is_large(decision.program, decision.program.parameters[place]):
-        least = parts(decision.way.model, axes)
-        return why.indivisible(place, least) or f"small, fewer than {LARGE:,} elements"
+def _not_sharded(place: int, covered: bool, why: Reasons) -> str:
+    program = why.decision.program
+    if parts(("fsdp", "model"), why.axes) == 1:
+        return "fsdp and model have one device each"
+    if not is_large(program, program.parameters[place]):
+        return why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
     if not covered:
         return "the budget leaves room for it"
     return why.indivisible(place, least=2) or why.not_stored(place)
@@ -131,7 +135,7 @@ def _store(
     over: tuple[str, ...],
     axes: Mapping[str, int],
 ) -> bool:
-    """Splits a dimension over all of the axes, or one over each, where any divides."""
+    """Shards a dimension over all of the axes, or one over each, where any divides."""
     d = _storage(decision, value, entries, parts(over, axes))
     if d is not None:
         entries[d] = _entry(over)
@@ -143,7 +147,7 @@ def _store(
 
 
 def _storage(decision: Decision, value: Value, entries: Sequence[Any], n: int) -> int | None:
-    """The largest dimension that divides, and that is neither a layer count nor a window."""
+    """The largest dimension that divides and is neither a layer count nor a window."""
     blocked = decision.classes.of(decision.program.graph.blocked)
     free = [
         d
@@ -157,7 +161,7 @@ def _storage(decision: Decision, value: Value, entries: Sequence[Any], n: int) -
 class FlowPlan:
     rows: list[Row]
     compute: Compute
-    report: dict[str, Any]
+    report: ProgramReport
 
 
 def plan_flow(
@@ -173,56 +177,81 @@ def plan_flow(
     state_bytes: int,
     sequence: bool,
 ) -> FlowPlan:
-    """Rows for the arrays of a model, and how `fn(model, *args)` computes with them."""
+    """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
     leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
     given = apply_overrides(leaves, overrides, axes)
-    forced = [_model_dim(given.get(leaf.index, ())) for leaf in leaves]
     traced, _ = trace_over(mesh, fn, model, args)
     program = follow_program(traced, trainable_arrays(model, trainable))
+    task = _Task(leaves, program, axes, given, hardware, state_bytes)
+    rows, decision = _decide(task, budget)
+    dims = tuple((one.name, d) for one, _, d in constant_dims(decision))
+    strategy = decision.strategy
+    compute = Compute(decision.computed, strategy.batch, strategy.model, sequence, dims)
+    return FlowPlan(rows, compute, _report(task, rows, decision, not_rows(args[:1], decision)))
 
-    memory = ASSUMED if hardware.memory is None else hardware.memory
 
-    def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
-        left = room(program, axes, covered, memory, state_bytes)
-        decision = decide(program, axes, covered, hardware, forced, left)
-        return layout(leaves, decision, covered, given, axes), decision
+@dataclass(frozen=True)
+class _Task:
+    """What is planned; `given` are the specs that a user decided, by the index of a leaf."""
 
-    large = [is_large(program, value) for value in program.parameters]
+    leaves: list[Leaf]
+    program: Program
+    axes: dict[str, int]
+    given: Mapping[int, P]
+    hardware: Hardware
+    state_bytes: int
+
+    @property
+    def memory(self) -> int | float:
+        return DEFAULT_MEMORY if self.hardware.memory is None else self.hardware.memory
+
+
+def _decide(task: _Task, budget: int | None) -> tuple[list[Row], Decision]:
+    """The rows within the budget; if memory is known, arrays are replicated where it suffices."""
+    large = [is_large(task.program, value) for value in task.program.parameters]
+    make = partial(_rows, task)
     if budget is not None:
-        rows, decision = fit_budget(make, large, program, axes, budget, state_bytes)
-    else:
-        rows, decision = make(large)
-        if hardware.memory is not None:
-            decision, spared = spare(rows, decision, axes, memory, state_bytes)
-            rows = layout(leaves, decision, large, given, axes, spared)
-    compute = Compute(
-        decision.computed,
-        decision.way.batch,
-        decision.way.model,
-        sequence,
-        tuple((one.name, d) for one, _, d in constant_dims(decision)),
+        return fit_budget(make, large, task.program, task.axes, budget, task.state_bytes)
+    rows, decision = make(large)
+    if task.hardware.memory is None:
+        return rows, decision
+    decision, spared = replicate(rows, decision, task.axes, task.memory, task.state_bytes)
+    return layout(task.leaves, decision, large, task.given, task.axes, spared), decision
+
+
+def _rows(task: _Task, covered: Sequence[bool]) -> tuple[list[Row], Decision]:
+    """The rows and the decision if the `covered` arrays are sharded whatever that costs."""
+    program, axes = task.program, task.axes
+    forced = [_model_dim(task.given.get(leaf.index, ())) for leaf in task.leaves]
+    left = activation_memory(program, axes, covered, task.memory, task.state_bytes)
+    decision = decide(program, axes, covered, task.hardware, forced, left)
+    return layout(task.leaves, decision, covered, task.given, axes), decision
+
+
+def _report(
+    task: _Task, rows: Sequence[Row], decision: Decision, others: Mapping[str, int]
+) -> ProgramReport:
+    """The figures of a decision; `others` are the arrays of the batch that are not rows."""
+    axes, reasons = task.axes, find_reasons(task.leaves, decision, task.axes)
+    return ProgramReport(
+        batch_axes=batch_axes(decision, axes),
+        model_axes=reasons.over,
+        batch=batch_sentences(decision, axes, others),
+        batch_sizes=batch_sizes(decision),
+        not_rows=others,
+        hindrances=hindrances(reasons),
+        traffic=traffic(rows, reasons, task.hardware),
+        closed_over=closed_over(reasons),
+        coupled=find_coupling(task.program),
+        unknown=dict(sorted(task.program.graph.unknown.items())),
+        arithmetic=arithmetic(decision, axes),
+        repeated=repeated(reasons),
+        memory=estimate(rows, decision, axes, task.state_bytes),
+        device_memory=task.memory,
+        device_memory_known=task.hardware.memory is not None,
     )
-    others = not_rows(args[:1], decision)
-    reasons = find_reasons(leaves, decision, axes)
-    report = {
-        "batch_axes": batch_axes(decision, axes),
-        "model_axes": [axis for axis in decision.way.model if axes[axis] > 1],
-        "batch": batch_sentences(decision, axes, others),
-        "not_rows": others,
-        "hindrances": hindrances(reasons, leaves),
-        "traffic": traffic(rows, decision, axes, hardware),
-        "closed_over": closed_over(decision, axes),
-        "coupled": find_coupling(program),
-        "unknown": dict(sorted(program.graph.unknown.items())),
-        "arithmetic": arithmetic(decision, axes),
-        "repeated": repeated(leaves, decision, axes, reasons),
-        "memory": estimate(rows, decision, axes, state_bytes),
-        "device_memory": memory,
-    }
-    return FlowPlan(rows, compute, report)
 
 
 def _model_dim(spec: Any) -> int | None:
-    found = [d for d, entry in enumerate(spec) if "model" in spec_axes(entry)]
-    return found[0] if found else None
+    return next((d for d, entry in enumerate(spec) if "model" in spec_axes(entry)), None)

@@ -1,4 +1,4 @@
-"""From a tree and a mesh to shardings."""
+"""Plans: the shardings of a tree over a mesh."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._errors import check_functions
 from ..core._errors import check_mesh as check_mesh_kind
 from .constrain._compute import Compute
-from .report._figures import make_report
+from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, spec_axes
@@ -23,67 +23,74 @@ _AXES = ("data", "fsdp", "model")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a tree of arrays is laid out over a mesh, and why.
+    """How a tree of arrays is sharded over a mesh, and why.
 
-    `str(plan)` is a table of it.
+    `print(plan)` shows a summary; `plan.table()` lists every array.
 
     **Attributes:**
 
     - `shardings`: A tree like the one planned, with a `NamedSharding` for each array and `None` for
-        each leaf that is no array.
+        each leaf that is not an array.
     - `mesh`: The mesh.
-    - `report`: The table's figures as plain data that `json.dumps` takes. `rows` has, for each
-        array, its `path`, `shape`, `dtype`, `spec`, `reason`, `role` ("parameter", "optimizer
-        state" or "other"), `parts` (how many devices share it), `bytes` and `bytes_per_device`.
-        `totals` has the bytes of "all" and of each role; `replicated` the arrays that are whole on
-        every device, with their reasons; `mesh` the size of each axis. A plan that was read off a
-        function has `batch_axes`, which the batch is split over, and `batch`, which says why;
-        `not_rows`, arrays that came with the batch and are not split as its rows are, with the size
-        of their first dimension; `model_axes`, which arrays are computed split over; `hindrances`,
-        arrays that could not be split along another dimension, for its size; `traffic`, the bytes
-        that each device sends in a step, by `axis` and `cause`, as they were priced; `coupled`,
-        the first operation by which the examples of a batch depend on each other, if there is one;
-        `unknown`, how often each primitive occurs that is not understood; `arithmetic`, the
-        floating point operations of contractions in a step of the function and its gradient:
-        "flops" of them all, and those "per_device"; `repeated`, those of them that every device
-        computes, if they are many: so many `flops` with these `arrays`, and `why`; and `memory`, an
-        estimate of the bytes of "arrays", "gradients", "optimizer_state", "activations" and what is
-        "closed_over" on each device, and their "total", to be compared with `device_memory`;
-        `closed_over` lists arrays of a megabyte and more that the function closes over, which are
-        in no state.
+    - `report`: A [`redcoast.PlanReport`][]: the figures of the plan, and the reason for each array.
     - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
-        is computed split over `model`, or `None`; and `batch_axes`. `constants` has the same of
+        is tensor-parallel over `model`, or `None`; and `batch_axes`. `constants` has the same for
         large arrays that the function closes over.
     """
 
     shardings: PyTree[Any] = field(repr=False)
     mesh: Mesh | AbstractMesh
-    report: dict[str, Any] = field(repr=False)
+    report: PlanReport = field(repr=False)
     compute: Compute = field(repr=False)
 
     def __str__(self) -> str:
+        from .report._summary import draw_summary
+
+        return draw_summary(self.report)
+
+    def table(self) -> str:
+        """Lists every array with its spec and the reason for it.
+
+        Below the table are the sums of bytes, the estimated memory and communication with their
+        causes, and what happens to the batch. Similar arrays, such as those of repeated layers,
+        share a line.
+
+        **Returns:**
+
+        Lines of at most 80 columns.
+
+        !!! example
+
+            ```python
+            import jax.numpy as jnp
+            import redcoast as rc
+
+            model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+            print(rc.plan_shardings(model, rc.make_mesh(model=4)).table())
+            ```
+        """
         from .report._table import draw_table
 
         return draw_table(self.report)
 
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its activations split as the plan splits the model.
+        """The function with its activations sharded as the plan shards the model.
 
-        The results of contractions, convolutions and lookups, and what loops carry, are pinned with
-        `jax.lax.with_sharding_constraint`, so that the compiler does not guess. Constraints of the
-        function itself are kept. No value changes. The function is traced at the shapes it is
-        called with; it can be a loss, a prediction or decoding, under `jax.jit`, `jax.grad`,
-        `jax.vmap` and `jax.lax.scan`.
+        The results of contractions, convolutions and lookups, and the carries of loops, are
+        constrained with `jax.lax.with_sharding_constraint`, so that the compiler does not choose
+        their sharding. Constraints of the function itself are kept. No value changes. The function
+        is traced at the shapes it is called with. It can be a loss, a prediction or decoding, under
+        `jax.jit`, `jax.grad`, `jax.vmap` and `jax.lax.scan`.
 
         **Arguments:**
 
         - `fn`: A function `fn(model, *args)` of a model like the one planned, whose first argument
-            behind the model is the batch, batch dimension first.
+            after the model is the batch, batch dimension first.
 
         **Returns:**
 
         A function of the same arguments with the same results. A function that cannot be traced
-        or rebuilt runs as it is, with a warning.
+        or rebuilt runs unchanged, with a warning.
 
         !!! example
 
@@ -119,11 +126,11 @@ class Plan:
         **Arguments:**
 
         - `loss_fn`: `loss_fn(model, batch, key)` as for [`redcoast.train_step`][].
-        - `model`: The model, with arrays; it has to fit on one device.
+        - `model`: The model, with arrays; it must fit on one device.
         - `batch`: A batch, which may be small.
         - `key`: A JAX key. Model, batch and key may be on any devices.
-        - `tolerance`: The largest difference that passes for rounding, relative to the largest
-            element of each array.
+        - `tolerance`: The largest difference that is attributed to rounding, relative to the
+            largest element of each array.
 
         **Returns:**
 
@@ -152,12 +159,13 @@ def infer_shardings(
     args: Sequence[Any] = (),
     overrides: Sequence[Override] = (),
 ) -> PyTree[Any]:
-    """Finds how to split the arrays of a tree over a mesh.
+    """Infers how to shard the arrays of a tree over a mesh.
 
-    With a function, the splits are read off what it computes; without one, off the structure of
-    the tree, by the rules of RedCoast (arXiv:2310.16355, section 3.1): consecutive matrices are
-    split on alternate sides, and attention on the output of its query, key and value and on the
-    input of its output matrix. [`redcoast.plan_shardings`][] gives the reason for each array.
+    With a function, the shardings are inferred from its program. Without one, they are inferred
+    from the structure of the tree, by the rules of RedCoast (arXiv:2310.16355, section 3.1):
+    consecutive matrices are sharded on alternate sides, and attention on the output of its query,
+    key and value and on the input of its output matrix. [`redcoast.plan_shardings`][] gives the
+    reason for each array.
 
     **Arguments:**
 
@@ -170,18 +178,19 @@ def infer_shardings(
         batch, batch dimension first. All may be abstract.
     - `overrides`: Ordered pairs of a pattern and a spec. The pattern is a regular expression that
         is searched in the paths of arrays, such as `layers/0/attention/wq`; the first that matches
-        decides. The spec is a `PartitionSpec`, a tuple or `None` (whole), and is taken as it is. In
-        a `TrainState`, paths are those inside the model, and the optimizer's state follows.
+        decides. The spec is a `PartitionSpec`, a tuple or `None` (replicated), and is used as it
+        is. In a `TrainState`, paths are those inside the model, and the optimizer's state is
+        sharded like the parameters.
 
     **Returns:**
 
     A tree of the same structure with a `NamedSharding` for each array and `None` for each leaf
-    that is no array.
+    that is not an array.
 
     **Raises:**
 
-    `ValueError` if there is no mesh or it lacks an axis; if there are `args` without `fn`; and if
-    an override matches nothing, is no regular expression, names an unknown axis, uses an axis
+    `ValueError` if the mesh is missing or lacks an axis; if there are `args` without `fn`; and if
+    an override matches nothing, is not a regular expression, names an unknown axis, uses an axis
     twice, has more entries than the array has dimensions, or does not divide.
 
     !!! example
@@ -210,41 +219,41 @@ def plan_shardings(
     hardware: Hardware | None = None,
     sequence: bool = False,
 ) -> Plan:
-    """Plans how to split the arrays of a tree over a mesh, with the reason for each.
+    """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
-    With a function, its program is followed: every dimension through every operation. Dimensions
-    that have to be split together form a class, and each class has a price: the bytes that are
-    sent if it is split over `model`. The cheapest set of classes is computed split; other large
-    arrays are stored split and gathered where they are used, or whole where the devices are known
-    to have memory to spare; and if nothing is worth computing split, the batch goes over `model`
-    too.
+    With a function, every dimension is followed through every operation of its program. Dimensions
+    that can only be sharded together form a class. The estimated cost of a class is the bytes that
+    are communicated if it is sharded over `model`. The set of classes with the lowest cost is
+    tensor-parallel. Other large arrays are FSDP-sharded, or replicated if the devices are known to
+    have memory to spare. If tensor parallelism is not worth its cost for any class, the batch is
+    split over `model` as well.
 
-    Without a function, the rules on the structure of the tree hold: over `model`, attention is
-    split on heads, consecutive matrices on alternate sides, and embeddings and language-model heads
-    on the vocabulary (arXiv:2310.16355, section 3.1; arXiv:1909.08053, section 3).
+    Without a function, the rules on the structure of the tree apply: over `model`, attention is
+    sharded on heads, consecutive matrices on alternate sides, and embeddings and language-model
+    heads on the vocabulary (arXiv:2310.16355, section 3.1; arXiv:1909.08053, section 3).
 
-    Over `fsdp`, every large array is stored split along its largest remaining dimension. Nothing
-    is split along a dimension that does not divide, that counts stacked layers, or that is the
-    window of a convolution. An optimizer's state follows its parameters.
+    Over `fsdp`, every large array is FSDP-sharded along its largest remaining dimension. No array
+    is sharded along a dimension that does not divide, that counts stacked layers, or that is the
+    window of a convolution. An optimizer's state is sharded like its parameters.
 
     **Arguments:**
 
     - `tree`, `mesh`, `fn`, `args`, `overrides`: As for [`redcoast.infer_shardings`][].
-    - `budget`: Bytes for each device. If given, arrays are stored split only as far as is needed to
-        stay within it, by a count of arrays, gradients, optimizer state and activations.
-    - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to be sent.
+    - `budget`: Bytes for each device. If given, arrays are FSDP-sharded only as far as needed to
+        stay within it, by an estimate of arrays, gradients, optimizer state and activations.
+    - `trainable`: As for [`redcoast.train_step`][]: frozen arrays have no gradient to communicate.
     - `hardware`: A [`redcoast.Hardware`][]: the constants that weigh arithmetic against
-        communication; by default those of an A100, and for CPU devices what their compiler does.
-    - `sequence`: Whether activations between the parts that are computed split are split along the
-        sequence (arXiv:2205.05198): less memory for as much communication on GPU and TPU.
+        communication; by default those of an A100, and for CPU devices those of their compiler.
+    - `sequence`: Whether activations between tensor-parallel parts are sharded along the sequence
+        (arXiv:2205.05198): less memory for the same communication on GPU and TPU.
 
     **Returns:**
 
-    A [`redcoast.Plan`][]; `print` it to see a table.
+    A [`redcoast.Plan`][]; `print` it to see a summary.
 
     **Raises:**
 
-    `ValueError`, as [`redcoast.infer_shardings`][] does; and if nothing stays in the budget.
+    `ValueError`, as [`redcoast.infer_shardings`][] does; and if no plan stays within the budget.
 
     !!! example
 
@@ -272,7 +281,7 @@ def plan_shardings(
 
         inside = structural_rows(model_of(tree), axes, overrides)
         rows = plan_rows(tree, lambda model: inside)
-        return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), {})
+        return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), None)
     from ._from_program import plan_flow
 
     found = plan_flow(
@@ -292,19 +301,19 @@ def plan_shardings(
 
 
 def make_plan(
-    tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, more: dict[str, Any]
+    tree: PyTree, mesh: Any, rows: Sequence[Row], compute: Compute, program: ProgramReport | None
 ) -> Plan:
     leaves, treedef = jax.tree.flatten(tree)
     shardings: list[NamedSharding | None] = [None] * len(leaves)
     for row in rows:
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
-    report = make_report(rows, dict(mesh.shape)) | more
+    report = make_report(rows, dict(mesh.shape), program)
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
 
 
 def examples_coupled(
     fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
-) -> list[dict[str, str]]:
+) -> Coupling | None:
     """The first operation by which the examples of a batch depend on each other, if any."""
     from .program._trace import trace_over
     from .report._coupling import find_coupling
@@ -333,7 +342,7 @@ def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh is None or mesh.empty:
         raise ValueError(
-            "There is no mesh: pass mesh=rc.make_mesh(), or make one the ambient mesh with "
+            "The mesh is missing: pass mesh=rc.make_mesh(), or set the ambient mesh with "
             "jax.set_mesh(rc.make_mesh())."
         )
     missing = [axis for axis in _AXES if axis not in mesh.axis_names]

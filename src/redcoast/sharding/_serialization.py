@@ -1,46 +1,75 @@
-"""Plans in files of JSON."""
+"""Saves plans as JSON and loads them."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..core._errors import check_kind
+from ..core._errors import check_kind, several
 from ..core._json import read_json
 from ._plan import Plan, check_mesh, make_plan
 from .constrain._compute import Compute
+from .report._data import ProgramReport
 from .tree._leaves import Leaf, flat_leaves
-from .tree._overrides import spec_axes
-from .tree._rows import Row, plan_rows
+from .tree._overrides import spec_axes, spec_parts
+from .tree._reason import OVERRIDE, Kind
+from .tree._rows import Role, Row, plan_rows
 
 FORMAT = 1
-_OF_ROWS = ("mesh", "rows", "totals", "replicated")  # of a report; all but the mesh are made anew
-_ROW = ("path", "shape", "dtype", "spec", "reason", "role")
+_Check = Callable[[Any], bool]
+
+
+def _list_of(is_one: _Check) -> _Check:
+    return lambda x: isinstance(x, list) and all(map(is_one, x))
+
+
+_is_text: _Check = lambda x: isinstance(x, str)
+_is_int: _Check = lambda x: type(x) is int
+_is_names = _list_of(_is_text)
+_is_axes: _Check = lambda x: x is None or _is_text(x) or _is_names(x)
+_is_dim: _Check = lambda x: x is None or _is_int(x)
+_is_pair: _Check = lambda x: isinstance(x, list) and len(x) == 2
+_is_constant: _Check = lambda x: _is_pair(x) and _is_text(x[0]) and _is_dim(x[1])
+# What entries of a file must be. Files of earlier versions lack the new ones.
+_ROW: dict[str, _Check] = {
+    "path": _is_text,
+    "shape": _list_of(_is_int),
+    "dtype": _is_text,
+    "spec": _list_of(_is_axes),
+    "reason": _is_text,
+    "role": lambda x: x in get_args(Role),
+}
+_NEW_IN_ROWS: dict[str, _Check] = {"kind": lambda x: x in get_args(Kind), "together": _is_text}
+_COMPUTE: dict[str, _Check] = {
+    "dims": _list_of(_is_dim),
+    "batch_axes": _is_names,
+    "model_axes": _is_names,
+    "sequence": lambda x: isinstance(x, bool),
+}
+_NEW_IN_COMPUTE: dict[str, _Check] = {"constants": _list_of(_is_constant)}
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
-    """Saves a plan as a file of JSON.
+    """Saves a plan as a JSON file.
 
-    It holds the mesh's sizes; for each array its path, shape, dtype, spec, reason and role; how
-    the program computes with them; and the figures of the plan's report. The file appears whole
-    or not at all.
+    The file has the sizes of the mesh; the path, shape, dtype, spec, reason and role of each array;
+    how the program uses the arrays; and the figures of the plan's report. It is written atomically.
 
     **Arguments:**
 
-    - `plan`: A plan of [`redcoast.plan_shardings`][].
-    - `path`: The file; directories above it are made.
+    - `plan`: A plan from [`redcoast.plan_shardings`][].
+    - `path`: The file. Missing parent directories are created.
 
     **Raises:**
 
-    `ValueError` if there is something else at `path`: a plan is not overwritten by another.
+    `ValueError` if `path` exists and is not this plan. Plans are never overwritten.
 
     !!! example
 
@@ -59,7 +88,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         if path.is_file() and path.read_text("utf-8", errors="replace") == text:
             return
         raise ValueError(
-            f"{path} exists already and is not this plan, and a plan is never overwritten. Choose "
+            f"{path} already exists and is not this plan. Plans are never overwritten: choose "
             "another path, or remove it first."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,23 +103,23 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 def load_plan(
     path: str | PathLike[str], tree: PyTree[Any], mesh: Mesh | AbstractMesh | None = None
 ) -> Plan:
-    """Reads a plan that [`redcoast.save_plan`][] wrote, for the same tree and as large a mesh.
+    """Loads a plan that [`redcoast.save_plan`][] saved, for the same tree and mesh sizes.
 
     **Arguments:**
 
     - `path`: The file.
-    - `tree`: A tree with the paths, shapes and dtypes of the one planned. Its arrays may be
+    - `tree`: A tree with the paths, shapes and dtypes of the planned one. Its arrays may be
         abstract.
-    - `mesh`: A mesh with the sizes of the one planned for. By default, the ambient one.
+    - `mesh`: A mesh with the sizes of the planned one. Defaults to the ambient mesh.
 
     **Returns:**
 
-    A plan equal to the one saved.
+    A plan equal to the saved one.
 
     **Raises:**
 
-    `ValueError` if there is no such file, if it holds no plan or one of another format, or if the
-    tree's paths, shapes or dtypes, or the mesh's sizes, are others.
+    `ValueError` if the file does not exist, is not a plan or has an unknown format, or if the
+    paths, shapes or dtypes of the tree, or the sizes of the mesh, differ from the plan's.
 
     !!! example
 
@@ -108,15 +137,38 @@ def load_plan(
     document = _read(path)
     mesh = check_mesh(mesh)
     _check_sizes(path, document["mesh"], dict(mesh.shape))
-    blank = plan_rows(tree, lambda model: [Row(x, P(), "", "") for x in flat_leaves(model) if x])
-    leaves = [row.leaf for row in blank]
-    _check_leaves(path, document["rows"], leaves)
-    rows = [
-        Row(leaf, _spec(path, row, document["mesh"]), row["reason"], row["role"])
-        for leaf, row in zip(leaves, document["rows"], strict=True)
-    ]
-    found: dict[str, Any] = {k: _tuples(v) for k, v in document["compute"].items()}
-    return make_plan(tree, mesh, rows, Compute(**found), document["report"])
+    of_model = lambda model: [Row(x, P(), OVERRIDE, "parameter") for x in flat_leaves(model) if x]
+    blank = plan_rows(tree, of_model)
+    _check_leaves(path, document["rows"], [row.leaf for row in blank])
+    compute = Compute(**{name: _tuples(value) for name, value in document["compute"].items()})
+    rows = _rows(path, document, blank, compute)
+    return make_plan(tree, mesh, rows, compute, _program(path, document["report"]))
+
+
+def _rows(
+    path: Path, document: dict[str, Any], blank: Sequence[Row], compute: Compute
+) -> list[Row]:
+    from .report._json import reason_from_json
+
+    dims, rows = iter(compute.dims), []
+    for one, row in zip(blank, document["rows"], strict=True):
+        # `compute` is about the arrays of the model, which are "parameter" in `blank`.
+        computed = one.role == "parameter" and next(dims, None) is not None
+        spec = _spec(path, row, document["mesh"])
+        rows.append(Row(one.leaf, spec, reason_from_json(row, computed), row["role"]))
+    return rows
+
+
+def _program(path: Path, data: dict[str, Any]) -> ProgramReport | None:
+    from .report._json import program_from_json
+
+    try:
+        return program_from_json(data) if data else None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a complete plan: the figures of its report cannot be read: {error}. "
+            "Plan again, and save the new plan."
+        ) from error
 
 
 def _tuples(x: Any) -> Any:
@@ -124,13 +176,15 @@ def _tuples(x: Any) -> Any:
 
 
 def _document(plan: Plan) -> dict[str, Any]:
-    report = plan.report
+    from .report._json import array_to_json, program_to_json
+
+    arrays = map(array_to_json, plan.report.arrays)
     return {
         "format": FORMAT,
-        "mesh": report["mesh"],
-        "rows": [{key: row[key] for key in _ROW} for row in report["rows"]],
+        "mesh": dict(plan.report.mesh),
+        "rows": [{key: row[key] for key in (*_ROW, *_NEW_IN_ROWS)} for row in arrays],
         "compute": asdict(plan.compute),
-        "report": {key: value for key, value in report.items() if key not in _OF_ROWS},
+        "report": program_to_json(plan.report.program_or_none),
     }
 
 
@@ -139,76 +193,55 @@ def _read(path: Path) -> dict[str, Any]:
         document = read_json(path)
     except OSError as error:
         raise ValueError(
-            f"There is no plan to be read at {path}: {error.strerror}. `rc.save_plan` writes one."
+            f"Cannot read a plan from {path}: {error.strerror}. Save one with `rc.save_plan`."
         ) from error
     except ValueError as error:
-        raise ValueError(
-            f"{path} holds no plan, for it is no JSON: {error.__cause__}."
-            if error.__cause__
-            else f"{path} holds no plan: it is JSON of something else. {error}"
-        ) from error
+        raise ValueError(f"{path} is not a plan. {error}") from error
     version = document.get("format")
     if not isinstance(version, int):
-        raise ValueError(f"{path} holds no plan: it is JSON of something else.")
+        raise ValueError(f"{path} is not a plan: it has no `format`.")
     if version != FORMAT:
         raise ValueError(
-            f"{path} holds a plan of format {version}, and this version of redcoast reads format "
-            f"{FORMAT}. Plan again, and save that."
+            f"{path} is a plan of format {version}, but this version of redcoast reads format "
+            f"{FORMAT}. Plan again, and save the new plan."
         )
-    kinds = {"mesh": dict, "rows": list, "compute": dict, "report": dict}
-    odd = {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
-    odd = odd or {name for row in document["rows"] for name in _odd(row)}
-    odd = odd or _odd_compute(document["compute"])
-    if odd or not all(type(size) is int and size > 0 for size in document["mesh"].values()):
-        odd = odd or {"mesh"}
+    if wrong := _wrong(document):
         raise ValueError(
-            f"{path} holds no whole plan: it lacks {', '.join(sorted(odd))}, or has something else "
-            "in their place."
+            f"{path} is not a complete plan: {', '.join(sorted(wrong))} must be present and of the "
+            "right type. Plan again, and save the new plan."
         )
     return document
 
 
-def _odd(row: Any) -> list[str]:
-    """What a row lacks, or has something else in the place of."""
-    if not isinstance(row, dict):
-        return ["rows"]
-    sizes = lambda x: isinstance(x, list) and all(type(size) is int for size in x)
-    axes = lambda x: x is None or isinstance(x, str) or _is_names(x)
-    kinds = {"shape": sizes, "spec": lambda x: isinstance(x, list) and all(map(axes, x))}
-    is_text = lambda x: isinstance(x, str)
-    return [key for key in _ROW if key not in row or not kinds.get(key, is_text)(row[key])]
+def _wrong(document: dict[str, Any]) -> set[str]:
+    """The names of entries that are missing or have a wrong type."""
+    kinds = {"mesh": dict, "rows": list, "compute": dict, "report": dict}
+    sizes = lambda: all(_is_int(size) and size > 0 for size in document["mesh"].values())
+    return (
+        {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
+        or {name for row in document["rows"] for name in _wrong_in_row(row)}
+        or _wrong_among(document["compute"], _COMPUTE, _NEW_IN_COMPUTE)
+        | (document["compute"].keys() - {*_COMPUTE, *_NEW_IN_COMPUTE})
+        or (set() if sizes() else {"mesh"})
+    )
 
 
-def _odd_compute(compute: dict[str, Any]) -> set[str]:
-    dims = compute.get("dims")
-    right = {
-        "dims": isinstance(dims, list) and all(x is None or type(x) is int for x in dims),
-        "batch_axes": _is_names(compute.get("batch_axes")),
-        "model_axes": _is_names(compute.get("model_axes")),
-        "sequence": isinstance(compute.get("sequence"), bool),
-        # Plans of before there were any have none.
-        "constants": _are_constants(compute.get("constants", [])),
-    }
-    return {name for name in right | compute if not right.get(name)}
+def _wrong_in_row(row: Any) -> set[str]:
+    return _wrong_among(row, _ROW, _NEW_IN_ROWS) if isinstance(row, dict) else {"rows"}
 
 
-def _are_constants(x: Any) -> bool:
-    def is_one(y: Any) -> bool:
-        named = isinstance(y, list) and len(y) == 2 and isinstance(y[0], str)
-        return named and (y[1] is None or type(y[1]) is int)
-
-    return isinstance(x, list) and all(map(is_one, x))
-
-
-def _is_names(x: Any) -> bool:
-    return isinstance(x, list) and all(isinstance(name, str) for name in x)
+def _wrong_among(
+    found: dict[str, Any], needed: dict[str, _Check], new: dict[str, _Check]
+) -> set[str]:
+    given = (needed | new).keys() & found.keys()
+    return needed.keys() - found.keys() | {x for x in given if not (needed | new)[x](found[x])}
 
 
 def _check_sizes(path: Path, planned: dict[str, int], given: dict[str, int]) -> None:
     if planned != given:
         draw = lambda sizes: ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
-            f"The plan in {path} is for a mesh of {draw(planned)}, and the mesh given has "
+            f"The plan in {path} is for a mesh of {draw(planned)}, but the given mesh has "
             f"{draw(given)}. Use rc.make_mesh({draw(planned)}), or plan again."
         )
 
@@ -216,36 +249,31 @@ def _check_sizes(path: Path, planned: dict[str, int], given: dict[str, int]) -> 
 def _check_leaves(path: Path, rows: Sequence[dict[str, Any]], leaves: Sequence[Leaf]) -> None:
     planned, given = [row["path"] for row in rows], [leaf.name for leaf in leaves]
     if planned != given:
-        raise ValueError(f"The plan in {path} is of another tree: {_difference(planned, given)}.")
+        raise ValueError(f"The plan in {path} is for another tree: {_difference(planned, given)}.")
     for row, leaf in zip(rows, leaves, strict=True):
         before = (tuple(row["shape"]), row["dtype"])
         now = (leaf.shape, str(leaf.dtype))
         if before != now:
             raise ValueError(
-                f"The plan in {path} is of another tree: {leaf.name or 'the array'} was planned "
-                f"with shape {before[0]} and dtype {before[1]}, and has {now[0]} and {now[1]}. "
+                f"The plan in {path} is for another tree: {leaf.name or 'the array'} was planned "
+                f"with shape {before[0]} and dtype {before[1]}, but has {now[0]} and {now[1]}. "
                 "Plan again."
             )
 
 
 def _difference(planned: Sequence[str], given: Sequence[str]) -> str:
-    lacking = [name for name in planned if name not in set(given)]
-    new = [name for name in given if name not in set(planned)]
-    parts = [f"the tree lacks {_few(lacking)}"] if lacking else []
-    parts += [f"the plan does not have {_few(new)}"] if new else []
+    lacking = [repr(name) for name in planned if name not in set(given)]
+    new = [repr(name) for name in given if name not in set(planned)]
+    parts = [f"the tree lacks {several(lacking, 3)}"] if lacking else []
+    parts += [f"the plan does not have {several(new, 3)}"] if new else []
     if not parts:
         a, b = next(pair for pair in zip(planned, given, strict=False) if pair[0] != pair[1])
-        parts = [f"the same paths come in another order, {b!r} in the place of {a!r}"]
+        parts = [f"the paths are in another order, {b!r} in the place of {a!r}"]
     return ", and ".join(parts)
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name) for name in names[:3]) + more
-
-
 def _spec(path: Path, row: dict[str, Any], axes: dict[str, int]) -> P:
-    """The spec of a row, if it fits: somebody may have edited the file."""
+    """The spec of a row. Raises if it does not fit, because the file may have been edited."""
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in row["spec"]]
     if not _fits(entries, row["shape"], axes):
         raise ValueError(
@@ -259,5 +287,5 @@ def _fits(entries: Sequence[Any], shape: Sequence[int], axes: dict[str, int]) ->
     used = [axis for entry in entries for axis in spec_axes(entry)]
     if len(entries) > len(shape) or len(used) > len(set(used)) or not set(used) <= set(axes):
         return False
-    parts = [prod(axes[axis] for axis in spec_axes(entry)) for entry in entries]
+    parts = [spec_parts(P(entry), axes) for entry in entries]
     return all(size % count == 0 for size, count in zip(shape, parts, strict=False))

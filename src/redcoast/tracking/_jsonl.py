@@ -1,4 +1,4 @@
-"""Metrics in a file of JSON lines, which a killed and resumed run goes on writing to."""
+"""Writes metrics to a file of JSON lines, to which a resumed run appends."""
 
 import json
 import logging
@@ -10,16 +10,16 @@ from typing import Any, SupportsFloat
 
 logger = logging.getLogger("redcoast")
 
-# NumPy's and JAX's scalars are no JSON numbers.
+# JSON cannot encode the scalars of NumPy and JAX.
 _encode = json.JSONEncoder(default=float).encode
 
 
-class MetricsFile:
-    """What `metrics_file` returns: a logger with a `close`."""
+class JsonlLogger:
+    """The logger that `jsonl_logger` creates."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: each line is one write, so that a kill loses nothing that was logged.
+        # Unbuffered: each line is one write, so nothing that was logged is lost by a kill.
         self._file = path.open("ab+", buffering=0)
         self._cut = self._warned = False
         size = self._file.seek(0, 2)
@@ -33,18 +33,18 @@ class MetricsFile:
         try:
             written = self._file.write(data)
         except OSError as error:
-            self._miss(step, str(error))
+            self._warn(step, str(error))
             return
         self._cut = written < len(data)
         if self._cut:
-            self._miss(step, "the disk took a part of the line.")
+            self._warn(step, "only a part of the line was written.")
 
-    def _miss(self, step: int, reason: str) -> None:
-        # Metrics are no reason to end a run, and one warning is enough of a full disk.
+    def _warn(self, step: int, reason: str) -> None:
+        # Missing metrics are no reason to end a run, and one warning about a full disk is enough.
         if not self._warned:
             logger.warning(
-                "The metrics of step %d could not be written to %s, nor perhaps those of steps to "
-                "come: %s",
+                "The metrics of step %d could not be written to %s; metrics of later steps may be "
+                "missing too: %s",
                 step,
                 self._file.name,
                 reason,
@@ -55,39 +55,41 @@ class MetricsFile:
         self._file.close()
 
 
-def metrics_file(path: str | PathLike[str]) -> MetricsFile:
-    """A logger that appends each call's metrics to a file as one line of JSON.
+def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
+    """Creates a logger that appends the metrics of each call to a file as one line of JSON.
 
-    A line is `{"step": ..., "time": ..., <metrics>}`, with the time in Unix seconds, and is on its
-    way to the disk when the call returns. A line that a kill cut short is ended, so that what
-    comes after it can be read. A line that cannot be written, as on a full disk, is a warning the
-    first time; the lines after it are tried all the same. Values that are not finite are written
-    as Python writes and reads them, `NaN` and `Infinity`.
+    A line is `{"step": ..., "time": ..., <metrics>}`, with the time in Unix seconds. It has been
+    passed to the operating system when the call returns. If the file ends with an incomplete line,
+    which a kill can leave, a line break is added first. If a line cannot be written, for example on
+    a full disk, a warning is logged once, and later lines are still tried. NaN and infinity are
+    written as `NaN` and `Infinity`, as Python reads them.
 
     !!! example
 
         ```python
-        log = metrics_file("runs/lm/metrics.jsonl")
+        log = rc.jsonl_logger("runs/lm/metrics.jsonl")
         log({"loss": 2.5}, 1)
+        log.close()  # `fit` does so at the end of a run
         ```
 
     **Arguments:**
 
-    - `path`: the file, usually `metrics.jsonl` in the run's directory, which is made if need be.
+    - `path`: the file, usually `metrics.jsonl` in the run's directory. Missing directories are
+        created.
 
     **Returns:**
 
     A callable `(metrics, step) -> None` with a method `close()`.
     """
-    return MetricsFile(Path(path))
+    return JsonlLogger(Path(path))
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Reads what `metrics_file` wrote, one dictionary for each step.
+    """Reads the metrics of a run from its `metrics.jsonl`, as one dictionary for each step.
 
-    A run that was resumed has the steps after its checkpoint twice, and a training step and an
-    evaluation at the same step are two lines: lines of one step are merged, and of values for one
-    key the last is kept. A line that is no JSON (cut short by a kill) is left out.
+    Training and evaluation metrics of the same step are merged. A resumed run repeats the steps
+    after its checkpoint; the last value of each metric is kept. Incomplete lines, which a kill can
+    leave, are ignored.
 
     !!! Example
 
@@ -97,15 +99,15 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
     **Arguments:**
 
-    - `path`: the file.
+    - `path`: the path of the file.
 
     **Returns:**
 
-    Dictionaries with `step`, `time` and the metrics, in the order of the steps.
+    A list of dictionaries with `step`, `time` and the metrics, sorted by step.
 
     **Raises:**
 
-    `FileNotFoundError` if there is no such file.
+    `FileNotFoundError` if the file does not exist.
     """
     steps: dict[int, dict[str, Any]] = {}
     with open(path, encoding="utf-8", errors="replace") as lines:

@@ -1,9 +1,10 @@
-"""Metrics of training steps, read while the next step is computed."""
+"""Reads the metrics of a training step while the next step is computed."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -11,17 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..core._errors import noting
+from ..core._errors import check_integer, noting
+from ..distributed._kv_store import is_main
+from ._run import RunInfo, all_loggers, start_loggers
 
 logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]
+MAX_SKIPPED = 20
 
 
 class PackedMetrics(eqx.Module):
-    """The scalar metrics of a step in one array, which the host reads in one transfer.
+    """The scalar metrics of a step in one array, so that the host reads them in one transfer.
 
-    - `names`: their names, in the order of `values`.
-    - `values`: their values, in float32 or wider.
+    - `names`: the names of the metrics, in the order of `values`.
+    - `values`: the values of the metrics, in float32 or wider.
     """
 
     names: tuple[str, ...] = eqx.field(static=True)
@@ -29,7 +33,7 @@ class PackedMetrics(eqx.Module):
 
 
 def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A training step whose metrics are packed into one array: reading one is faster.
+    """Wraps a training step so that its metrics are packed into one array, which is read faster.
 
     **Arguments:**
 
@@ -38,7 +42,7 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
 
     **Returns:**
 
-    A step of the same arguments whose metrics are a `PackedMetrics`.
+    A step with the same arguments, whose metrics are a `PackedMetrics`.
     """
 
     def packed(state: Any, *args: Any) -> tuple[Any, PackedMetrics]:
@@ -50,72 +54,93 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_step_metrics(metrics: PackedMetrics | Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step as numbers; waits for the step."""
+    """Waits for a step and returns its metrics as Python floats."""
     if isinstance(metrics, PackedMetrics):
         return dict(zip(metrics.names, np.asarray(metrics.values).tolist(), strict=True))
     return {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 
 
 class MetricsReader:
-    """Hands the metrics of each step to the loggers without making the loop wait for the device."""
+    """Passes the metrics of each step to the loggers without blocking the loop on the devices.
 
-    def __init__(self, logs: Sequence[Log], *, max_skipped: int):
+    It is created by [`redcoast.metrics_reader`][].
+    """
+
+    def __init__(self, logs: Sequence[Log], *, max_skipped: int = MAX_SKIPPED):
         self._logs, self._max_skipped = logs, max_skipped
         self._pending: tuple[int, Any] | None = None
-        self._read_any = False
-        self._values: dict[str, float] = {}
-        self.skipped = 0  # steps in a row
+        self._values: dict[str, float] = {}  # of the step that was read last
+        self._trained = False
+        self._skipped = 0  # steps in a row
 
-    def push(self, step: int, metrics: PackedMetrics | Mapping[str, Any]) -> None:
-        """Takes the metrics of a step that was dispatched, and reads those of the step before."""
+    def push(
+        self,
+        step: int,
+        metrics: PackedMetrics | Mapping[str, Any],
+        *,
+        explain: Callable[[bool], str] | None = None,
+    ) -> None:
+        """Stores the metrics of a dispatched step, and reads those of the step before it.
+
+        **Arguments:**
+
+        - `step`: the number of the step.
+        - `metrics`: the metrics that the step returned: a dict of scalars on the devices.
+        - `explain`: a function that returns sentences for the error below, given whether any step
+            changed the state.
+
+        **Raises:**
+
+        `FloatingPointError` if `max_skipped` steps in a row were skipped because the loss or the
+        gradient was NaN or infinite; `ValueError` if the loss of the first step is.
+        """
         before, self._pending = self._pending, (step, metrics)
         if before is not None:
             self._read(*before)
-        # A mistake in the loss should not cost a second step. And where the run may end because
-        # steps were skipped, no further step must start, so that the cause can be found.
-        if not self._read_any or self.skipped + 1 >= self._max_skipped:
+        # The first step is read at once, because it may reveal a mistake in the loss. So is a step
+        # that may end the run, because its state is needed to find the cause.
+        if not self._values or self._skipped + 1 >= self._max_skipped:
             self.flush()
+        self._check(step, explain)
 
     def flush(self) -> None:
-        """Reads the metrics of the last step, and waits for it."""
+        """Waits for the last step and reads its metrics."""
         before, self._pending = self._pending, None
         if before is not None:
             self._read(*before)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
-        """Hands metrics to the loggers."""
-        for log in self._logs:
+        """Passes other metrics to the loggers, such as those of an evaluation."""
+        for log in self._logs if metrics else ():
             with noting(f"Raised by `log` ({_name(log)}) for the metrics of step {step}."):
                 log(dict(metrics), step)
 
-    def pause(self) -> None:
-        """Tells loggers that measure throughput that something other than a step begins."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Reads the last step, and stops the clock of the throughput, during an evaluation."""
+        self.flush()
         self._call("pause")
-
-    def resume(self) -> None:
-        """Tells them that it has ended."""
+        yield
         self._call("resume")
 
-    def failure(self, step: int) -> type[Exception] | None:
-        """The error with which the run must end, if `loss_fn` cannot be trained with."""
-        if step == 1 and not math.isfinite(self._values.get("loss", 0.0)):
-            return ValueError
-        return FloatingPointError if self.skipped >= self._max_skipped else None
-
-    def complaint(self, step: int, why: str, last_checkpoint: str) -> str:
-        """The message of that error."""
-        loss, norm = self._values["loss"], self._values["grad_norm"]
-        if step == 1 and not math.isfinite(loss):
-            return (
-                f"`loss_fn` returned {loss} for the first batch. {why} Look for a logarithm or "
-                "a division of zero, an empty mask, or inputs that are not finite; "
-                "`jax.config.update('jax_debug_nans', True)` shows where it arises."
+    def _check(self, step: int, explain: Callable[[bool], str] | None) -> None:
+        """Raises an error if the loss cannot be trained with."""
+        loss, norm = self._values.get("loss", 0.0), self._values.get("grad_norm", 0.0)
+        first = step == 1 and not math.isfinite(loss)
+        if not first and self._skipped < self._max_skipped:
+            return
+        why = f" {explain(self._trained)}" if explain else ""
+        if first:
+            raise ValueError(
+                f"`loss_fn` returned {loss} for the first batch.{why} Common causes are a "
+                "logarithm of zero, a division by zero, an empty mask, and inputs that are NaN or "
+                "infinite. `jax.config.update('jax_debug_nans', True)` shows where the first NaN "
+                "is computed."
             )
-        return (
-            f"Loss or gradient was not finite at {self.skipped} steps in a row, up to step "
-            f"{step} with loss {loss:g} and gradient norm {norm:g}; those steps changed nothing. "
-            f"{why} {last_checkpoint} Lower the learning rate, clip the gradient, or look into "
-            "the data of these steps."
+        raise FloatingPointError(
+            f"Loss or gradient was NaN or infinite at {self._skipped} steps in a row, up to step "
+            f"{step} with loss {loss:g} and gradient norm {norm:g}. These steps were skipped."
+            f"{why} Lower the learning rate, clip the gradient, or inspect the data of these steps."
         )
 
     def _call(self, method: str) -> None:
@@ -123,17 +148,61 @@ class MetricsReader:
             getattr(log, method, lambda: None)()
 
     def _read(self, step: int, metrics: PackedMetrics | Mapping[str, Any]) -> None:
-        self._read_any = True
         with noting(f"Raised while step {step} was computed."):
             values = self._values = read_step_metrics(metrics)
-        skipped = values.get("skipped", 0.0)
-        self.skipped = self.skipped + 1 if skipped else 0
+        skipped = bool(values.get("skipped", 0.0))
+        self._skipped = self._skipped + 1 if skipped else 0
+        self._trained |= not skipped
         self.write(values, step)
         if skipped:
             logger.warning(
                 "Step %d was skipped: loss %g, gradient norm %g.",
                 *(step, values["loss"], values["grad_norm"]),
             )
+
+
+@contextlib.contextmanager
+def metrics_reader(
+    log: Log | Sequence[Log] | Literal[False] | None = None,
+    run: RunInfo | None = None,
+    *,
+    max_skipped: int = MAX_SKIPPED,
+) -> Iterator[MetricsReader]:
+    """Reads the metrics of each training step while the next one runs, and logs them.
+
+    **Arguments:**
+
+    - `log`: as for [`redcoast.fit`][].
+    - `run`: the information about the run for the loggers, from [`redcoast.run_info`][]. If the run
+        has a directory, metrics are also written to `metrics.jsonl` there.
+    - `max_skipped`: the number of steps skipped in a row, because the loss or the gradient is NaN
+        or infinite, after which an error is raised. With 1, each step is read at once.
+
+    **Returns:**
+
+    A context manager that returns a [`redcoast.MetricsReader`][]; pass the metrics of each step to
+    its `push`. Loggers are started on entry, in process 0 only. On exit, the last step is read and
+    the loggers are closed.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument is invalid.
+
+    !!! Example
+
+        ```python
+        with rc.metrics_reader(rc.console_logger()) as reader:
+            for done in rc.training_steps(state, data, step):
+                reader.push(done.number, done.metrics)
+        ```
+    """
+    check_integer("max_skipped", max_skipped)
+    loggers = all_loggers(log)
+    with contextlib.ExitStack() as stack:
+        logs = start_loggers(loggers, run or RunInfo(), stack) if is_main() else []
+        reader = MetricsReader(logs, max_skipped=max_skipped)
+        yield reader
+        reader.flush()
 
 
 def _name(log: Any) -> str:

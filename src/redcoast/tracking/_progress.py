@@ -1,4 +1,4 @@
-"""Progress of a training loop: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a training loop: a bar on a terminal, periodic lines elsewhere."""
 
 import math
 import sys
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, SupportsFloat, TextIO
 
 Stream = TextIO | TextIOBase
 
-# Throughput is that of the last so many seconds: a change shows, and a hiccup does not.
+# Throughput is averaged over this many seconds: enough to smooth it, but changes are visible.
 _WINDOW = 30.0
 _BAR_INTERVAL = 0.1
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
@@ -23,12 +23,10 @@ class _Sample(NamedTuple):
 
 
 class Progress:
-    """What `progress` returns; `update` it after each step, and `close` it at the end."""
+    """The result of `progress`. Call `update` after each step, and `close` at the end."""
 
-    def __init__(
-        self, total_steps: int | None, start: int, unit: str, bar: Any | None, file: Stream | None
-    ):
-        self._total, self._unit, self._bar, self._file = total_steps, unit, bar, file
+    def __init__(self, total_steps: int | None, start: int, bar: Any | None, file: Stream | None):
+        self._total, self._bar, self._file = total_steps, bar, file
         self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
         self._step, self._done, self._metrics = start, 0.0, {}
         self._samples: deque[_Sample] = deque()
@@ -37,12 +35,12 @@ class Progress:
         self._idle, self._paused_at = 0.0, None
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
-        """Counts a step that is done.
+        """Counts a completed step.
 
         **Arguments:**
 
-        - `step`: the number of steps done so far.
-        - `metrics`: those of the step; `loss` is shown, and `weight`, if there, counts tokens.
+        - `step`: the number of steps completed so far.
+        - `metrics`: the metrics of the step. `loss` is shown; `weight` is the number of tokens.
         - `amount`: the number of examples in the step's batch.
         """
         self._step, self._metrics = step, metrics
@@ -52,7 +50,7 @@ class Progress:
             self._tick(now)
 
     def pause(self) -> None:
-        """Stops the clock of the throughput: an evaluation, a compilation or a save begins."""
+        """Stops the clock of the throughput, for example during an evaluation or a save."""
         if self._paused_at is None:
             self._paused_at = perf_counter()
 
@@ -63,7 +61,7 @@ class Progress:
             self._paused_at = None
 
     def close(self) -> None:
-        """Shows the last step and ends the bar; later calls do nothing."""
+        """Shows the last step and closes the bar; later calls do nothing."""
         self.resume()
         if self._drawn != self._step and self._next < math.inf:
             self._draw(perf_counter())
@@ -80,7 +78,7 @@ class Progress:
     def _tick(self, now: float) -> None:
         first = not self._samples
         if first:
-            # The clock starts when the first step is done, so that its compilation does not count.
+            # The clock starts after the first step, to exclude compilation.
             self._samples.append(self._sample(now))
         if not first or self._bar is not None:
             self._draw(now)
@@ -114,7 +112,7 @@ class Progress:
         seconds = last.seconds - first.seconds
         if seconds > 0 and last.step > first.step:
             rate = (last.done - first.done) / seconds
-            unit = "tokens" if "weight" in self._metrics else self._unit
+            unit = "tokens" if "weight" in self._metrics else "examples"
             details.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
             if self._total is not None:
                 left = (self._total - last.step) * seconds / (last.step - first.step)
@@ -126,16 +124,14 @@ def progress(
     total_steps: int | None,
     *,
     start: int = 0,
-    unit: str = "examples",
     enabled: bool | None = None,
     file: Stream | None = None,
 ) -> Progress:
-    """Shows how far a loop is: step, loss, throughput, time left.
+    """Shows the progress of a loop: step, loss, throughput, time left.
 
-    On a terminal that is a bar; elsewhere, a plain line after about five seconds, then one
-    every thirty, and one for the last step. The clock of the throughput starts when the first step
-    is done, so that its compilation does not count, and stands still between `pause()` and
-    `resume()`.
+    On a terminal this is a bar; elsewhere, a plain line after about five seconds, then one every
+    thirty seconds, and one for the last step. The throughput does not include the first step, to
+    exclude its compilation, or the time between `pause()` and `resume()`.
 
     !!! example
 
@@ -148,13 +144,11 @@ def progress(
 
     **Arguments:**
 
-    - `total_steps`: the number of steps at which the loop ends; `None` where that is not known.
-    - `start`: the number of steps done before (in a resumed run).
-    - `unit`: what `amount` counts; it is `"tokens"` when the metrics hold a `weight`.
-    - `enabled`: `None` draws a bar on a terminal and prints lines elsewhere; `True` draws the bar
-      anywhere (some notebooks and consoles show one, though they are no terminal); `False` shows
-      nothing.
-    - `file`: where to write; standard error by default.
+    - `total_steps`: the number of the last step; `None` if it is not known.
+    - `start`: the number of steps completed before, in a resumed run.
+    - `enabled`: `None` draws a bar on a terminal and prints lines elsewhere; `True` always draws
+      the bar, for notebooks and consoles that are not terminals; `False` shows nothing.
+    - `file`: the file to write to; standard error by default.
 
     **Returns:**
 
@@ -163,13 +157,16 @@ def progress(
     """
     file = sys.stderr if file is None else file
     if enabled is False or file is None:
-        return Progress(total_steps, start, unit, None, None)
+        return Progress(total_steps, start, None, None)
     bar = _bar(total_steps, start, file) if enabled or file.isatty() else None
-    return Progress(total_steps, start, unit, bar, file)
+    return Progress(total_steps, start, bar, file)
 
 
-class _ProgressLogger:
+class ProgressLogger:
+    """The logger that `progress_logger` creates. `enabled` is `False` if it shows nothing."""
+
     def __init__(self, enabled: bool | None, file: Stream | None):
+        self.enabled = enabled is not False
         self._options: dict[str, Any] = {"enabled": enabled, "file": file}
         self._bar = progress(None, enabled=False)
         self._rows = 1
@@ -192,18 +189,18 @@ class _ProgressLogger:
         self._bar.close()
 
 
-def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) -> _ProgressLogger:
-    """A logger that shows the progress of a run: step, loss, throughput and time left.
+def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) -> ProgressLogger:
+    """Creates a logger that shows the progress of a run: step, loss, throughput and time left.
 
     **Arguments:**
 
-    - `enabled`: `None` draws a bar on a terminal and prints a line now and then elsewhere; `True`
-        draws the bar anywhere; `False` shows nothing.
-    - `file`: where to write; standard error by default.
+    - `enabled`: `None` draws a bar on a terminal and prints periodic lines elsewhere; `True` always
+        draws the bar; `False` shows nothing, and `fit` does not print the plan.
+    - `file`: the file to write to; standard error by default.
 
     **Returns:**
 
-    A callable `(metrics, step) -> None`, to pass to `fit` in `log`.
+    A callable `(metrics, step) -> None`, to pass to `fit` in `log`, which adds one by default.
 
     !!! example
 
@@ -211,7 +208,7 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
         log = [rc.progress_logger(True), rc.console_logger()]
         ```
     """
-    return _ProgressLogger(enabled, file)
+    return ProgressLogger(enabled, file)
 
 
 def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
@@ -224,7 +221,7 @@ def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
         file=file,
         dynamic_ncols=True,
         bar_format=layout if total_steps is not None else "step {n_fmt}{postfix}",
-        postfix="waiting for the first step",
+        postfix="compiling",
     )
 
 

@@ -1,8 +1,8 @@
-"""Loggers: things to pass to `fit` as `log`, a callable `(metrics, step) -> None`.
+"""Starts and closes the loggers of a run, which are callables `(metrics, step) -> None`.
 
-A logger may also have `start(run)`, called before the first step with a `RunInfo`; `close()`,
-called at the end, whatever the end is; and `fail(error)`, called before that if it is an error.
-Those of this package that another logger calls join its run themselves.
+A logger may also have the methods `start(run)`, called before the first step with a `RunInfo`;
+`close()`, called at the end, however the run ends; and `fail(error)`, called before `close()` if
+the run ends with an error. Loggers of this package that are called by another logger join its run.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import functools as ft
 import importlib.metadata
+import logging
 import os
 import subprocess
 import sys
@@ -18,61 +19,59 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
 
-from ._jsonl import metrics_file
+from ._jsonl import jsonl_logger
+from ._progress import ProgressLogger, progress_logger
 
+logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told before the first step.
+    """The information about a run that its loggers receive before the first step.
 
     **Attributes:**
 
     - `directory`: the run's directory, if it has one.
-    - `resumed`: whether the run goes on from a checkpoint.
-    - `step`, `steps`: the number of steps done before, and of those at the end, if it is known.
-    - `plan`: the table of shardings, as text.
-    - `config`: what the loop knows: batch size, mesh, number of parameters, versions.
+    - `resumed`: whether the run was resumed from a checkpoint.
+    - `plan`: the summary and the table of the plan, as text.
+    - `config`: the settings of the run: batch size, mesh, versions.
+    - `step`, `steps`: the number of steps completed before, and in total if that is known.
     """
 
-    directory: Path | None
-    resumed: bool
-    plan: str
-    config: dict[str, Any]
+    directory: Path | None = None
+    resumed: bool = False
+    plan: str = ""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: int = 0
     steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """A run under way: what its loggers are told, those that it knows, and what ends them."""
+    """The current run: its information, its loggers, and the stack that closes them."""
 
     info: RunInfo
     loggers: list[Any]
     stack: contextlib.ExitStack
 
 
-_under_way: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
+_current_run: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
 
 
-def code_version(*packages: str) -> dict[str, str]:
-    """The versions of the libraries, and the git commit of the running script.
-
-    **Arguments:**
-
-    - `packages`: further packages whose versions to include.
+def code_version() -> dict[str, str]:
+    """Returns the versions of the libraries, and the git commit of the running script.
 
     **Returns:**
 
-    A dictionary from `python`, `redcoast`, `jax`, `equinox`, `optax` and `packages` to versions
-    (without those that are not installed), and `git_commit` and `git_dirty` (`"true"` if tracked
-    files differ from the commit) where the script's directory, or else the working directory,
-    belongs to a git repository.
+    A dictionary with the versions of `python`, `redcoast`, `jax`, `equinox` and `optax`, as far as
+    they are installed. If the directory of the script, or else the working directory, is in a git
+    repository, it also has `git_commit` and `git_dirty` (`"true"` if tracked files differ from the
+    commit).
     """
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in ("redcoast", "jax", "equinox", "optax", *packages):
+    for package in ("redcoast", "jax", "equinox", "optax"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -92,7 +91,7 @@ def _git_version() -> dict[str, str]:
 
 def _describe(directory: Path) -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    # A look at the repository must not take its lock.
+    # Reading the repository must not lock it.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         result = subprocess.run(
@@ -110,8 +109,8 @@ def _describe(directory: Path) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line to standard output without tearing a progress bar."""
-    # If nobody has imported tqdm, there is no bar.
+    """Prints a line to standard output without breaking a progress bar."""
+    # If tqdm has not been imported, there is no bar.
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     (print if tqdm is None else tqdm.write)(line)
     sys.stdout.flush()
@@ -138,10 +137,10 @@ class _ConsoleLogger:
 
 
 def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
-    """A logger that prints metrics to standard output, one aligned line now and then.
+    """Creates a logger that prints metrics to standard output, in aligned lines.
 
-    Training metrics are printed at most once in `every` seconds, and once more at the end;
-    metrics whose names begin with `eval/`, always. A progress bar stays whole.
+    Training metrics are printed at most once in `every` seconds, and at the end. Metrics whose
+    names begin with `eval/` are always printed. The lines do not break a progress bar.
 
     !!! example
 
@@ -153,16 +152,16 @@ def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
 
     **Arguments:**
 
-    - `every`: seconds between lines of training metrics; 0 prints each.
+    - `every`: the minimum time between lines of training metrics, in seconds; 0 prints all lines.
 
     **Returns:**
 
     A callable `(metrics, step) -> None`, to pass to `fit` as `log`.
     """
     if not isinstance(every, int | float):
-        raise TypeError(f"every is {every!r}; it is a number of seconds.")
+        raise TypeError(f"`every` must be a number of seconds, but is {every!r}.")
     if not every >= 0:
-        raise ValueError(f"every is {every}; it is a number of seconds, 0 or more.")
+        raise ValueError(f"`every` must be at least 0 seconds, but is {every}.")
     return _ConsoleLogger(every)
 
 
@@ -172,59 +171,74 @@ def _line(metrics: Metrics, step: int) -> str:
 
 
 def _number(value: float) -> str:
-    # Counts are shown whole, so that 131072 tokens are not 1.311e+05.
+    # Counts are shown with all digits: 131,072 tokens instead of 1.311e+05.
     return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
-def listed_loggers(log: Any) -> list[Any]:
-    """The loggers that `fit` is given: none, one, or several.
+def all_loggers(log: Any) -> list[Any]:
+    """Returns the argument `log` of `fit` as a list, with a progress logger if it has none.
 
     **Raises:**
 
-    `TypeError` if one cannot be called.
+    `TypeError` if a logger is not callable.
     """
-    if log is None:
+    if log is False:
         return []
     several = isinstance(log, Sequence) and not callable(log)
-    logs = list(log) if several else [log]
+    logs = [] if log is None else list(log) if several else [log]
     for i, each in enumerate(logs):
         if not callable(each):
             raise TypeError(
                 f"`{f'log[{i}]' if several else 'log'}` is of type {type(each).__name__}. It must "
-                "be a callable `(metrics, step)`; to log to several places, pass a list of them."
+                "be a callable `(metrics, step)`; to use several loggers, pass a list of them."
             )
-    return logs
+    return logs if any(isinstance(x, ProgressLogger) for x in logs) else [*logs, progress_logger()]
 
 
-def start_loggers(
-    log: Any, run: RunInfo, stack: contextlib.ExitStack, *, progress: Logger | None = None
-) -> list[Logger]:
-    """The loggers of a run, told that it starts, and closed with the stack."""
-    logs = [*listed_loggers(log), *([] if progress is None else [progress])]
-    if run.directory is not None:  # before a logger that may raise
-        logs = [metrics_file(run.directory / "metrics.jsonl"), *logs]
-    # What joins later ends where the others do, after all else of the run.
+def shows_progress(loggers: list[Any]) -> bool:
+    """Returns whether a run with these loggers prints its plan and its progress."""
+    return any(isinstance(x, ProgressLogger) and x.enabled for x in loggers)
+
+
+def start_loggers(logs: list[Any], run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
+    """Starts the loggers of a run and returns them; the stack closes them."""
+    if run.directory is not None:  # first, because other loggers may raise an error
+        _write_plan(run.directory, run)
+        logs = [jsonl_logger(run.directory / "metrics.jsonl"), *logs]
+    # Loggers that join later are closed together with the others, at the end of the run.
     joined = _Run(run, [], stack.enter_context(contextlib.ExitStack()))
-    stack.callback(_under_way.reset, _under_way.set(joined))
+    stack.callback(_current_run.reset, _current_run.set(joined))
     for each in logs:
         if hasattr(each, "start"):
             each.start(run)
-        _end_with(joined, each)
+        _close_with(joined, each)
     return logs
 
 
+def _write_plan(directory: Path, run: RunInfo) -> None:
+    """Writes `plan.txt`; of a resumed run with another plan, `plan_<step>.txt`."""
+    path = directory / "plan.txt"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text("utf-8", errors="replace") != run.plan + "\n":
+            path = directory / f"plan_{run.step}.txt"
+        path.write_text(run.plan + "\n", "utf-8")
+    except OSError as error:
+        logger.warning("The plan could not be written to %s: %s", path, error)
+
+
 def join_run(logger: Any) -> RunInfo | None:
-    """What a logger is told of the run under way, which ends it, although only another calls it;
-    nothing outside of a run."""
-    run = _under_way.get()
+    """Adds a logger to the current run, which closes it, and returns the information about the run;
+    `None` outside of a run."""
+    run = _current_run.get()
     if run is None:
         return None
     if not any(logger is known for known in run.loggers):
-        _end_with(run, logger)
+        _close_with(run, logger)
     return run.info
 
 
-def _end_with(run: _Run, logger: Any) -> None:
+def _close_with(run: _Run, logger: Any) -> None:
     run.loggers.append(logger)
     if hasattr(logger, "close"):
         run.stack.callback(logger.close)

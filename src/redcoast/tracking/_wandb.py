@@ -1,4 +1,4 @@
-"""Weights & Biases as a logger that can neither stop nor delay the loop."""
+"""A logger for Weights & Biases that can neither stop nor delay the loop."""
 
 import atexit
 import contextlib
@@ -25,12 +25,12 @@ _END = None
 
 
 class WandbLogger:
-    """What `wandb_logger` returns: a logger with `start`, `fail` and `close`."""
+    """The logger that `wandb_logger` creates."""
 
     def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
         self._thread: threading.Thread | None = None
-        self._run: RunInfo | None = None  # that W&B has been told of
+        self._run: RunInfo | None = None  # the run that W&B has been informed of
         self._queue = SimpleQueue()
         self._dropped = 0
         self._inert = False
@@ -38,16 +38,16 @@ class WandbLogger:
         self._exit_code = 0
 
     def start(self, run: RunInfo) -> None:
-        """Begins a W&B run, in a thread; the first call of the logger does so otherwise."""
+        """Starts a W&B run in a thread; otherwise, the first call of the logger does so."""
         if self._inert or self._run is run:
             return
         begun, self._run = self._thread is not None, run
         if begun:
-            self._queue.put(run)  # what was logged before it is in the same W&B run
+            self._queue.put(run)  # earlier metrics belong to the same W&B run
             return
         self._queue, self._dropped, self._sync_hint = SimpleQueue(), 0, ""
         self._exit_code = 0
-        # A daemon: a W&B that hangs must not keep the process from exiting.
+        # A daemon thread, so that the process can exit if W&B hangs.
         self._thread = threading.Thread(
             target=self._work, args=(run, self._queue), name="redcoast-wandb", daemon=True
         )
@@ -68,11 +68,11 @@ class WandbLogger:
             self._dropped += 1
 
     def fail(self, error: BaseException) -> None:
-        """Marks the W&B run as failed, once it is closed."""
+        """Marks the W&B run as failed when it is closed."""
         self._exit_code = 1
 
     def close(self) -> None:
-        """Waits for W&B to have everything, `close_timeout` seconds at most."""
+        """Waits at most `close_timeout` seconds until W&B has received everything."""
         thread, self._thread, self._run = self._thread, None, None
         if thread is None:
             return
@@ -90,7 +90,7 @@ class WandbLogger:
 
     def _give_up(self, reason: str) -> None:
         self._inert = True
-        _log.warning("%s and is left alone from here on.%s", reason, self._sync_hint)
+        _log.warning("%s. Metrics are no longer sent to it.%s", reason, self._sync_hint)
         _skip_exit_hook()
 
     def _work(self, run: RunInfo, queue: SimpleQueue) -> None:
@@ -100,14 +100,14 @@ class WandbLogger:
             settings = wandb.setup().settings
             if self._inert:
                 return _skip_exit_hook()
-            # Exit hooks run last in, first out, and ours has to come before W&B's.
+            # Exit hooks run in reverse order, and this one has to run before W&B's.
             atexit.unregister(self.close)
             atexit.register(self.close)
             offline = _offline(self._options, settings)
             session = wandb.init(**_init_arguments(self._options, run, offline))
             self._sync_hint = self._announce(session, offline)
             _show_plan(wandb, session, run)
-            # W&B's own step only grows, and a resumed run repeats the steps after its checkpoint.
+            # W&B's own step can only increase, but a resumed run repeats steps.
             session.define_metric("step")
             session.define_metric("*", step_metric="step")
             while (entry := queue.get()) is not _END:
@@ -125,11 +125,11 @@ class WandbLogger:
             return ""
         upload = f"wandb sync {shlex.quote(str(Path(session.dir).parent))}"
         if session.offline:
-            reason = "no account was found" if offline else "as asked"
+            reason = "no account was found" if offline else "as requested"
             say(f"W&B is offline ({reason}). To upload the run later: {upload}")
         else:
             say(f"W&B: {session.url}")
-        return f" What it has can be uploaded later with: {upload}"
+        return f" To upload what it has received: {upload}"
 
 
 def wandb_logger(
@@ -141,13 +141,13 @@ def wandb_logger(
     queue_size: int = 10_000,
     **init_options: Any,
 ) -> WandbLogger:
-    """A logger that sends metrics to Weights & Biases.
+    """Creates a logger that sends metrics to Weights & Biases.
 
-    W&B runs in a thread of its own: a call costs microseconds, and a W&B that fails or hangs costs
-    one warning, never a step. Without an account (or with `WANDB_MODE=offline`) the run is
-    written to disk, and a line says how to upload it. A run that `fit` resumes goes on as the
-    same W&B run, whose id is kept in `wandb.json` in the run's directory. Metrics are
-    plotted over `step`; the configuration, the table of shardings and the versions of the code are
+    W&B runs in a separate thread. A call takes microseconds, and if W&B fails or hangs, a warning
+    is logged and training continues. Without an account, or with `WANDB_MODE=offline`, the run is
+    written to disk, and a printed line shows how to upload it. A run that `fit` resumes continues
+    as the same W&B run, whose id is stored in `wandb.json` in the run's directory. Metrics are
+    plotted over `step`. The configuration, the table of shardings and the versions of the code are
     recorded.
 
     !!! example
@@ -162,32 +162,32 @@ def wandb_logger(
 
     - `project`: the W&B project.
     - `config`: the experiment's settings: a mapping or a dataclass.
-    - `name`: the run's name; by default W&B makes one up.
-    - `close_timeout`: how many seconds `close()` waits for W&B at the end, at most.
-    - `queue_size`: how many calls may wait for W&B. What comes while the queue is full is not
-      sent, and `close()` says how much that was.
-    - `init_options`: more arguments for `wandb.init` (`entity`, `tags`, `mode`, ...).
+    - `name`: the run's name; by default W&B generates one.
+    - `close_timeout`: the maximum time that `close()` waits for W&B, in seconds.
+    - `queue_size`: the maximum number of calls that wait for W&B. Calls while the queue is full are
+      dropped, and `close()` reports their number.
+    - `init_options`: other arguments for `wandb.init` (`entity`, `tags`, `mode`, ...).
 
     **Returns:**
 
-    A callable `(metrics, step) -> None`, to pass to `fit` as `log`, alone, in a list, or called by
-    a function of one's own; with methods `start(run)` and `close()`, which `fit` calls.
+    A callable `(metrics, step) -> None` with the methods `start(run)`, `fail(error)` and `close()`.
+    Pass it to `fit` as `log`, alone or in a list, or call it in your own logger.
 
     **Raises:**
 
-    `TypeError` if `config` is neither a mapping nor a dataclass; `ValueError` if a number is out of
-    its range.
+    `TypeError` if `project` is not a string or `config` is neither a mapping nor a dataclass.
+    `ValueError` if a number is out of range.
     """
     if not isinstance(project, str):
-        raise TypeError(f"project is {project!r}; it is the name of a W&B project.")
+        raise TypeError(f"`project` must be the name of a W&B project, but is {project!r}.")
     if not close_timeout >= 0:
-        raise ValueError(f"close_timeout is {close_timeout}; it is a number of seconds, 0 or more.")
+        raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
-        raise ValueError(f"queue_size is {queue_size}; at least one call has to find room.")
+        raise ValueError(f"`queue_size` must be at least 1, but is {queue_size}.")
     plain = _plain({} if config is None else config)
     if not isinstance(plain, dict):
         raise TypeError(
-            f"config is of type {type(config).__name__}; pass a mapping or a dataclass instance."
+            f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
         )
     options = {"project": project, "name": name, "config": plain, **init_options}
     return WandbLogger(options, close_timeout, queue_size)
@@ -199,15 +199,15 @@ def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
-    """Tells a W&B run that has begun before of the run that it is of."""
+    """Adds the information about a run to a W&B run that was started before it."""
     session.config.update({"run": _plain(run.config)}, allow_val_change=True)
     _show_plan(wandb, session, run)
     if run.directory is None:
         return
     if run.resumed:
         _log.warning(
-            "The logger of W&B was called before the run was resumed, which goes on as a new W&B "
-            "run: %s. To go on with the old one, call the logger only in the run.",
+            "The W&B logger was called before the run was resumed, so the run continues as a new "
+            "W&B run, %s. To continue the old W&B run, call the logger only during the run.",
             session.id,
         )
     _keep_id(run.directory, session.id)
@@ -221,10 +221,10 @@ def _keep_id(directory: Path, name: str) -> None:
 def _init_arguments(
     options: dict[str, Any], run: RunInfo, offline: dict[str, str]
 ) -> dict[str, Any]:
-    """`wandb.init`'s arguments: the user's options, and our defaults where there are none."""
+    """Returns the arguments of `wandb.init`: the user's options, and defaults for others."""
     arguments: dict[str, Any] = {**offline, **options}
     arguments["config"] = {**options["config"], "run": _plain(run.config or code_version())}
-    # The loop's own bar and lines are on the terminal, and capturing it would slow prints down.
+    # The loop shows its progress itself, and capturing the terminal would slow down printing.
     quiet = {"silent": True, "console": "off"}
     defaults = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
     settings = options.get("settings", {})
@@ -248,7 +248,7 @@ def _run_id(path: Path, resumed: bool) -> str:
 
 
 def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:
-    """Offline mode, where there is no account and nobody has asked for a mode."""
+    """Selects offline mode if there is no account and no mode was requested."""
     asked = "mode" in options or "WANDB_MODE" in os.environ or settings.mode != "online"
     return {} if asked or _has_account(settings) else {"mode": "offline"}
 
@@ -269,15 +269,17 @@ def _has_account(settings: Any) -> bool:
 
 def _skip_exit_hook() -> None:
     """Keeps W&B's exit hook from waiting for its service, which it does without limit."""
-    # There is no public way to do so. The service sees that this process has ended, and ends.
+    # There is no public way to do so; this was tried with wandb 0.31.0, and
+    # `tests/tracking/test_private_apis_wandb.py` fails if another version differs. The service
+    # detects that this process has ended, and ends.
     with contextlib.suppress(AttributeError, KeyError):
-        # Not an import statement, which would wait for an import that hangs in the thread.
+        # An import statement would wait for an import that hangs in the thread.
         connection = sys.modules["wandb.sdk.wandb_setup"]._singleton._connection
         connection.teardown = lambda exit_code: None
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold; anything else (a dtype, a path, a function) as text."""
+    """Converts a value for JSON; dtypes, paths, functions and other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
-from ..core._pytree import ARRAYS, NUMBERS, Static, join, split
+from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
 from ..tracking._metrics import PackedMetrics, pack_metrics
@@ -26,38 +26,38 @@ def compile_step(
     *,
     mesh: Mesh | None = None,
 ) -> "CompiledStep":
-    """Compiles a training step for loops of one's own, as `fit` does for its loop.
+    """Compiles a training step for a custom training loop, as `fit` does for its own loop.
 
-    The compiled step returns before the device is done, so that the next batch can be
-    prepared meanwhile; reading a metric waits for it. The state that is passed in is donated:
-    its memory holds the new state, and the old one can no longer be read. State keeps the
-    given shardings from step to step, and there is one compilation for each shape.
+    The compiled step returns before the device has finished, so the next batch can be prepared in
+    the meantime; reading a metric waits for the device. The state argument is donated: its memory
+    is reused for the new state, and the old state can no longer be read. The new state has the
+    given shardings. The step is compiled once for each shape of its arguments.
 
     **Arguments:**
 
     - `step`: a pure function `step(state, *args) -> (state, aux)`, such as
         [`redcoast.train_step`][] with its keyword arguments bound by `functools.partial`.
-    - `state_shardings`: a `NamedSharding` for each array of the state, as
-        [`redcoast.infer_shardings`][] gives them. One that stands for a part of the state is that
-        of all arrays in it. Bare `PartitionSpec`s refer to `mesh`.
-    - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too; that of
-        `state_shardings` by default.
+    - `state_shardings`: a `NamedSharding` for each array of the state, as returned by
+        [`redcoast.infer_shardings`][]. It may also be a prefix of the state: a sharding in place
+        of a subtree applies to all arrays of the subtree. Bare `PartitionSpec`s refer to `mesh`.
+    - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too. The default is the mesh
+        of `state_shardings`.
 
     **Returns:**
 
-    A callable `(state, *args) -> (state, aux)`. NumPy arrays among `args` are copied and placed
-    with their first dimension split over `data` and `fsdp`, where it divides; JAX arrays stay where
-    they are. Arrays of `args` that are arrays of the state too, such as a target network, can still
-    be read afterwards: the state's part is copied first. What `aux` holds besides arrays and
-    numbers is returned as the step returned it when it was traced. It has `lower(state, *args)`, as
-    jitted functions do, which takes abstract arguments too; those without a sharding are taken
-    for NumPy arrays.
+    A callable `(state, *args) -> (state, aux)`. NumPy arrays in `args` are copied to the devices,
+    with the first dimension split over `data` and `fsdp` if it divides; JAX arrays keep their
+    sharding. If an array is both in `args` and in the state, such as a target network, the copy in
+    `args` can still be read after the call. Leaves of `aux` that are neither arrays nor numbers
+    have the values from tracing. Like a jitted function, the callable has a method
+    `lower(state, *args)`, which also accepts abstract arguments; abstract arguments without a
+    sharding are treated like NumPy arrays.
 
     **Raises:**
 
-    `TypeError` if `state_shardings` holds anything but shardings. `ValueError` if it holds none or
-    does not match the state that the step is called with; if an argument was donated to an earlier
-    step; or if the step does not return a state of the same structure, and aux.
+    `TypeError` if a leaf of `state_shardings` is not a sharding. `ValueError` if it has no leaves
+    or does not match the state that the step is called with; if an argument was donated to an
+    earlier step; or if the step does not return `(state, aux)` with a state of the same structure.
 
     !!! Example
 
@@ -73,23 +73,23 @@ def compile_step(
     for path, x in leaves:
         if not isinstance(x, NamedSharding | P):
             raise TypeError(
-                f"`state_shardings` holds {x!r} at {_name(path)}. It must hold `NamedSharding`s, "
-                "as `infer_shardings(state, mesh)` returns."
+                f"`state_shardings` has {x!r} at {_name(path)}, but its leaves must be "
+                "`NamedSharding`s, as returned by `infer_shardings(state, mesh)`."
             )
     if not leaves:
         raise ValueError(
-            "`state_shardings` holds no sharding. Pass what `infer_shardings(state, mesh)` returns."
+            "`state_shardings` has no leaves. Pass the result of `infer_shardings(state, mesh)`."
         )
     meshes = [x.mesh for _, x in leaves if isinstance(x, NamedSharding)]
     if mesh is None and not meshes:
         raise ValueError(
-            "`state_shardings` holds nothing but `PartitionSpec`s. Pass the `mesh` they refer to."
+            "All leaves of `state_shardings` are `PartitionSpec`s. Pass the `mesh` they refer to."
         )
     found: Any = meshes[0] if mesh is None else mesh
     if not isinstance(found, Mesh):
         raise TypeError(
             f"The mesh of `state_shardings` is {found}, which has no devices. Plan with a mesh of "
-            "devices, as `redcoast.make_mesh` gives."
+            "devices, as returned by `redcoast.make_mesh`."
         )
     given = {path: NamedSharding(found, x) if isinstance(x, P) else x for path, x in leaves}
     return CompiledStep(step, given, found)
@@ -101,20 +101,20 @@ class _Program:
 
     jitted: Any
     shardings: list[NamedSharding]  # of the state's arrays
-    frozen: bool  # whether such a state is a module that cannot be changed in place
+    frozen: bool  # whether the state is a module that cannot be changed in place
 
 
 class CompiledStep:
-    """A compiled step: called like the step it was made from, or lowered to look inside."""
+    """The result of [`redcoast.compile_step`][], called like the step itself."""
 
     def __init__(self, step: Callable[..., Any], shardings: dict[Any, NamedSharding], mesh: Mesh):
-        self._step = _on_state(step, mesh)
+        self._step = _flatten_step(step, mesh)
         self._shardings = shardings  # by path
         self._mesh = mesh
         self._programs: dict[Static, _Program] = {}
-        # The state that was returned last, in parts: taking a tree of many modules apart costs more
-        # than running a small step. It is known by a weak reference, and forgotten with the state.
-        # One that could be changed in place is known by its arrays, once it is taken apart.
+        # Caches the partition of the last returned state, because partitioning a tree of many
+        # modules costs more than a small step. A weak reference identifies the state. A state that
+        # can be changed in place is partitioned again, and identified by its arrays.
         self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
         self._returned: tuple[list[weakref.ref[Any]], Static] | None = None
         self._checked: set[tuple[Static, Static]] = set()
@@ -126,7 +126,7 @@ class CompiledStep:
         if any(map(is_deleted, arrays)) or any(map(is_deleted, given)):
             _refuse_donated(state, args)
         kept = given
-        # The step may still be running when a caller writes the next batch over this one.
+        # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         given = place_batch(given, self._mesh)
         if (static, constants) not in self._checked:
@@ -135,21 +135,24 @@ class CompiledStep:
             )
             refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
             self._checked.add((static, constants))
-            kept = [*given, *traced.jaxpr.consts]  # what the step closes over is kept as well
+            kept = [*given, *traced.jaxpr.consts]  # arrays that the step closes over stay valid
         arrays = separate(arrays, kept, distinct=own)
         if not own:
             arrays = list(map(_put, arrays, program.shardings))
         arrays, aux = program.jitted(arrays, static, given, constants)
         state = join(arrays, static)
         self._remember(state, arrays, static)
-        return state, jax.tree.map(_value, aux, is_leaf=lambda x: isinstance(x, _Constant))
+        is_constant = lambda x: isinstance(x, _Constant)
+        return state, jax.tree.map(
+            lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant
+        )
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
-        """As `jax.jit(...).lower`."""
+        """Lowers the step, like the method of a jitted function."""
         return self.trace(state, *args).lower()
 
     def trace(self, state: PyTree, /, *args: PyTree) -> jax.stages.Traced:
-        """As `jax.jit(...).trace`."""
+        """Traces the step, like the method of a jitted function."""
         given, constants = self._split_arguments(args)
         arrays, static, _ = self._split_state(state)
         program = self._program(state, static)
@@ -164,22 +167,22 @@ class CompiledStep:
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
         given, constants = split(args, numbers=True)
-        _check_hash(constants, lambda: args)
+        _check_hashable(constants, lambda: args)
         return given, constants
 
     def _split_state(self, state: PyTree) -> tuple[list[Any], Static, bool]:
-        """The state's arrays, all else, and whether this step returned them last."""
+        """Returns the state's arrays, its static part, and whether the last call returned them."""
         if self._last is not None and self._last[0]() is state:
             return *self._last[1:], True
         arrays, static = split(state)
-        _check_hash(static, lambda: (state,))
+        _check_hashable(static, lambda: (state,))
         if self._returned is None or self._returned[1] != static:
             return arrays, static, False
         return arrays, static, all(r() is x for r, x in zip(self._returned[0], arrays, strict=True))
 
     def _program(self, state: PyTree, static: Static) -> _Program:
         if static not in self._programs:
-            shardings = _matched(self._shardings, state)
+            shardings = _match_shardings(self._shardings, state)
             alike = [p for p in self._programs.values() if p.shardings == shardings]
             jitted = alike[0].jitted if alike else _jitted_step(self._step, shardings)
             frozen = isinstance(state, eqx.Module) and _is_frozen(static.structure)
@@ -208,8 +211,8 @@ def _jitted_step(step: Callable[..., Any], shardings: list[NamedSharding]) -> An
     )
 
 
-def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`fn(tree, *args)` as a function of what `split` makes of both."""
+def _flatten_arguments(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Converts `fn(tree, *args)` to a function of the partitions that `split` returns."""
 
     def call(arrays: list[Any], static: Static, given: list[Any], constants: Static) -> Any:
         with traced_over(mesh):
@@ -218,15 +221,15 @@ def _on_lists(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     return call
 
 
-def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    call = _on_lists(step, mesh)
+def _flatten_step(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    call = _flatten_arguments(step, mesh)
 
     def flat_step(arrays: list[Any], static: Static, *rest: Any) -> tuple[list[Any], PyTree]:
         new_state, aux = _state_and_aux(call(arrays, static, *rest), static)
         new_arrays, new = split(new_state)
         if (new.structure, new.leaves) != (static.structure, static.leaves):
             raise ValueError(
-                "The step must return a state of the structure that it was given. "
+                "The step must return a state of the same structure as its argument. "
                 + _first_difference(join(arrays, static), new_state)
             )
         wrap = lambda x: x if isinstance(x, NUMBERS) else _Constant(x)
@@ -236,23 +239,21 @@ def _on_state(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
 
 def _state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
-    rest = "It must return `(state, aux)`, where aux is any tree, such as `{}`."
+    rest = "It must return `(state, aux)`, where aux is any PyTree, such as `{}`."
     if jax.tree.structure(out) == static.structure:
-        raise ValueError(f"The step returned nothing but the state. {rest}")
+        raise ValueError(f"The step returned only the state. {rest}")
     if not isinstance(out, tuple | list):
-        raise ValueError(f"The step returned {_kind(out)}. {rest}")
+        kind = "None" if out is None else f"a {type(out).__name__}"
+        raise ValueError(f"The step returned {kind}. {rest}")
     if len(out) != 2:
-        raise ValueError(f"The step returned a {type(out).__name__} of {len(out)}. {rest}")
+        raise ValueError(f"The step returned a {type(out).__name__} of length {len(out)}. {rest}")
     return out[0], out[1]
-
-
-def _kind(x: Any) -> str:
-    return "None" if x is None else f"a {type(x).__name__}"
 
 
 @jax.tree_util.register_pytree_node_class
 class _Constant:
-    """A leaf of aux that is no array: a node without leaves, which a jitted function may return."""
+    """A leaf of aux that is not an array, as a node without leaves: jitted functions can return
+    it."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -265,19 +266,15 @@ class _Constant:
         return constant
 
 
-def _value(x: Any) -> Any:
-    return x.value if isinstance(x, _Constant) else x
-
-
 def _put(x: Any, sharding: NamedSharding) -> Any:
-    # Arrays that are elsewhere would be moved by the call as well, but by a program of their own.
+    # The jitted call would also move arrays that are elsewhere, but in a separate program.
     if is_concrete(x) and x.committed and x.sharding == sharding:
         return x
     return put(x, sharding, may_alias=False if isinstance(x, np.ndarray) else None)
 
 
 def _refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
-    """Raises with the names of what was donated before."""
+    """Raises an error that names the arrays that were donated to an earlier step."""
     refuse_deleted(
         state,
         "The state that the step was called with",
@@ -287,13 +284,13 @@ def _refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
         refuse_deleted(
             arg,
             f"Argument {i + 1} of the step, counted after the state,",
-            "Copy what is used later before the state is passed to a step: "
+            "Before passing a state to a step, copy the parts that are used later: "
             "`jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, state.model)`.",
         )
 
 
-def _matched(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
-    """For each array of the state the sharding at its path, or at the part that it belongs to."""
+def _match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
+    """Returns the sharding of each array of the state: that at its path, or at a prefix of it."""
     is_end = lambda x: x is None or not jax.tree.leaves(x)
     found, missing, known = [], [], {()}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
@@ -303,14 +300,15 @@ def _matched(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSh
             sharding = next((shardings[part] for part in parts if part in shardings), None)
             missing.extend([_name(path)] if sharding is None else [])
             found.append((path, x, sharding))
-    strange = [_name(path) for path in shardings if path not in known]
-    if missing or strange:
+    unexpected = [_name(path) for path in shardings if path not in known]
+    if missing or unexpected:
         lacks = f"It has no sharding for {several(missing)}. " if missing else ""
-        other = f"It has some at {several(strange)}, where the state has nothing. "
+        extra = f"The state has nothing at {several(unexpected)}. " if unexpected else ""
         raise ValueError(
-            f"`state_shardings` does not match the state. {lacks}{other if strange else ''}Pass "
-            "what `infer_shardings(state, mesh)` returns; a sharding for a part of the state is "
-            "that of all arrays in it, and `NamedSharding(mesh, PartitionSpec())` replicates them."
+            f"`state_shardings` does not match the state. {lacks}{extra}Pass the result of "
+            "`infer_shardings(state, mesh)`, or a prefix of the state: a sharding in place of a "
+            "subtree applies to all of its arrays, and `NamedSharding(mesh, PartitionSpec())` "
+            "replicates them."
         )
     for path, x, sharding in found:
         _check_divides(path, x, sharding)
@@ -323,18 +321,18 @@ def _check_divides(path: Any, x: Any, sharding: NamedSharding) -> None:
         sharding.shard_shape(x.shape)
     except ValueError as error:
         raise ValueError(
-            f"`state_shardings` splits the array at {_name(path)}, of shape {x.shape}, as "
-            f"{sharding.spec} over {dict(sharding.mesh.shape)}, which is impossible: each entry "
-            "stands for a dimension, and its axes must divide that dimension."
+            f"The array at {_name(path)}, of shape {x.shape}, cannot be sharded as "
+            f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `state_shardings` specifies. "
+            "Each entry is for one dimension, and the sizes of its axes must divide it."
         ) from error
 
 
 def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
+    return show_path(path, "the root")
 
 
 def _is_frozen(structure: Any) -> bool:
-    """Whether no node of a tree can be changed in place, as lists and dicts can."""
+    """Returns whether no node of a tree can be changed in place, unlike lists and dicts."""
     if structure.node_data() is None:
         return True
     kind = structure.node_data()[0]
@@ -344,8 +342,8 @@ def _is_frozen(structure: Any) -> bool:
     return frozen and all(map(_is_frozen, structure.children()))
 
 
-def _check_hash(static: Static, tree: Callable[[], PyTree]) -> None:
-    """Refuses what is no array and has no hash, for the program is made for it."""
+def _check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
+    """Raises an error for unhashable leaves that are not arrays: they are static arguments."""
     try:
         hash(static)
     except TypeError:
@@ -354,22 +352,22 @@ def _check_hash(static: Static, tree: Callable[[], PyTree]) -> None:
                 hash(None if isinstance(x, NUMBERS) else x)
             except TypeError as error:
                 raise TypeError(
-                    f"The step was called with a {type(x).__name__} at {_name(path)}, which is no "
-                    "array and has no hash, so that no program can be compiled for it. Pass "
+                    f"The step was called with a {type(x).__name__} at {_name(path)}, which is "
+                    "neither an array nor hashable, so the step cannot be compiled for it. Pass "
                     "arrays, numbers, strings or functions, or close over it."
                 ) from error
         raise
 
 
 def _first_difference(given: PyTree, returned: PyTree) -> str:
-    """Where two trees first differ in all but the values of their arrays."""
+    """Describes the first difference between two trees, ignoring the values of arrays."""
     show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
     before, after = (jax.tree_util.tree_leaves_with_path(t) for t in (given, returned))
     for (path, x), (other, y) in zip(before, after, strict=False):
         if path != other or show(x) != show(y):
             return (
                 f"It was given {show(x)} at {_name(path)} and returned {show(y)} at "
-                f"{_name(other)}. What changes from step to step must be a JAX array."
+                f"{_name(other)}. Values that change from step to step must be JAX arrays."
             )
     return f"It was given {len(before)} leaves and returned {len(after)}."
 
@@ -377,11 +375,11 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
 def compile_call(
     fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
 ) -> Callable[..., PyTree]:
-    """Compiles `fn(tree, *args, **options)` for a tree that stays as it is."""
+    """Compiles `fn(tree, *args, **options)` without donating the tree."""
     wanted = (fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
     try:
         jitted = _jitted_call(*wanted)
-    except TypeError:  # callables that hold arrays, say, have no hash
+    except TypeError:  # an unhashable callable, for example one that contains arrays
         jitted = _jitted_call.__wrapped__(*wanted)
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
@@ -398,21 +396,20 @@ def _jitted_call(
     mesh: Mesh,
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
-    # Remembered, so that a loop that evaluates the same functions again compiles them once.
+    # Cached, so that repeated evaluations of the same function are compiled once.
     bound = ft.partial(fn, **dict(options))
     return jax.jit(
-        _on_lists(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
+        _flatten_arguments(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
     )
 
 
 def compile_microbatched(
     step: Callable[..., Any],
     shardings: PyTree[NamedSharding],
-    *,
     batch_size: int,
     accumulate: int,
 ) -> Callable[..., Any]:
-    """Compiles `step(state, batch, accumulate=n)`, also for a last batch of fewer rows."""
+    """Compiles `step(state, batch, accumulate=n)`, including for a short last batch."""
 
     @ft.cache
     def compiled(count: int) -> CompiledStep:
@@ -427,10 +424,10 @@ def compile_microbatched(
 
 
 def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
-    """Into how many microbatches a batch is split."""
+    """Returns the number of microbatches of a batch."""
     if rows == batch_size:
         return accumulate
-    # A short last batch: microbatches no larger than those before, and, as all that a step
-    # draws depends on them, as many on every mesh.
+    # A short last batch has microbatches that are no larger than those before. Their number must
+    # not depend on the mesh, because the random keys of a step depend on it.
     least = -(-rows * accumulate // batch_size)
     return next(k for k in range(least, rows + 1) if rows % k == 0)

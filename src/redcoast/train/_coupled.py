@@ -1,8 +1,7 @@
-"""Losses that are no mean over examples, named where a batch is taken in parts."""
+"""Warnings for losses that are not a mean over examples if a batch is divided."""
 
 import functools as ft
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,30 +11,29 @@ from jaxtyping import PyTree
 
 from ..core._pytree import Static, join, split
 from ..core._tracing import abstract_key
-from ..sharding import coupling_sentence, examples_coupled
+from ..sharding import Coupling, coupling_sentence, examples_coupled
 from ._loss import LossFn, evaluate_loss
 
-Coupled = Sequence[dict[str, str]]
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
-def warn_of_microbatches(coupled: Coupled, batch_size: int, accumulate: int) -> None:
-    for one in coupled:
+def warn_of_microbatches(coupled: Coupling | None, batch_size: int, accumulate: int) -> None:
+    if coupled is not None:
         warnings.warn(
-            f"{coupling_sentence(one)} With `accumulate={accumulate}` the loss of the "
+            f"{coupling_sentence(coupled)} With `accumulate={accumulate}` the loss of the "
             f"{batch_size} examples of a batch is the mean over microbatches of "
-            f"{batch_size // accumulate}, which is another loss. Leave `accumulate` out to train "
-            "on that of the batch.",
+            f"{batch_size // accumulate}, which is a different loss. Leave out `accumulate` to "
+            "train on the loss of the full batch.",
             stacklevel=4,
         )
 
 
-def warn_of_batches(coupled: Coupled, batch_size: int) -> None:
-    for one in coupled:
+def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
+    if coupled is not None:
         warnings.warn(
-            f"{coupling_sentence(one)} An evaluation takes the mean over batches of {batch_size}, "
-            "so that its result depends on `batch_size`. Compare results of one `batch_size` only, "
-            "best with a number of examples that it divides.",
+            f"{coupling_sentence(coupled)} An evaluation takes the mean over batches of "
+            f"{batch_size}, so its result depends on `batch_size`. Compare only results with the "
+            "same `batch_size`, preferably one that divides the number of examples.",
             stacklevel=4,
         )
 
@@ -48,19 +46,19 @@ def find_coupled(
     compute_dtype: Any,
     *,
     training: bool,
-) -> Coupled:
-    """The first operation by which the examples of a batch depend on each other, if any."""
+) -> Coupling | None:
+    """Finds the first operation that makes the examples of a batch depend on each other."""
     arrays, static = split(model)
     shapes = lambda leaves: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     leaves, structure = split(batch)
     given = (shapes(arrays), static, shapes(leaves), structure, mesh, compute_dtype, training)
     try:
         return _find(loss_fn, *given)
-    except TypeError:  # callables that hold arrays, say, have no hash
+    except TypeError:  # an unhashable callable, for example one that contains arrays
         return _find.__wrapped__(loss_fn, *given)
 
 
-# Remembered, so that a loop that evaluates the same loss again traces it once.
+# Cached, so that repeated evaluations of the same loss trace it once.
 @ft.lru_cache(maxsize=16)
 def _find(
     loss_fn: LossFn,
@@ -71,7 +69,7 @@ def _find(
     mesh: Mesh,
     compute_dtype: Any,
     training: bool,
-) -> Coupled:
+) -> Coupling | None:
     def loss(model: PyTree, batch: PyTree, key: Any) -> Any:
         model = model if training else eqx.nn.inference_mode(model)
         return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss

@@ -1,4 +1,4 @@
-"""What `loss_fn` may return, checked and brought into one form."""
+"""Calls `loss_fn`, checks its result and converts it to one form."""
 
 import logging
 from collections.abc import Callable
@@ -12,16 +12,17 @@ from jax._src.interpreters import ad
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._errors import noting
+from ..core._pytree import show_path
 from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
 
-# JAX has no public name for the arrays that a gradient is taken with respect to.
+# JAX has no public name for the tracers of differentiated arrays.
 _DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
 LossFn = Callable[..., Any]
-# Names that `train_step` reports itself.
-RESERVED = ("loss", "grad_norm", "skipped", "learning_rate")
+# Names of metrics that `train_step` returns.
+_RESERVED = ("loss", "grad_norm", "skipped", "learning_rate")
 
 
 class LossResult(NamedTuple):
@@ -34,12 +35,12 @@ class LossResult(NamedTuple):
 def evaluate_loss(
     loss_fn: LossFn, model: PyTree, batch: PyTree, key: PRNGKeyArray | None, compute_dtype: Any
 ) -> LossResult:
-    """Calls `loss_fn` in `compute_dtype`; the result is in float32 or wider."""
+    """Computes the loss in `compute_dtype`; the result is in float32 or wider."""
     half = compute_dtype is not None and jnp.dtype(compute_dtype).itemsize < 4
     if half and has_floating_state(model):
         logger.warning(
-            "Running averages in an `eqx.nn.State` are updated in %s, which is coarse: they may "
-            "settle away from the mean.",
+            "Running averages in an `eqx.nn.State` are updated in %s. Its precision is low, so "
+            "they may not converge to the mean.",
             jnp.dtype(compute_dtype).name,
         )
     compute_model = cast_floating(model, compute_dtype)
@@ -48,11 +49,11 @@ def evaluate_loss(
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
     _check_aux(aux)
-    _check_dependence(loss, model, moved=new_model is not model)
+    _check_dependence(loss, model, updated=new_model is not model)
     if new_model is not model:
-        new_model = _moved_on(new_model, model)
+        new_model = _stored_dtypes(new_model, model)
     aux = {name: widen(value) for name, value in aux.items()}
-    weight = aux.get("weight", jnp.asarray(_rows(batch), jnp.float32))
+    weight = aux.get("weight", jnp.asarray(_batch_size(batch), jnp.float32))
     return LossResult(widen(loss), aux, weight, new_model)
 
 
@@ -64,8 +65,8 @@ def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
     if len(out) == 3:
         return out
     raise ValueError(
-        f"`loss_fn` returned a tuple of {len(out)}. It must return a scalar, `(scalar, aux)` or "
-        "`(scalar, aux, model)`."
+        f"`loss_fn` returned a tuple of length {len(out)}. It must return a scalar, "
+        "`(scalar, aux)` or `(scalar, aux, model)`."
     )
 
 
@@ -87,23 +88,23 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _check_dependence(loss: Array, model: PyTree, *, moved: bool) -> None:
-    """Refuses a loss whose gradient, while it is taken, is zero by its program alone."""
-    # What depends on a differentiated leaf is in its trace; all else is not.
+def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
+    """Raises an error if a loss is differentiated that does not depend on the model."""
+    # Values that depend on a differentiated leaf have the same trace as the leaf.
     traces = {id(_trace(x)) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}
     if not traces or id(_trace(loss)) in traces:
         return
-    what = (
-        "The loss that `loss_fn` returned does not depend on any trainable leaf of the model that "
-        "it was given: its gradient is exactly zero, and nothing is trained"
+    problem = (
+        "The loss that `loss_fn` returned does not depend on any trainable leaf of its argument "
+        "`model`, so the gradient is exactly zero"
     )
-    if moved:  # what is not trained may be all that is to be moved on
-        logger.warning("%s but the leaves of the model that it returned.", what)
+    if updated:  # the purpose may be to update only leaves that are not trained
+        logger.warning("%s. Only the leaves of the model that it returned are updated.", problem)
         return
     raise ValueError(
-        f"{what}. Compute the loss with the argument `model`, for a model from outside of "
-        "`loss_fn` is another one; not only behind `jax.lax.stop_gradient`, an `argmax` or "
-        "a comparison; and look at what `trainable` selects."
+        f"{problem}. Compute the loss with the argument `model`, not with a model from outside of "
+        "`loss_fn`, and not only through `jax.lax.stop_gradient`, an `argmax` or a comparison; "
+        "and check which leaves `trainable` selects."
     )
 
 
@@ -118,40 +119,40 @@ def _check_aux(aux: Any) -> None:
             "be a dict of scalar metrics."
         )
     for name, value in aux.items():
-        if name in RESERVED:
+        if name in _RESERVED:
             raise ValueError(
-                f"`loss_fn` returned a metric called {name!r} in `aux`, a name that is taken: "
-                f"{', '.join(RESERVED)} are reported by `train_step`. Give it another name."
+                f"`loss_fn` returned a metric named {name!r} in `aux`. Use another name: "
+                f"{', '.join(_RESERVED)} are metrics of `train_step`."
             )
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
-                "scalars: numbers or arrays without dimensions."
+                "scalars: numbers, or arrays of shape ()."
             )
         if jnp.ndim(value):
             raise ValueError(
                 f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
-                "scalars: reduce it, or return it from `predict_fn`; a step of your own, compiled "
-                "with `redcoast.compile_step`, may return it beside them."
+                "scalars: reduce it, or return it from `predict_fn`. A custom step, compiled with "
+                "`redcoast.compile_step`, can also return arrays."
             )
 
 
-def _moved_on(new_model: PyTree, model: PyTree) -> PyTree:
-    """The model that `loss_fn` returned, in the dtypes that the model is stored in."""
+def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
+    """Casts the model that `loss_fn` returned to the dtypes of the stored model."""
     old_structure, new_structure = jax.tree.structure(model), jax.tree.structure(new_model)
     if old_structure != new_structure:
         raise ValueError(
-            "The model that `loss_fn` returned has another structure than the one it was given. "
+            "The model that `loss_fn` returned has a different structure from its argument. "
             f"It was given {old_structure} and returned {new_structure}."
         )
     old_leaves = jax.tree_util.tree_leaves_with_path(model)
     for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):
-        # A floating array comes back in the dtype that it was cast to for the computation.
+        # Floating arrays are returned in `compute_dtype`.
         if _kind(old, is_floating(old)) != _kind(new, is_floating(old)):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = show_path(path)
             raise ValueError(
-                f"The model that `loss_fn` returned holds {_kind(new)} at {where}, where it was "
-                f"given {_kind(old)}. Keep shape and dtype."
+                f"The model that `loss_fn` returned has {_kind(new)} at {where}, but was given "
+                f"{_kind(old)} there. Keep the shape and the dtype."
             )
     return cast_like(new_model, model)
 
@@ -163,7 +164,7 @@ def _kind(leaf: Any, floating: bool = False) -> str:
     return f"{dtype}{list(leaf.shape)}"
 
 
-def _rows(batch: PyTree) -> int:
-    """The number of examples of a batch: the weight of a loss that names none."""
+def _batch_size(batch: PyTree) -> int:
+    """Returns the number of examples of a batch: the default weight of a loss."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape")]
     return next((shape[0] for shape in shapes if shape), 1)

@@ -1,4 +1,4 @@
-"""What an optimizer of optax is given, what it must return, and which cannot be used."""
+"""Calls an optax optimizer, and checks its state and its updates."""
 
 import re
 from typing import Any
@@ -9,37 +9,39 @@ import optax
 from jaxtyping import PyTree
 
 from ..core._errors import several
+from ..core._pytree import show_path
 
 
 def refuse_per_example(opt_state: PyTree) -> None:
-    """Refuses the state of an optimizer that takes the gradient of each example."""
+    """Raises an error for optimizers that need the gradient of each example."""
     kind = optax.contrib.DifferentiallyPrivateAggregateState
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
     if any(isinstance(x, kind) for x in nodes):
         raise ValueError(
-            "`optimizer` holds `optax.contrib.differentially_private_aggregate`, which takes the "
-            "gradient of each example; a training step computes that of their mean. Compute the "
-            "gradients in a step of your own, `jax.vmap(jax.grad(loss), (None, 0))(params, batch)` "
-            "with the loss of one example, and compile it with `redcoast.compile_step`."
+            "`optimizer` contains `optax.contrib.differentially_private_aggregate`, which needs "
+            "the gradient of each example, but a training step computes only the gradient of their "
+            "mean. Compute the gradients in a custom step, "
+            "`jax.vmap(jax.grad(loss), (None, 0))(params, batch)` with the loss of one example, "
+            "and compile it with `redcoast.compile_step`."
         )
 
 
 def refuse_optimizer_states(params: PyTree, kind: type) -> None:
-    """Refuses a model of which an optimizer's state, in a `kind` or by itself, would be trained."""
-    ends = lambda x: isinstance(x, kind) or _is_of_optax(x)
-    held = lambda x: x.opt_state if isinstance(x, kind) else x if _is_of_optax(x) else None
+    """Raises an error if an optimizer state, alone or in a `kind`, is among the parameters."""
+    ends = lambda x: isinstance(x, kind) or _is_optax_state(x)
+    held = lambda x: x.opt_state if isinstance(x, kind) else x if _is_optax_state(x) else None
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=ends)
-    names = [_name(path) for path, x in nodes if jax.tree.leaves(held(x))]
+    names = [show_path(path, "its root") for path, x in nodes if jax.tree.leaves(held(x))]
     if names:
         raise TypeError(
-            "The model holds the state of an optimizer, which would be trained as if it were "
-            f"parameters, at {several(names)}. Of a `TrainState`, pass `state.model`; or leave out "
-            "the optimizer's state by `trainable`. Several `TrainState`s are trained by a step of "
-            "your own, compiled with `redcoast.compile_step`."
+            f"The model contains an optimizer state at {several(names)}, which would be trained "
+            "like parameters. Instead of a `TrainState`, pass `state.model`, or exclude the "
+            "optimizer state with `trainable`. To train several `TrainState`s, write a custom step "
+            "and compile it with `redcoast.compile_step`."
         )
 
 
-def _is_of_optax(x: Any) -> bool:
+def _is_optax_state(x: Any) -> bool:
     kind = type(x)
     named = issubclass(kind, tuple) and kind.__name__.endswith("State")
     return named and kind.__module__.split(".")[0] == "optax"
@@ -52,7 +54,7 @@ def call_update(
     params: PyTree,
     **extras: Any,
 ) -> tuple[PyTree, PyTree]:
-    """`optimizer.update` with those of the extra arguments that it takes."""
+    """Calls `optimizer.update` with the extra arguments that it accepts."""
     update = optax.with_extra_args_support(optimizer).update
     refused: list[str] = []
     while True:
@@ -60,19 +62,20 @@ def call_update(
             updates, new_state = update(grads, opt_state, params, **extras)
             break
         except (AttributeError, TypeError, ValueError) as error:
-            # `optax.chain` takes all arguments and passes them to parts that do not, so that
-            # nothing but calling it says which.
+            # `optax.chain` accepts all arguments and passes them to its parts, which may not
+            # accept them. Calling it is the only way to find out.
             match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if isinstance(error, TypeError) and match and match[1] in extras:
                 del extras[match[1]]
                 refused.append(match[1])
                 continue
-            _check_same(optimizer, opt_state, params, error)
+            _check_opt_state(optimizer, opt_state, params, error)
             if refused and "missing" in str(error):
                 raise TypeError(
-                    f"A part of `optimizer` takes no `{'`, no `'.join(refused)}`, and without them "
-                    f'another one raised "{error}". Wrap the part that takes none, so that optax '
-                    "passes it none: `optax.GradientTransformation(part.init, part.update)`."
+                    f"A part of `optimizer` does not accept `{'` and `'.join(refused)}`, but "
+                    f'without them another part raised "{error}". Wrap the first part, so that '
+                    "optax does not pass them to it: "
+                    "`optax.GradientTransformation(part.init, part.update)`."
                 ) from error
             raise
     _check_shapes(updates, params)
@@ -80,23 +83,23 @@ def call_update(
 
 
 def _check_shapes(updates: PyTree, params: PyTree) -> None:
-    """Refuses what `optax.apply_updates` would broadcast."""
+    """Raises an error for updates that `optax.apply_updates` would broadcast."""
     if jax.tree.structure(updates) != jax.tree.structure(params):
-        return  # `optax.apply_updates` says so, or takes it
+        return  # `optax.apply_updates` accepts it or raises an error
     for (where, shape), (_, wanted) in zip(_shapes(updates), _shapes(params), strict=True):
         if shape != wanted:
             raise ValueError(
                 f"`optimizer` returned an update of shape {shape} for the parameter at {where}, "
-                f"of shape {wanted}. They must have the same shape. Optimizers that take the "
-                "gradient of each example cannot be used here: a training step computes that of "
-                "their mean."
+                f"of shape {wanted}. They must have the same shape. Optimizers that need the "
+                "gradient of each example cannot be used: a training step computes only the "
+                "gradient of their mean."
             )
 
 
-def _check_same(
+def _check_opt_state(
     optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, error: Exception
 ) -> None:
-    """Says where the state differs from that which the optimizer makes of the parameters."""
+    """Raises an error if the state differs from the one that the optimizer initialises."""
     expected = jax.eval_shape(optimizer.init, params)
     wanted, given = dict(_shapes(expected)), dict(_shapes(opt_state))
     same = jax.tree.structure(expected) == jax.tree.structure(opt_state)
@@ -105,21 +108,17 @@ def _check_same(
     differ = [where for where in wanted if wanted[where] != given.get(where, wanted[where])]
     parts = {
         "lacks": [where for where in wanted if where not in given],
-        "has besides": [where for where in given if where not in wanted],
+        "also has": [where for where in given if where not in wanted],
         "has other shapes at": differ,
     }
-    said = ", and ".join(f"{words} {several(names)}" for words, names in parts.items() if names)
+    found = ", and ".join(f"{words} {several(names)}" for words, names in parts.items() if names)
     raise ValueError(
-        "`optimizer` is not the one that the state was made with, or `trainable` selects other "
-        f"leaves: the optimizer's state {said or 'has other nodes'}. Pass both as they were passed "
-        "to `init_state`."
+        "`optimizer` is not the one that the state was created with, or `trainable` selects other "
+        f"leaves: the optimizer state {found or 'has another structure'}. Pass the same "
+        "`optimizer` and `trainable` as to `init_state`."
     ) from error
 
 
 def _shapes(tree: PyTree) -> list[tuple[str, tuple[int, ...]]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(_name(path), jnp.shape(x)) for path, x in leaves]
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "its root"
+    return [(show_path(path, "its root"), jnp.shape(x)) for path, x in leaves]

@@ -1,4 +1,4 @@
-"""The plan of a training step."""
+"""Plans a training step, and checks the plan."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +10,9 @@ from jaxtyping import PyTree
 
 from ..core._errors import check_functions, check_integer
 from ..core._tracing import abstract_key
-from ..data._sources import count_examples
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, plan_shardings
-from ._coupled import find_coupled, warn_of_batches, warn_of_microbatches
+from ._coupled import find_coupled, warn_of_microbatches
 from ._loss import LossFn, evaluate_loss
 from ._step import TrainState
 
@@ -34,17 +33,17 @@ def plan_step(
 
     **Arguments:**
 
-    - `state`: the state of the run; it may be abstract.
+    - `state`: the state of the run, concrete or abstract.
     - `loss_fn`, `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
-    - `batch`: a batch, such as the `spec` of [`redcoast.Batches`][]: arrays or
-        `ShapeDtypeStruct`s, batch dimension first, with the number of rows over all devices.
+    - `batch`: a global batch: a PyTree of arrays or `ShapeDtypeStruct`s, batch dimension first,
+        such as the `spec` of [`redcoast.Batches`][].
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `hardware`: as for [`redcoast.plan_shardings`][].
 
     **Returns:**
 
-    A [`redcoast.Plan`][] of the state. Its `constrain` is meant for `loss_fn`.
+    A [`redcoast.Plan`][] of the state. Apply its `constrain` to `loss_fn`.
 
     **Raises:**
 
@@ -82,34 +81,27 @@ def check_coupling(
     accumulate: int,
     loss_fn: LossFn,
     compute_dtype: Any,
-    eval_examples: Any,
 ) -> None:
-    """Warns if examples that depend on each other are taken in parts."""
+    """Warns if examples that depend on each other are computed in several microbatches."""
     batch_size = jax.tree.leaves(batch)[0].shape[0]
-    several = (count_examples(eval_examples, "eval_examples") or 0) > batch_size
-    parts = max(accumulate, 1)  # less is refused by the step
-    if parts == 1 and not several:
-        return
-    # The plan was read off one microbatch, and a single example depends on no other.
-    if plan.report.get("coupled") == [] and batch_size // parts > 1:
+    # The plan was made for one microbatch, and a single example depends on no other.
+    program, rows = plan.report.program_or_none, batch_size // max(accumulate, 1)
+    known = program is not None and program.coupled is None and rows > 1
+    if accumulate <= 1 or known:
         return
     assert isinstance(plan.mesh, Mesh)
-    given = (loss_fn, state.model, batch, plan.mesh, compute_dtype)
-    coupled = find_coupled(*given, training=True)
-    if parts > 1:
-        warn_of_microbatches(coupled, batch_size, accumulate)
-    if several and coupled:
-        warn_of_batches(find_coupled(*given, training=False), batch_size)
+    coupled = find_coupled(loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True)
+    warn_of_microbatches(coupled, batch_size, accumulate)
 
 
 def verify_step(
     plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
 ) -> None:
-    """Compares the planned program with one device's on the first rows of a batch."""
+    """Compares the planned program with that of one device on the first rows of a batch."""
     if jax.process_count() > 1:
         raise ValueError(
-            "`verify` compares with one device in one process. Verify the mesh there, with as many "
-            "emulated devices (`emulate_devices`), and leave `verify` out here."
+            "`plan='verify'` works only in a single process. Verify the mesh there, with as many "
+            "emulated devices (`emulate_devices`), and leave out `plan` here."
         )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     few = jax.tree.map(lambda x: x[:rows], batch)
@@ -120,7 +112,7 @@ def verify_step(
 
 
 def _microbatch(batch: PyTree, accumulate: int) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes of one of `accumulate` microbatches; of the batch, if it does not divide."""
+    """Returns the shapes of a microbatch; those of the batch if `accumulate` does not divide."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
         rows = x.shape[0] // (1 if x.shape[0] % accumulate else accumulate)

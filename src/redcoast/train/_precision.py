@@ -7,23 +7,23 @@ from jaxtyping import Array, PyTree
 
 
 def check_compute_dtype(dtype: Any, *, training: bool) -> None:
-    """Refuses what would lose gradients or is no floating dtype."""
+    """Raises an error for dtypes that are not floating, and for float16 in training."""
     if dtype is None:
         return
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, not {dtype!r}."
+            f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, but is {dtype!r}."
         )
     if training and jnp.dtype(dtype) == jnp.float16:
         raise ValueError(
-            "`compute_dtype=jnp.float16` is refused for training: its range ends at 65,504 and "
-            "6e-8, so that gradients overflow or vanish without loss scaling. Use jnp.bfloat16, "
-            "which has the range of float32 and needs none."
+            "`compute_dtype=jnp.float16` cannot be used for training: its range, 6e-8 to 65,504, "
+            "is so small that gradients overflow or vanish without loss scaling. Use jnp.bfloat16, "
+            "which has the range of float32 and needs no loss scaling."
         )
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
-    """Casts the floating arrays of a tree; with `dtype=None`, nothing."""
+    """Casts the floating arrays of a tree to `dtype`, unless that is `None`."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
@@ -35,19 +35,19 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def has_floating_state(model: PyTree) -> bool:
-    """Whether a model holds running averages of stateful layers."""
+    """Returns whether a model contains running averages of stateful layers."""
     is_state = lambda x: isinstance(x, eqx.nn.State)
     states = [x for x in jax.tree.leaves(model, is_leaf=is_state) if is_state(x)]
     return any(map(is_floating, jax.tree.leaves(states)))
 
 
 def is_floating(x: Any) -> bool:
-    # NumPy scalars have a dtype as well; Python floats are weakly typed and adapt by themselves.
+    # NumPy scalars have a dtype too. Python floats are weakly typed and need no cast.
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def widen(x: Any) -> Array:
-    """To float32, unless it is wider: half precision and integers are too coarse for sums."""
+    """Casts half precision and integers, which are too coarse for sums, to float32."""
     x = jnp.asarray(x)
     wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
     return x if wide else x.astype(jnp.float32)

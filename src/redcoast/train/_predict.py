@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
+from ..core._pytree import show_path
 from ._precision import cast_floating, check_compute_dtype
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
@@ -20,25 +21,25 @@ def predict(
     predict_fn: PredictFn,
     compute_dtype: Any = None,
 ) -> PyTree:
-    """Predicts a batch, with the model in inference mode; pure.
+    """Computes the predictions for a batch, with the model in inference mode; a pure function.
 
     **Arguments:**
 
-    - `model`: any PyTree. `eqx.nn.inference_mode` turns dropout off and makes BatchNorm use its
-        running averages.
+    - `model`: any PyTree. It is put in inference mode (`eqx.nn.inference_mode`), in which dropout
+        is off and BatchNorm uses its running averages.
     - `batch`: PyTree of arrays, batch dimension first.
-    - `key`: a JAX key for predictions that sample; `jax.random.key(0)` by default.
+    - `key`: a JAX key for predictions that use random numbers; `jax.random.key(0)` by default.
     - `predict_fn`: `predict_fn(model, batch, key)` returns a PyTree of arrays, batch dimension
         first.
-    - `compute_dtype`: casts the floating arrays of model and batch first.
+    - `compute_dtype`: the dtype to cast the floating arrays of the model and the batch to.
 
     **Returns:**
 
-    What `predict_fn` returns.
+    The predictions of `predict_fn`.
 
     **Raises:**
 
-    `ValueError` if a prediction's first dimension is not that of the batch.
+    `ValueError` if the first dimension of a prediction is not the batch size.
 
     !!! Example
 
@@ -60,11 +61,11 @@ def _check_rows(predictions: PyTree, batch: PyTree) -> None:
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     leaves = jax.tree_util.tree_leaves_with_path(predictions)
     if not leaves:
-        raise ValueError("`predict_fn` returned no array. It must return one row for each example.")
+        raise ValueError("`predict_fn` returned no arrays. It must return a row for each example.")
     for path, leaf in leaves:
         shape = jnp.shape(leaf)
         if rows and (not shape or shape[0] not in rows):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = show_path(path)
             raise ValueError(
                 f"`predict_fn` returned an array of shape {shape}"
                 + (f" at {where}" if where else "")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules whose length comes from the data."""
+"""Learning-rate schedules whose length is derived from the data."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-# What Optax takes for a schedule, with a narrower result.
+# An optax schedule with a narrower result type.
 Schedule = Callable[[ArrayLike], Array]
 Decay = Literal["cosine", "linear", "constant"]
 
@@ -25,19 +25,19 @@ def learning_rate_schedule(
     decay: Decay = "cosine",
     end: int | float = 0.1,
 ) -> Schedule:
-    """A linear warm-up to `peak`, then a decay that ends with the last step of the run.
+    """Creates a schedule with a linear warmup to `peak` and a decay over the rest of the run.
 
-    With `T` steps in total, of which `W` warm up, step `t = 0, 1, ...` has the learning rate
+    With `T` steps in total and `W` warmup steps, step `t = 0, 1, ...` has the learning rate
 
-    - `peak * (t + 1) / W` while `t < W`: the first step is not wasted on a learning rate of zero,
-      and step `W - 1` is the first with the whole `peak`;
-    - then, with `s = max(W - 1, 0)` and `p = (t - s) / (T - 1 - s)`, for `decay="linear"`
-      `peak * (1 - (1 - end) * p)`, and for `decay="cosine"`
-      `peak * (end + (1 - end) * (1 + cos(pi * p)) / 2)`, so that the last step, `t = T - 1`, has
-      `end * peak`. Later steps stay there.
+    - `peak * (t + 1) / W` while `t < W`. The first step already trains, and step `W - 1` is the
+      first with the learning rate `peak`;
+    - then, with `s = max(W - 1, 0)` and `p = (t - s) / (T - 1 - s)`,
+      `peak * (1 - (1 - end) * p)` for `decay="linear"`, and
+      `peak * (end + (1 - end) * (1 + cos(pi * p)) / 2)` for `decay="cosine"`. The last step,
+      `t = T - 1`, has the learning rate `end * peak`, and so do all later steps.
 
-    The cosine is that of Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with Warm
-    Restarts*, 2017, equation 5, without restarts.
+    The cosine decay is equation 5 of Loshchilov and Hutter, *SGDR: Stochastic Gradient Descent with
+    Warm Restarts*, 2017, without restarts.
 
     !!! example
 
@@ -51,18 +51,18 @@ def learning_rate_schedule(
     - `peak`: the largest learning rate.
     - `examples`: the number of training examples, `len(examples)`.
     - `batch_size`: the global batch size.
-    - `epochs`: the number of passes over the examples; the last batch may be short, so that there
-      are `epochs * examples / batch_size` steps, rounded up.
-    - `steps`: the number of steps. Give either this or `epochs`.
-    - `warmup`: the number of warm-up steps as an `int`, or, as a `float` in [0, 1), their share of
-      all steps (rounded to whole steps).
-    - `decay`: `"cosine"`, `"linear"` or `"constant"` (which stays at `peak` and ignores `end`).
+    - `epochs`: the number of passes over the examples. The last batch may be short, so the number
+      of steps is `epochs * examples / batch_size`, rounded up.
+    - `steps`: the number of steps. Pass either this or `epochs`.
+    - `warmup`: an `int` is the number of warmup steps; a `float` in [0, 1) is their fraction of
+      all steps, rounded to an integer number of steps.
+    - `decay`: `"cosine"`, `"linear"` or `"constant"` (`peak` after the warmup; ignores `end`).
     - `end`: the last learning rate as a fraction of `peak`.
 
     **Returns:**
 
-    A function from the step (an integer, traced or not) to the learning rate in float32, which
-    every Optax optimizer takes for its `learning_rate`. It also maps an array of steps.
+    A function from the step (an integer or an array of integers) to the learning rate in float32.
+    Pass it to an optax optimizer as `learning_rate`.
 
     **Raises:**
 
@@ -70,17 +70,15 @@ def learning_rate_schedule(
     range.
     """
     if not isinstance(peak, int | float):
-        raise TypeError(f"peak is {peak!r}; it has to be a number.")
+        raise TypeError(f"`peak` must be a number, but is {peak!r}.")
     total = _total_steps(examples, batch_size, epochs, steps)
     warmup_steps = _warmup_steps(warmup, total)
     if not (math.isfinite(peak) and peak > 0):
-        raise ValueError(f"peak is {peak}; the learning rate has to be positive and finite.")
+        raise ValueError(f"`peak` must be positive and finite, but is {peak}.")
     if decay not in get_args(Decay):
-        raise ValueError(f"decay is {decay!r}; it has to be one of {', '.join(get_args(Decay))}.")
+        raise ValueError(f"`decay` must be one of {', '.join(get_args(Decay))}, but is {decay!r}.")
     if not 0 <= end <= 1:
-        raise ValueError(
-            f"end is {end}; it is a fraction of the peak, between 0 and 1, not a learning rate."
-        )
+        raise ValueError(f"`end` must be a fraction of `peak` between 0 and 1, but is {end}.")
     return _schedule(peak, total, warmup_steps, decay, end)
 
 
@@ -100,18 +98,18 @@ def _schedule(
             [optax.linear_schedule(peak / warmup, peak, start), main], [start]
         )
 
-    # Optax counts steps in int32, which strict dtype promotion does not mix with floats.
+    # Optax counts steps in int32, which strict dtype promotion cannot combine with floats.
     return lambda step: jnp.asarray(main(jnp.asarray(step, jnp.float32)), jnp.float32)
 
 
 def _total_steps(examples: int, batch_size: int, epochs: int | None, steps: int | None) -> int:
     if (epochs is None) == (steps is None):
-        given = "neither" if epochs is None else "both"
-        raise ValueError(f"Give either epochs or steps; {given} of them is given.")
+        given = "neither is" if epochs is None else "both are"
+        raise ValueError(f"Pass exactly one of `epochs` and `steps`; {given} given.")
     sizes = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     for name, size in sizes.items():
         if size is not None and size < 1:
-            raise ValueError(f"{name} is {size}; it has to be at least 1.")
+            raise ValueError(f"`{name}` must be at least 1, but is {size}.")
     if epochs is None:
         assert steps is not None
         return steps
@@ -122,13 +120,13 @@ def _warmup_steps(warmup: int | float, total: int) -> int:
     if isinstance(warmup, float):
         if not 0 <= warmup < 1:
             raise ValueError(
-                f"warmup is {warmup}; as a float it is a share of all steps, which lies in [0, 1). "
-                "For a number of steps, pass an int."
+                f"A float `warmup` is a fraction of all steps and must be in [0, 1), but is "
+                f"{warmup}. For a number of steps, pass an int."
             )
         return min(round(warmup * total), total - 1)
     if not 0 <= warmup <= total:
         raise ValueError(
-            f"warmup is {warmup} steps and the whole run is {total}; pass at most {total}, or a "
-            "float in [0, 1) for a share of the run."
+            f"`warmup` must be between 0 and {total}, the number of steps of the run, but is "
+            f"{warmup}. For a fraction of the run, pass a float in [0, 1)."
         )
     return warmup

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxtyping import Array, Bool, PyTree
 
-from ..core._jaxpr import bind_again
+from ..core._jaxpr import bind_again, evaluate, variables
 
 
 def guarded_update(
@@ -16,51 +16,51 @@ def guarded_update(
     opt_state: PyTree,
     finite: Bool[Array, ""],
 ) -> tuple[PyTree, PyTree]:
-    """`update(grads, opt_state)`, in which the state only moves on if `finite`.
+    """Calls `update(grads, opt_state)`, and keeps the old state unless `finite`.
 
-    The obvious way, to select between the new and the old state afterwards, makes the compiler
-    copy the state: what else uses the new moments (the step of the parameters) is fused with their
-    computation from the old ones, which must then be kept although they are donated. Here, each
-    new value is selected as soon as it is computed, and all that follows uses the selected one, so
-    that the state is overwritten in place. The updates differ where `finite` is false, but there
-    they are not applied.
+    Selecting between the new and the old state afterwards would make XLA copy the state. It fuses
+    the users of the new moments, such as the parameter update, with the computation of the moments
+    from the old ones, which must then be kept although they are donated. Here each new value is
+    selected as soon as it is computed, and everything after it uses the selected value, so the
+    state is overwritten in place. If `finite` is false the updates have other values, but they are
+    not applied.
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state)
     old, structure = jax.tree.flatten(opt_state)
-    inputs = [*jax.tree.leaves(grads), *old]
-    outputs = _evaluate(closed, inputs, old, finite)
-    updates_structure = jax.tree.structure(shapes[0])
+    outputs = _evaluate(closed, [*jax.tree.leaves(grads), *old], old, finite)
     if jax.tree.structure(shapes[1]) != structure:
         raise ValueError(
-            "The optimizer returned a state of another structure than the one it was given: "
-            f"{jax.tree.structure(shapes[1])} instead of {structure}."
+            "The optimizer must return a state with the structure of the one that it was given, "
+            f"{structure}, but returned {jax.tree.structure(shapes[1])}."
         )
-    split = len(outputs) - len(old)
-    return updates_structure.unflatten(outputs[:split]), structure.unflatten(outputs[split:])
+    count = len(outputs) - len(old)
+    updates = jax.tree.structure(shapes[0]).unflatten(outputs[:count])
+    return updates, structure.unflatten(outputs[count:])
 
 
 def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Array) -> list[Any]:
-    """Runs a program whose last outputs replace `old`, each only if `finite`."""
+    """Evaluates a jaxpr whose last outputs replace `old`, each only if `finite`."""
     jaxpr = closed.jaxpr
-    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old) :]
-    counts = Counter(var for var in state_vars if not isinstance(var, Literal))
-    once = [(v, o) for v, o in zip(state_vars, old, strict=True) if not isinstance(v, Literal)]
-    replaces = {v: o for v, o in once if counts[v] == 1}
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda var: var.val if isinstance(var, Literal) else values[var]
-    selected = set()
-    for equation in jaxpr.eqns:
-        results = bind_again(equation, list(map(read, equation.invars)))
-        for var, value in zip(equation.outvars, results, strict=True):
-            if var in replaces:
-                value = jnp.where(finite, value, replaces[var])
-                selected.add(var)
-            values[var] = value
-    updates = list(map(read, jaxpr.outvars[: len(jaxpr.outvars) - len(old)]))
-    return updates + [
-        jnp.where(finite, read(var), before)
-        if isinstance(var, Literal) or var not in selected
-        else read(var)
+    first = len(jaxpr.outvars) - len(old)
+    state_vars = jaxpr.outvars[first:]
+    counts = Counter(variables(state_vars))
+    computed = {var for equation in jaxpr.eqns for var in equation.outvars}
+    # A variable that is the new value of one state leaf only is selected where it is computed.
+    replaces = {
+        var: before
         for var, before in zip(state_vars, old, strict=True)
+        if not isinstance(var, Literal) and counts[var] == 1 and var in computed
+    }
+
+    def handle(_: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        results = zip(equation.outvars, bind_again(equation, operands), strict=True)
+        return [jnp.where(finite, x, replaces[v]) if v in replaces else x for v, x in results]
+
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+    outputs = evaluate(jaxpr, env, handle)
+    selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]
+    return outputs[:first] + [
+        new if done else jnp.where(finite, new, before)
+        for new, before, done in zip(outputs[first:], old, selected, strict=True)
     ]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
-from ..core._pytree import join, partition_trainable, split
+from ..core._pytree import join, partition_trainable, show_path, split
 from ._loss import LossFn, evaluate_loss
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
@@ -18,12 +18,12 @@ from ._skip_nonfinite import guarded_update
 
 
 class TrainState(eqx.Module):
-    """All that a training step changes, and the key of the run.
+    """The state that a training step updates.
 
     - `model`: any PyTree.
-    - `opt_state`: the optimizer's state for the trainable leaves of `model`.
-    - `step`: how many steps were taken, skipped ones included.
-    - `key`: the key of the run, the same at all steps: step n draws from `fold_in(key, n)`.
+    - `opt_state`: the optimizer state for the trainable leaves of `model`.
+    - `step`: the number of steps taken, including skipped steps; int32.
+    - `key`: the PRNG key of the run, the same at all steps. Step n uses `fold_in(key, n)`.
     """
 
     model: PyTree
@@ -40,19 +40,19 @@ def init_state(
     shardings: PyTree[NamedSharding | None] | None = None,
     trainable: PyTree = eqx.is_inexact_array,
 ) -> TrainState:
-    """Creates the state of a training run, split over devices from the first moment.
+    """Creates the state of a training run, sharded from the start.
 
-    The function is pure. With `eqx.filter_eval_shape` it makes the abstract state, which can
-    be planned without memory; with the plan's `shardings`, each device then computes its own
-    part, and no array exists whole on one device unless the plan says so.
+    The function is pure. With `eqx.filter_eval_shape` it returns the abstract state, which can be
+    planned without allocating memory. With the `shardings` of the plan, each device computes only
+    its own shards, so no device needs memory for the full model unless the plan replicates it.
 
     **Arguments:**
 
     - `init_fn`: `init_fn(key) -> model`.
     - `optimizer`: an optax optimizer.
-    - `key`: a JAX key; one half initialises the model, the other is kept for training.
-    - `shardings`: what [`redcoast.infer_shardings`][] returns for the abstract state.
-    - `trainable`: which leaves the optimizer trains, as in [`redcoast.train_step`][].
+    - `key`: a JAX key. It is split into the key that initialises the model and the key of the run.
+    - `shardings`: the result of [`redcoast.infer_shardings`][] for the abstract state.
+    - `trainable`: the leaves that the optimizer trains, as in [`redcoast.train_step`][].
 
     **Returns:**
 
@@ -60,8 +60,8 @@ def init_state(
 
     **Raises:**
 
-    `ValueError` if `trainable` selects no leaf, or if the optimizer takes the gradient of each
-    example. `TypeError` if the model holds an optimizer's state that would be trained.
+    `ValueError` if `trainable` selects no leaves, or if the optimizer needs the gradient of each
+    example. `TypeError` if the model contains an optimizer state that would be trained.
 
     !!! Example
 
@@ -87,11 +87,11 @@ def init_state(
 def state_of(
     model: PyTree, optimizer: optax.GradientTransformation, *, key: PRNGKeyArray, trainable: PyTree
 ) -> TrainState:
-    """The state at step 0 of a model that exists."""
+    """Creates the state at step 0 for a given model."""
     params, _ = partition_trainable(model, trainable)
     if not jax.tree.leaves(params):
         raise ValueError(
-            "The model has no trainable leaf: none is a floating array that `trainable` selects."
+            "The model has no trainable leaves: `trainable` selects none of its floating arrays."
         )
     refuse_optimizer_states(params, TrainState)
     with jax.numpy_dtype_promotion("standard"):
@@ -103,7 +103,7 @@ def state_of(
 def create_split(
     create: Callable[..., TrainState], *args: PyTree, shardings: PyTree[NamedSharding | None]
 ) -> TrainState:
-    """`create(*args)`, computed by each device for its own part."""
+    """Calls `create(*args)`; each device computes only its own shards."""
     _, static = split(eqx.filter_eval_shape(create, *args))
     arrays, constants = eqx.partition(args, eqx.is_array)
     flat_create = jax.jit(
@@ -114,7 +114,7 @@ def create_split(
 
 
 def _strongly_typed(x: Any) -> Any:
-    # Weakly typed arrays become strongly typed by a step, which would then compile twice.
+    # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
@@ -128,42 +128,44 @@ def train_step(
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Takes one optimizer step; pure, for `eqx.filter_jit`, `jax.jit`, `vmap` and `scan`.
+    """Takes one optimizer step; a pure function that can be jitted, vmapped and scanned.
 
-    A step whose loss or gradient is not finite changes neither model nor optimizer.
+    If the loss or the gradient is NaN or infinite, the step is skipped: the model and the optimizer
+    state do not change.
 
     **Arguments:**
 
     - `state`: a [`redcoast.TrainState`][].
     - `batch`: PyTree of arrays, batch dimension first.
-    - `loss_fn`: `loss_fn(model, batch, key)` returns the mean loss, a scalar; or
-        `(loss, aux)` with `aux` a dict of scalar metrics, in which `"weight"` says over how much
-        the mean is (tokens, say; otherwise the number of examples); or `(loss, aux, model)`, the
-        model with its non-trainable leaves moved on (running averages).
-    - `optimizer`: the optax optimizer that `state` was made with. Optimizers that take the loss
-        (`optax.lbfgs`, `optax.polyak_sgd`, ...) are given what they take of `value`, `grad` and
-        `value_fn`.
-    - `accumulate`: into how many microbatches the batch is split, one after the other, to save
-        activation memory. Loss, metrics and gradient are their means weighted by `"weight"`,
-        which are the full batch's unless its examples depend on each other in the loss.
-    - `compute_dtype`: what the loss and its gradient are computed in (`jnp.bfloat16`, say), while
-        parameters and optimizer state keep their dtype. Floating arrays of the model and of the
-        batch are cast; leave counts and masks integers or booleans to keep them exact.
-    - `trainable`: which leaves the optimizer trains: a function of a leaf or a PyTree of booleans,
-        as `eqx.partition` takes; one of them may stand for a part of the model. Frozen leaves cost
-        no gradient and no optimizer state. Arrays in an `eqx.nn.State` are never trained.
+    - `loss_fn`: `loss_fn(model, batch, key)` returns the mean loss, a scalar; or `(loss, aux)`,
+        with a dict of scalar metrics; or `(loss, aux, model)`, with updated non-trainable leaves
+        such as running averages. `aux["weight"]` is the size of what the loss averages over, for
+        example the number of tokens; the default is the number of examples.
+    - `optimizer`: the optax optimizer that `state` was created with. Optimizers that use the loss
+        (`optax.lbfgs`, `optax.polyak_sgd`, ...) are passed `value`, `grad` and `value_fn`, as far
+        as they accept them.
+    - `accumulate`: the number of microbatches, which are processed one after the other to save
+        activation memory. Loss, metrics and gradient are means over the microbatches, weighted by
+        `"weight"`. They equal those of the full batch unless the loss makes examples depend on each
+        other.
+    - `compute_dtype`: the dtype in which the loss and its gradient are computed, such as
+        `jnp.bfloat16`. Parameters and optimizer state keep their dtype. All floating arrays of the
+        model and the batch are cast; use integers or booleans for exact counts and masks.
+    - `trainable`: the leaves that the optimizer trains: a function of a leaf, or a PyTree of
+        booleans that may be a prefix of the model, as for `eqx.partition`. Frozen leaves need no
+        gradient and no optimizer state. Arrays in an `eqx.nn.State` are never trained.
 
     **Returns:**
 
-    The new state, and the metrics: `loss`, `grad_norm` (the gradient's Euclidean norm over all
-    leaves), `skipped` (1.0 if the step was skipped), `learning_rate` if the optimizer's state
-    holds it (`optax.inject_hyperparams`), and all of `aux`.
+    The new state, and the metrics: `loss`, `grad_norm` (the Euclidean norm of the gradient over all
+    leaves), `skipped` (1.0 if the step was skipped), `learning_rate` if the optimizer state has it
+    (`optax.inject_hyperparams`), and the entries of `aux`.
 
     **Raises:**
 
-    `ValueError` or `TypeError`, when traced, if `loss_fn` returns anything else, if the batch
-    does not split into `accumulate` microbatches, if `compute_dtype` is `float16`, or if the
-    optimizer is not that of the state or takes the gradient of each example.
+    `ValueError` or `TypeError`, at tracing time, if `loss_fn` returns anything else, if
+    `accumulate` does not divide the batch size, if `compute_dtype` is `float16`, or if the
+    optimizer is not that of the state or needs the gradient of each example.
 
     !!! Example
 
@@ -173,7 +175,7 @@ def train_step(
         ```
     """
     check_compute_dtype(compute_dtype, training=True)
-    check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` gives")
+    check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
@@ -183,7 +185,7 @@ def train_step(
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
     (loss, aux, rest_after), grads = loss_and_grads(loss_of, params, rest, batch, key, accumulate)
-    # Downhill is against the conjugate of what JAX calls the gradient of a complex leaf.
+    # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
     grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -193,7 +195,7 @@ def train_step(
         extras = {"value": loss, "grad": grads, "value_fn": value_fn}
         return call_update(optimizer, grads, opt_state, params, **extras)
 
-    # Parts of optax promote dtypes, which a user may have forbidden for their own code.
+    # Parts of optax promote dtypes, which the user's settings may forbid.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
         params_after = optax.apply_updates(params, updates)
@@ -209,8 +211,8 @@ def train_step(
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
-    """The Euclidean norm over all arrays of a tree, in float32 or wider."""
-    # A sum of squares leaf by leaf: raveling a split leaf would gather it.
+    """Computes the Euclidean norm over all arrays of a tree, in float32 or wider."""
+    # Raveling a sharded leaf would gather it.
     return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)))
 
 
@@ -224,7 +226,7 @@ def loss_of_params(
     compute_dtype: Any,
     part: Callable[[PyTree], tuple[PyTree, PyTree]],
 ) -> tuple[Array, tuple[dict[str, Array], Array, PyTree]]:
-    """The loss as a function of the trainable leaves; besides, aux, weight and the rest."""
+    """Computes the loss from the trainable leaves; also returns aux, weight and other leaves."""
     model = eqx.combine(params, rest)
     loss, aux, weight, model = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
     return loss, (aux, weight, part(model)[1])
@@ -238,7 +240,7 @@ def loss_and_grads(
     key: PRNGKeyArray,
     accumulate: int,
 ) -> tuple[tuple[Array, dict[str, Array], PyTree], PyTree]:
-    """Loss, aux, the rest moved on, and the gradient, over `accumulate` microbatches."""
+    """Computes loss, aux, updated other leaves, and gradient over `accumulate` microbatches."""
     value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
     if accumulate == 1:
         (loss, (aux, _, rest)), grads = value_and_grad(params, rest, batch, key)
@@ -249,7 +251,7 @@ def loss_and_grads(
         rest = eqx.combine(arrays, static)
         microkey = jax.random.fold_in(key, index)
         (loss, (aux, weight, rest)), grads = value_and_grad(params, rest, microbatch, microkey)
-        sums = jax.tree.map(lambda x: _times(widen(x), weight), (loss, aux, grads))
+        sums = jax.tree.map(lambda x: _weighted(widen(x), weight), (loss, aux, grads))
         return eqx.filter(rest, eqx.is_array), (sums, weight)
 
     def body(carry: PyTree, inputs: PyTree) -> tuple[PyTree, None]:
@@ -263,32 +265,32 @@ def loss_and_grads(
     (arrays, (sums, weight)), _ = jax.lax.scan(body, (arrays, zeros), inputs)
     loss, aux, grads = jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
     if "weight" in aux:
-        aux["weight"] = weight  # of all the microbatches, not their mean
+        aux["weight"] = weight  # the sum over microbatches, not the mean
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return (loss, aux, eqx.combine(arrays, static)), grads
 
 
 def split_rows(batch: PyTree, count: int) -> PyTree:
-    """Splits the batch dimension of size b into `(count, b // count)`."""
+    """Reshapes the batch dimension, of size b, to `(count, b // count)`."""
 
     def split_leaf(path: Any, x: Any) -> Array:
         rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
         if rows == 0 or rows % count:
-            where = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+            where = show_path(path, "the batch")
             raise ValueError(
                 f"`accumulate={count}` does not divide the batch dimension of {where}, of shape "
-                f"{jnp.shape(x)}. Every array of a batch needs a first dimension that is a "
-                f"multiple of `accumulate`."
+                f"{jnp.shape(x)}. The first dimension of every array of a batch must be a multiple "
+                "of `accumulate`."
             )
-        # Microbatch i takes the rows i, i + count, ...: when the batch is split over devices,
-        # each then holds its share of every microbatch, and nothing is sent.
+        # Microbatch i has the rows i, i + count, ..., so each device already has its share of
+        # every microbatch, and no communication is needed.
         return jnp.swapaxes(jnp.reshape(x, (rows // count, count, *x.shape[1:])), 0, 1)
 
     return jax.tree_util.tree_map_with_path(split_leaf, batch)
 
 
-def _times(x: Array, weight: Array) -> Array:
-    # A microbatch of nothing but padding may well have a loss of 0 / 0.
+def _weighted(x: Array, weight: Array) -> Array:
+    # The loss of a microbatch that contains only padding may be 0 / 0.
     return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,6 +18,9 @@ import numpy as np
 import optax
 
 import redcoast as rc
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from problem import fit_quietly
 
 ROWS = 50
 asked = json.loads(sys.argv[1])
@@ -89,10 +93,10 @@ if asked.get("twice"):  # a first run that ends with an error on all of them
             loss_fn=lambda model, batch, key: jnp.log(-1.0) * jnp.sum(model(batch[0][0])),
             batch_size=16,
             steps=2,
-            progress=False,
+            log=False,
         )
 common = {"collate_fn": collate_fn, "mesh": mesh, "batch_size": 8 if fault == "batch" else 16}
-state = rc.fit(
+state = fit_quietly(
     model,
     optax.adamw(1e-2),
     data,
@@ -106,7 +110,6 @@ state = rc.fit(
     log=lambda values, step: metrics.append((step, values)),
     max_seconds=asked.get("max_seconds"),
     max_skipped=asked.get("max_skipped", 20),
-    progress=False,
 )
 trained = list(collated)
 

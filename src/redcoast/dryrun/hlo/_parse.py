@@ -60,7 +60,11 @@ def parse_module(text: str) -> Module:
                 current, found, root = opening[2], {}, None
                 entries += [current] if opening[1] else []
         elif line.startswith("}"):
-            computations[current] = Computation(found, root or _no_root(current))
+            if root is None:
+                raise ValueError(
+                    f"The computation `{current}` of the HLO text has no instruction marked ROOT."
+                )
+            computations[current] = Computation(found, root)
             current = None
         elif line.strip():
             instruction, is_root = _instruction(line, number)
@@ -90,10 +94,6 @@ def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
         )
     is_root, name, shape, opcode, rest = match.groups()
     return Instruction(name, shape, opcode, rest), is_root is not None
-
-
-def _no_root(name: str) -> str:
-    raise ValueError(f"The computation `{name}` of the HLO text has no instruction marked ROOT.")
 
 
 def _setting(header: str, name: str) -> int:

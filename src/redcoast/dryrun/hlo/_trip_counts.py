@@ -8,6 +8,7 @@ compared with.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ._parse import (
     Computation,
@@ -73,24 +74,43 @@ def trip_count(scope: Scope, loop: Instruction) -> int | None:
     if known is not None:
         return int(known[1])
     compared = _comparison(_symbolic(scope, callee(loop, "condition")))
-    if compared is None:
-        return None
+    start = lambda place: _value(scope, operands(loop)[0], place)
+    after = lambda place: _root(_symbolic(scope, callee(loop, "body")), place)
+    return None if compared is None else solve(compared, start, after)
+
+
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+
+
+def solve(
+    compared: tuple[Value, str, Value],
+    start: Callable[[Any], Value],
+    after: Callable[[Any], Value],
+) -> int | None:
+    """Computes a trip count; None if it depends on data.
+
+    - `compared`: the condition, as operand, direction, operand.
+    - `start`, `after`: the initial value of the carry at a place, and its value after an iteration.
+    """
+
+    def invariant(value: Value) -> int | None:
+        """A constant, or a number that no iteration changes."""
+        if not isinstance(value, Carried):
+            return value
+        begin = start(value.place) if after(value.place) == Carried(value.place, 0) else None
+        return begin + value.more if isinstance(begin, int) else None
+
     left, direction, right = compared
-    if not isinstance(left, Carried) or _steady(scope, loop, left) is not None:
-        left, direction, right = right, MIRRORED.get(direction, direction), left
+    if not isinstance(left, Carried) or invariant(left) is not None:
+        left, direction, right = right, _MIRRORED.get(direction, direction), left
     if not isinstance(left, Carried):
         return None
-    start = _value(scope, operands(loop)[0], left.place)
-    moved = _root(_symbolic(scope, callee(loop, "body")), left.place)
-    bound = _steady(scope, loop, right)
-    if not isinstance(start, int) or bound is None:
+    begin, moved, bound = start(left.place), after(left.place), invariant(right)
+    if not isinstance(begin, int) or bound is None:
         return None
     if not isinstance(moved, Carried) or moved.place != left.place:
         return None
-    return iterations(start + left.more, moved.more, direction, bound)
-
-
-MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+    return iterations(begin + left.more, moved.more, direction, bound)
 
 
 def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
@@ -105,14 +125,6 @@ def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
 
 def _symbolic(scope: Scope, name: str) -> Scope:
     return Scope(scope.module, name, lambda number, place: Carried(place, 0))
-
-
-def _steady(scope: Scope, loop: Instruction, value: Value) -> int | None:
-    """The value of a loop-invariant number: a constant, or carried unchanged."""
-    if isinstance(value, Carried):
-        start = _unchanged(scope, loop, value.place)
-        return start + value.more if isinstance(start, int) else None
-    return value
 
 
 def _unchanged(scope: Scope, loop: Instruction, place: int | None) -> Value:

@@ -133,12 +133,8 @@ def _stored(gguf: Any, tensor: Any) -> Stored:
     # GGUF lists the fastest dimension first.
     shape = tuple(int(size) for size in tensor.shape[::-1])
     if tensor.data.dtype.kind == "f":
-        return Stored(shape, tensor.data.dtype, ft.partial(_read_plain, tensor.data))
+        return Stored(shape, tensor.data.dtype, lambda box, out: np.copyto(out, tensor.data[box]))
     return Stored(shape, np.dtype(np.float32), ft.partial(_read_blocks, gguf, tensor))
-
-
-def _read_plain(data: np.ndarray, box: Box, out: np.ndarray) -> None:
-    out[...] = data[box]
 
 
 def _read_blocks(gguf: Any, tensor: Any, box: Box, out: np.ndarray) -> None:

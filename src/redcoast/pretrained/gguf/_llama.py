@@ -7,6 +7,7 @@ import numpy as np
 
 from .._lazy_tensor import Source
 from .._tensors import Tensor
+from ..hf._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR
 from ._file import GGUF, read_gguf
 
 _SETTINGS = {
@@ -84,25 +85,23 @@ def _shortest(value: Any) -> Any:
 
 
 def _table(settings: dict[str, Any]) -> dict[str, Tensor]:
-    block, turned = "blk.{layer}.", "outputs inputs -> inputs outputs"
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
+    block = "blk.{layer}."
     # Features that are rotated together are adjacent in GGUF files, and half a head apart in the
     # model.
     pairs = "(heads half 2) width -> width heads (2 half)"
     table = {
-        "embed": Tensor("token_embd.weight", "vocab width -> vocab width"),
-        "layers/attention_norm": Tensor(block + "attn_norm.weight", "width -> width"),
+        "embed": Tensor("token_embd.weight", EMBED),
+        "layers/attention_norm": Tensor(block + "attn_norm.weight", VECTOR),
         "layers/wq": Tensor(block + "attn_q.weight", pairs),
         "layers/wk": Tensor(block + "attn_k.weight", pairs),
-        "layers/wv": Tensor(block + "attn_v.weight", into),
-        "layers/wo": Tensor(block + "attn_output.weight", out),
-        "layers/mlp_norm": Tensor(block + "ffn_norm.weight", "width -> width"),
-        "layers/gate": Tensor(block + "ffn_gate.weight", turned),
-        "layers/up": Tensor(block + "ffn_up.weight", turned),
-        "layers/down": Tensor(block + "ffn_down.weight", turned),
-        "norm": Tensor("output_norm.weight", "width -> width"),
+        "layers/wv": Tensor(block + "attn_v.weight", INTO_HEADS),
+        "layers/wo": Tensor(block + "attn_output.weight", OUT_OF_HEADS),
+        "layers/mlp_norm": Tensor(block + "ffn_norm.weight", VECTOR),
+        "layers/gate": Tensor(block + "ffn_gate.weight", TURNED),
+        "layers/up": Tensor(block + "ffn_up.weight", TURNED),
+        "layers/down": Tensor(block + "ffn_down.weight", TURNED),
+        "norm": Tensor("output_norm.weight", VECTOR),
     }
     if not settings["tie_word_embeddings"]:
-        table["head"] = Tensor("output.weight", turned)
+        table["head"] = Tensor("output.weight", TURNED)
     return table

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._tensors import Tensor
-
 
 def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], default: str) -> Any:
     """Looks up the setting `architectures` in `known`; `default` is used if there is none."""
@@ -40,12 +38,6 @@ def write_labels(config: Any) -> dict[str, Any]:
         "id2label": {str(i): name for i, name in enumerate(names)},
         "label2id": {name: i for i, name in enumerate(names)},
     }
-
-
-def linear(leaf: str, name: str) -> dict[str, Tensor]:
-    """Returns the two tensors of a `Linear`."""
-    weight = Tensor(name + ".weight", "outputs inputs -> inputs outputs")
-    return {leaf + "/w": weight, leaf + "/b": Tensor(name + ".bias", "outputs -> outputs")}
 
 
 def _numbered(count: int) -> list[str]:

@@ -28,10 +28,18 @@ def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
     return RopeScaling(kind, **{names[name]: value for name, value in settings.items()})
 
 
-def write_rope(scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the setting `rope_scaling` of a `config.json`."""
+def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
+    """Reads the base and the scaling from either of the places where versions store them."""
+    rope = c["rope_parameters"] or c["rope_scaling"] or {}
+    return {"rope_base": rope.get("rope_theta", c["rope_theta"]), "rope_scaling": read_rope(rope)}
+
+
+def write_rope(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Returns the setting `rope_scaling` of a `config.json`, if embeddings are scaled."""
+    if scaling is None:
+        return {}
     settings = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         settings |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
         settings |= {"original_max_position_embeddings": scaling.original}
-    return settings
+    return {"rope_scaling": settings}

@@ -3,8 +3,9 @@
 from typing import Any
 
 from ...models.bart import BartConfig
-from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
+from ._tables import EMBED, HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, VECTOR, norm
 
 BASE_PREFIX = "model."
 BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
@@ -72,14 +73,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(_NEVER.split(), (False,)),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    fields = {field: c[name] for field, name in _NAMES.items()}
-    return fields | {"eos": token_ids(c["eos_token_id"])}
+    return read_fields(c, _NAMES)
 
 
 def write(config: BartConfig) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     return settings | {
         "architectures": ["BartForConditionalGeneration"],
         "model_type": "bart",
@@ -93,7 +92,7 @@ def write(config: BartConfig) -> dict[str, Any]:
 def tensors(config: BartConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     return {
-        "embed": Tensor("model.shared.weight", "vocab width -> vocab width"),
+        "embed": Tensor("model.shared.weight", EMBED),
         **_stack("encoder"),
         **_stack("decoder"),
         "logits_bias": Tensor("final_logits_bias", "1 vocab -> vocab"),
@@ -106,13 +105,13 @@ def _stack(stack: str) -> dict[str, Tensor]:
     table = prefix + "embed_positions.weight"
     found = {
         f"{stack}/position_embed": Tensor(table, "positions width -> positions width"),
-        **_norm(prefix + "layernorm_embedding.", f"{stack}/embed_norm"),
+        **norm(f"{stack}/embed_norm", prefix + "layernorm_embedding"),
         **_attention(layer + "self_attn", leaf + "attention/"),
-        **_norm(layer + "final_layer_norm.", leaf + "mlp_norm"),
+        **norm(leaf + "mlp_norm", layer + "final_layer_norm"),
         leaf + "up": Tensor(layer + "fc1.weight", "hidden width -> width hidden"),
         leaf + "up_bias": Tensor(layer + "fc1.bias", "hidden -> hidden"),
         leaf + "down": Tensor(layer + "fc2.weight", "width hidden -> hidden width"),
-        leaf + "down_bias": Tensor(layer + "fc2.bias", "width -> width"),
+        leaf + "down_bias": Tensor(layer + "fc2.bias", VECTOR),
     }
     return found | (
         _attention(layer + "encoder_attn", leaf + "cross/") if stack == "decoder" else {}
@@ -120,26 +119,16 @@ def _stack(stack: str) -> dict[str, Tensor]:
 
 
 def _attention(name: str, leaf: str) -> dict[str, Tensor]:
-    into = "(heads head_dim) width -> width heads head_dim"
     found = {
-        **_norm(name + "_layer_norm.", leaf + "norm"),
-        leaf + "wo": Tensor(
-            name + ".out_proj.weight", "width (heads head_dim) -> heads head_dim width"
-        ),
-        leaf + "bo": Tensor(name + ".out_proj.bias", "width -> width"),
+        **norm(leaf + "norm", name + "_layer_norm"),
+        leaf + "wo": Tensor(name + ".out_proj.weight", OUT_OF_HEADS),
+        leaf + "bo": Tensor(name + ".out_proj.bias", VECTOR),
     }
     for letter in "qkv":
         part = f"{name}.{letter}_proj."
-        found[f"{leaf}w{letter}"] = Tensor(part + "weight", into)
-        found[f"{leaf}b{letter}"] = Tensor(part + "bias", "(heads head_dim) -> heads head_dim")
+        found[f"{leaf}w{letter}"] = Tensor(part + "weight", INTO_HEADS)
+        found[f"{leaf}b{letter}"] = Tensor(part + "bias", HEADS_BIAS)
     return found
-
-
-def _norm(name: str, leaf: str) -> dict[str, Tensor]:
-    return {
-        leaf: Tensor(name + "weight", "width -> width"),
-        leaf + "_shift": Tensor(name + "bias", "width -> width"),
-    }
 
 
 def duplicates(config: BartConfig) -> dict[str, str]:

@@ -6,9 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from ...models.bert import BertConfig
-from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor, tensor_names
-from ._labels import linear, read_architecture, read_labels, write_labels
+from ._labels import read_architecture, read_labels, write_labels
+from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 
@@ -66,11 +67,10 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _architectures(kind), _name(kind, None))
-    fields = {field: c[name] for field, name in _NAMES.items()}
+    fields = read_fields(c, _NAMES)
     fields |= read_labels(settings) if head == "classification" else {}
     positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
-    fields |= {"positions": positions, "eos": token_ids(c["eos_token_id"])}
-    return fields | {"kind": kind, "head": head, "pooler": head is None}
+    return fields | {"positions": positions, "kind": kind, "head": head, "pooler": head is None}
 
 
 def _name(kind: str, head: str | None) -> str:
@@ -84,8 +84,7 @@ def _architectures(kind: str) -> dict[str, str | None]:
 
 def write(config: BertConfig) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad) | write_labels(c)
+    settings = write_fields(c, _NAMES) | write_labels(c)
     settings["max_position_embeddings"] = c.first_position + c.positions
     return settings | {"architectures": [_name(c.kind, c.head)], "model_type": c.kind}
 
@@ -106,28 +105,25 @@ def tensors(config: BertConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    kept, turned = "rows width -> rows width", "outputs inputs -> inputs outputs"
-    fixed = {"heads": config.heads}
+    kept, fixed = "rows width -> rows width", {"heads": config.heads}
     found = {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
         "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
         "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", kept),
-        **_norm("norm", base + "embeddings.LayerNorm"),
-        "layers/wo": Tensor(layer + "attention.output.dense.weight", out, **fixed),
-        "layers/bo": Tensor(layer + "attention.output.dense.bias", "width -> width"),
-        **_norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
-        "layers/up": Tensor(layer + "intermediate.dense.weight", turned),
+        **norm("norm", base + "embeddings.LayerNorm"),
+        "layers/wo": Tensor(layer + "attention.output.dense.weight", OUT_OF_HEADS, **fixed),
+        "layers/bo": Tensor(layer + "attention.output.dense.bias", VECTOR),
+        **norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
+        "layers/up": Tensor(layer + "intermediate.dense.weight", TURNED),
         "layers/up_bias": Tensor(layer + "intermediate.dense.bias", "hidden -> hidden"),
-        "layers/down": Tensor(layer + "output.dense.weight", turned),
-        "layers/down_bias": Tensor(layer + "output.dense.bias", "width -> width"),
-        **_norm("layers/mlp_norm", layer + "output.LayerNorm"),
+        "layers/down": Tensor(layer + "output.dense.weight", TURNED),
+        "layers/down_bias": Tensor(layer + "output.dense.bias", VECTOR),
+        **norm("layers/mlp_norm", layer + "output.LayerNorm"),
     }
     for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
-        name, bias = f"{layer}attention.self.{name}", "(heads head_dim) -> heads head_dim"
-        found[f"layers/w{letter}"] = Tensor(name + ".weight", into, **fixed)
-        found[f"layers/b{letter}"] = Tensor(name + ".bias", bias, **fixed)
+        name = f"{layer}attention.self.{name}"
+        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, **fixed)
+        found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, **fixed)
     return found | _heads(config, base)
 
 
@@ -145,16 +141,11 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
         prefix = "lm_head." if roberta else "cls.predictions."
         middle = prefix if roberta else prefix + "transform."
         found |= linear("head", middle + "dense")
-        found |= _norm("head/norm", middle + ("layer_norm" if roberta else "LayerNorm"))
+        found |= norm("head/norm", middle + ("layer_norm" if roberta else "LayerNorm"))
         found["head/vocab_bias"] = Tensor(prefix + "bias", "vocab -> vocab")
     if head == "pretraining":
         found |= linear("head/follows", "cls.seq_relationship")
     return found
-
-
-def _norm(leaf: str, name: str) -> dict[str, Tensor]:
-    shift = Tensor(name + ".bias", "width -> width")
-    return {leaf: Tensor(name + ".weight", "width -> width"), leaf + "_shift": shift}
 
 
 def duplicates(config: BertConfig) -> dict[str, str]:

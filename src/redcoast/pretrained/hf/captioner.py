@@ -13,7 +13,8 @@ from ...models.vit import ViTConfig
 from .._settings import REQUIRED, published_ids, read_settings, token_ids
 from .._tensors import Tensor
 from . import gpt2, vit
-from ._labels import linear, read_architecture
+from ._labels import read_architecture
+from ._tables import linear
 
 BUFFERS = tuple(pattern.replace("^", r"^decoder\.", 1) for pattern in gpt2.BUFFERS)
 

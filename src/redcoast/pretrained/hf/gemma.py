@@ -3,9 +3,10 @@
 from typing import Any
 
 from ...models.gemma import GemmaConfig
-from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope, write_rope
+from ._tables import LLAMA_LAYER, VECTOR, llama_attention, llama_mlp, own_head, tied_head
 
 BASE_PREFIX = "model."
 
@@ -70,8 +71,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         defaults |= {"rope_local_base_freq": 1e4}
         only["attn_logit_softcapping"] = (None,)
     c = read_settings(settings, defaults, only)
-    fields = {field: c[name] for field, name in (_NAMES | _LATER).items() if name in c}
-    fields |= {"post_norms": second or third, "qk_norm": third, "eos": token_ids(c["eos_token_id"])}
+    fields = read_fields(c, {k: name for k, name in (_NAMES | _LATER).items() if name in c})
+    fields |= {"post_norms": second or third, "qk_norm": third}
     return fields | _local(c) | _rope(c)
 
 
@@ -118,13 +119,11 @@ def write(config: GemmaConfig) -> dict[str, Any]:
     c = config
     kind = _kind(c)
     name = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}[kind]
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"rope_theta": c.rope_base}
     settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
-    if c.rope_scaling:
-        settings["rope_scaling"] = write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling)
     if kind == "gemma":
         return settings
     settings |= {name: getattr(c, field) for field, name in _LATER.items()}
@@ -157,36 +156,16 @@ def _kind(c: GemmaConfig) -> str:
 
 def tensors(config: GemmaConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    layer = "model.layers.{layer}."
-    attention = layer + "self_attn."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    turned = "outputs inputs -> inputs outputs"
-    norm = lambda name: Tensor(name + ".weight", "width -> width")
-    found = {
-        "embed": Tensor("model.embed_tokens.weight", "vocab width -> vocab width"),
-        "layers/attention_norm": norm(layer + "input_layernorm"),
-        "layers/wq": Tensor(attention + "q_proj.weight", into),
-        "layers/wk": Tensor(attention + "k_proj.weight", into),
-        "layers/wv": Tensor(attention + "v_proj.weight", into),
-        "layers/wo": Tensor(attention + "o_proj.weight", out),
-        "layers/mlp_norm": norm(layer + "post_attention_layernorm"),
-        "layers/gate": Tensor(layer + "mlp.gate_proj.weight", turned),
-        "layers/up": Tensor(layer + "mlp.up_proj.weight", turned),
-        "layers/down": Tensor(layer + "mlp.down_proj.weight", turned),
-        "norm": norm("model.norm"),
-    }
+    layer = LLAMA_LAYER
+    norm = lambda name: Tensor(f"{layer}{name}.weight", VECTOR)
+    found = llama_attention() | llama_mlp()
     if config.post_norms:
-        found["layers/mlp_norm"] = norm(layer + "pre_feedforward_layernorm")
-        found["layers/attention_post_norm"] = norm(layer + "post_attention_layernorm")
-        found["layers/mlp_post_norm"] = norm(layer + "post_feedforward_layernorm")
+        found["layers/mlp_norm"] = norm("pre_feedforward_layernorm")
+        found["layers/attention_post_norm"] = norm("post_attention_layernorm")
+        found["layers/mlp_post_norm"] = norm("post_feedforward_layernorm")
     if config.qk_norm:
-        found |= {f"layers/{letter}_norm": norm(f"{attention}{letter}_norm") for letter in "qk"}
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", turned)
-    return found
+        found |= {f"layers/{letter}_norm": norm(f"self_attn.{letter}_norm") for letter in "qk"}
+    return found | own_head(config)
 
 
-def duplicates(config: GemmaConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
+duplicates = tied_head("model.embed_tokens.weight")

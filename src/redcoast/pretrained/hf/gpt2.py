@@ -3,8 +3,9 @@
 from typing import Any
 
 from ...models.gpt2 import GPT2Config
-from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
+from ._tables import EMBED, VECTOR, norm, own_head, tied_head
 
 BASE_PREFIX = "transformer."
 # Causal masks, and the score of masked tokens.
@@ -62,15 +63,13 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     only = {"model_type": ("gpt2",), "is_encoder_decoder": (False,)}
     settings = rename(settings, OTHER_NAMES)
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    fields = {field: c[name] for field, name in _NAMES.items()}
     hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return fields | {"hidden": hidden, "eos": token_ids(c["eos_token_id"])}
+    return read_fields(c, _NAMES) | {"hidden": hidden}
 
 
 def write(config: GPT2Config) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     return settings | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
 
 
@@ -78,35 +77,30 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
     found = {
-        "embed": Tensor("transformer.wte.weight", "vocab width -> vocab width"),
+        "embed": Tensor("transformer.wte.weight", EMBED),
         "position_embed": Tensor("transformer.wpe.weight", "positions width -> positions width"),
-        **_attention(layer + "attn.", layer + "ln_1.", "layers/attention/"),
-        "layers/mlp_norm": Tensor(layer + "ln_2.weight", "width -> width"),
-        "layers/mlp_norm_shift": Tensor(layer + "ln_2.bias", "width -> width"),
+        **_attention(layer + "attn.", layer + "ln_1", "layers/attention/"),
+        **norm("layers/mlp_norm", layer + "ln_2"),
         "layers/up": Tensor(layer + "mlp.c_fc.weight", "width hidden -> width hidden"),
         "layers/up_bias": Tensor(layer + "mlp.c_fc.bias", "hidden -> hidden"),
         "layers/down": Tensor(layer + "mlp.c_proj.weight", "hidden width -> hidden width"),
-        "layers/down_bias": Tensor(layer + "mlp.c_proj.bias", "width -> width"),
-        "norm": Tensor("transformer.ln_f.weight", "width -> width"),
-        "norm_shift": Tensor("transformer.ln_f.bias", "width -> width"),
+        "layers/down_bias": Tensor(layer + "mlp.c_proj.bias", VECTOR),
+        **norm("norm", "transformer.ln_f"),
     }
     if config.cross_attention:
-        names = (layer + "crossattention.", layer + "ln_cross_attn.")
+        names = (layer + "crossattention.", layer + "ln_cross_attn")
         found |= _attention(*names, "layers/cross/", cross=True)
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", "vocab width -> width vocab")
-    return found
+    return found | own_head(config, "vocab width -> width vocab")
 
 
-def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dict[str, Tensor]:
+def _attention(prefix: str, norm_name: str, leaf: str, *, cross: bool = False) -> dict[str, Tensor]:
     # Self-attention fuses Q, K and V; cross-attention fuses K and V, with Q separate.
     weight = "width (part heads head_dim) -> width heads head_dim"
     bias = "(part heads head_dim) -> heads head_dim"
     found = {
-        "norm": Tensor(norm + "weight", "width -> width"),
-        "norm_shift": Tensor(norm + "bias", "width -> width"),
+        **norm("norm", norm_name),
         "wo": Tensor(prefix + "c_proj.weight", "(heads head_dim) width -> heads head_dim width"),
-        "bo": Tensor(prefix + "c_proj.bias", "width -> width"),
+        "bo": Tensor(prefix + "c_proj.bias", VECTOR),
     }
     places = {"k": (0, 2), "v": (1, 2)} if cross else {"q": (0, 3), "k": (1, 3), "v": (2, 3)}
     places = {letter: ("c_attn", part) for letter, part in places.items()}
@@ -118,6 +112,4 @@ def _attention(prefix: str, norm: str, leaf: str, *, cross: bool = False) -> dic
     return {leaf + name: tensor for name, tensor in found.items()}
 
 
-def duplicates(config: GPT2Config) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
-    return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}
+duplicates = tied_head("transformer.wte.weight")

@@ -3,8 +3,9 @@
 from typing import Any
 
 from ...models.gptj import GPTJConfig
-from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
+from ._tables import EMBED, OUT_OF_HEADS, TURNED, VECTOR, attention, norm, own_head, tied_head
 
 BASE_PREFIX = "transformer."
 # Causal masks, the score of masked tokens, and the rotary angles.
@@ -63,45 +64,32 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
     if c["rotary_dim"] is None:
         raise ValueError("`rotary_dim` must be a number of features, but is None.")
-    fields = {field: c[name] for field, name in _NAMES.items()}
     hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return fields | {"hidden": hidden, "eos": token_ids(c["eos_token_id"])}
+    return read_fields(c, _NAMES) | {"hidden": hidden}
 
 
 def write(config: GPTJConfig) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     return settings | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
 
 
 def tensors(config: GPTJConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     layer = "transformer.h.{layer}."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    turned = "outputs inputs -> inputs outputs"
-    found = {
-        "embed": Tensor("transformer.wte.weight", "vocab width -> vocab width"),
-        "layers/norm": Tensor(layer + "ln_1.weight", "width -> width"),
-        "layers/norm_shift": Tensor(layer + "ln_1.bias", "width -> width"),
-        "layers/wq": Tensor(layer + "attn.q_proj.weight", into),
-        "layers/wk": Tensor(layer + "attn.k_proj.weight", into),
-        "layers/wv": Tensor(layer + "attn.v_proj.weight", into),
-        "layers/wo": Tensor(layer + "attn.out_proj.weight", out),
-        "layers/up": Tensor(layer + "mlp.fc_in.weight", turned),
+    return {
+        "embed": Tensor("transformer.wte.weight", EMBED),
+        **norm("layers/norm", layer + "ln_1"),
+        **attention(layer + "attn.{part}_proj.weight", *"qkv"),
+        "layers/wo": Tensor(layer + "attn.out_proj.weight", OUT_OF_HEADS),
+        "layers/up": Tensor(layer + "mlp.fc_in.weight", TURNED),
         "layers/up_bias": Tensor(layer + "mlp.fc_in.bias", "hidden -> hidden"),
-        "layers/down": Tensor(layer + "mlp.fc_out.weight", turned),
-        "layers/down_bias": Tensor(layer + "mlp.fc_out.bias", "width -> width"),
-        "norm": Tensor("transformer.ln_f.weight", "width -> width"),
-        "norm_shift": Tensor("transformer.ln_f.bias", "width -> width"),
+        "layers/down": Tensor(layer + "mlp.fc_out.weight", TURNED),
+        "layers/down_bias": Tensor(layer + "mlp.fc_out.bias", VECTOR),
+        **norm("norm", "transformer.ln_f"),
         "head_bias": Tensor("lm_head.bias", "vocab -> vocab"),
+        **own_head(config),
     }
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", turned)
-    return found
 
 
-def duplicates(config: GPTJConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
-    return {"lm_head.weight": "transformer.wte.weight"} if config.tied else {}
+duplicates = tied_head("transformer.wte.weight")

@@ -3,9 +3,10 @@
 from typing import Any
 
 from ...models.llama import LlamaConfig
-from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope, write_rope
+from ._rope import read_rope_settings, write_rope
+from ._tables import HEADS_BIAS, LLAMA_LAYER, llama_attention, llama_mlp, own_head
 
 _NAMES = {
     "vocab": "vocab_size",
@@ -54,16 +55,13 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only)
     kv_heads = c["num_key_value_heads"]
-    rope = c["rope_parameters"] or c["rope_scaling"] or {}
-    fields = {field: c[name] for field, name in _NAMES.items()}
+    fields = read_fields(c, _NAMES)
     return fields | {
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
-        "rope_base": rope.get("rope_theta", c["rope_theta"]),
-        "rope_scaling": read_rope(rope),
+        **read_rope_settings(c),
         "window": _window(c),
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
-        "eos": token_ids(c["eos_token_id"]),
     }
 
 
@@ -84,12 +82,10 @@ def write(config: LlamaConfig) -> dict[str, Any]:
         raise ValueError("No published architecture has both `qkv_bias` and `qk_norm`.")
     plain = "Mistral" if c.window else "Llama"
     name = "Qwen2" if c.qkv_bias else "Qwen3" if c.qk_norm else plain
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
-    if c.rope_scaling:
-        settings["rope_scaling"] = write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling)
     if name.startswith("Qwen"):
         settings |= {"use_sliding_window": bool(c.window), "max_window_layers": 0}
     if name == "Llama":
@@ -99,32 +95,13 @@ def write(config: LlamaConfig) -> dict[str, Any]:
 
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    layer = "model.layers.{layer}."
-    attention = layer + "self_attn."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    turned = "outputs inputs -> inputs outputs"
-    found = {
-        "embed": Tensor("model.embed_tokens.weight", "vocab width -> vocab width"),
-        "layers/attention_norm": Tensor(layer + "input_layernorm.weight", "width -> width"),
-        "layers/wq": Tensor(attention + "q_proj.weight", into),
-        "layers/wk": Tensor(attention + "k_proj.weight", into),
-        "layers/wv": Tensor(attention + "v_proj.weight", into),
-        "layers/wo": Tensor(attention + "o_proj.weight", out),
-        "layers/mlp_norm": Tensor(layer + "post_attention_layernorm.weight", "width -> width"),
-        "layers/gate": Tensor(layer + "mlp.gate_proj.weight", turned),
-        "layers/up": Tensor(layer + "mlp.up_proj.weight", turned),
-        "layers/down": Tensor(layer + "mlp.down_proj.weight", turned),
-        "norm": Tensor("model.norm.weight", "width -> width"),
-    }
+    layer = LLAMA_LAYER + "self_attn."
+    found = llama_attention() | llama_mlp()
     if config.qkv_bias:
         for letter in "qkv":
-            name = f"{attention}{letter}_proj.bias"
-            found[f"layers/b{letter}"] = Tensor(name, "(heads head_dim) -> heads head_dim")
+            found[f"layers/b{letter}"] = Tensor(f"{layer}{letter}_proj.bias", HEADS_BIAS)
     if config.qk_norm:
         for letter in "qk":
-            name = f"{attention}{letter}_norm.weight"
+            name = f"{layer}{letter}_norm.weight"
             found[f"layers/{letter}_norm"] = Tensor(name, "head_dim -> head_dim")
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", turned)
-    return found
+    return found | own_head(config)

@@ -3,9 +3,10 @@
 from typing import Any
 
 from ...models.mixtral import MixtralConfig
-from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope, write_rope
+from ._rope import read_rope_settings, write_rope
+from ._tables import LLAMA_LAYER, TURNED, llama_attention, llama_norm, own_head, tied_head
 
 BASE_PREFIX = "model."
 
@@ -57,54 +58,34 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     # `output_router_logits` only selects the training loss, which users define themselves.
     c = read_settings(settings, defaults, only, ("output_router_logits",))
     kv_heads = c["num_key_value_heads"]
-    rope = c["rope_parameters"] or c["rope_scaling"] or {}
-    fields = {field: c[name] for field, name in _NAMES.items()}
-    return fields | {
+    return read_fields(c, _NAMES) | {
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
-        "rope_base": rope.get("rope_theta", c["rope_theta"]),
-        "rope_scaling": read_rope(rope),
-        "eos": token_ids(c["eos_token_id"]),
+        **read_rope_settings(c),
     }
 
 
 def write(config: MixtralConfig) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     settings |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
-    if c.rope_scaling:
-        settings["rope_scaling"] = write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling)
     return settings
 
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    layer = "model.layers.{layer}."
-    attention, moe = layer + "self_attn.", layer + "block_sparse_moe."
+    moe = LLAMA_LAYER + "block_sparse_moe."
     expert = moe + "experts.{expert}."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    turned = "outputs inputs -> inputs outputs"
-    found = {
-        "embed": Tensor("model.embed_tokens.weight", "vocab width -> vocab width"),
-        "layers/attention_norm": Tensor(layer + "input_layernorm.weight", "width -> width"),
-        "layers/wq": Tensor(attention + "q_proj.weight", into),
-        "layers/wk": Tensor(attention + "k_proj.weight", into),
-        "layers/wv": Tensor(attention + "v_proj.weight", into),
-        "layers/wo": Tensor(attention + "o_proj.weight", out),
-        "layers/mlp_norm": Tensor(layer + "post_attention_layernorm.weight", "width -> width"),
-        "layers/router": Tensor(moe + "gate.weight", turned),
-        "layers/gate": Tensor(expert + "w1.weight", turned),
-        "layers/up": Tensor(expert + "w3.weight", turned),
-        "layers/down": Tensor(expert + "w2.weight", turned),
-        "norm": Tensor("model.norm.weight", "width -> width"),
+    return {
+        **llama_attention(),
+        "layers/router": Tensor(moe + "gate.weight", TURNED),
+        "layers/gate": Tensor(expert + "w1.weight", TURNED),
+        "layers/up": Tensor(expert + "w3.weight", TURNED),
+        "layers/down": Tensor(expert + "w2.weight", TURNED),
+        **llama_norm(),
+        **own_head(config),
     }
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", turned)
-    return found
 
 
-def duplicates(config: MixtralConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {}
+duplicates = tied_head("model.embed_tokens.weight")

@@ -3,8 +3,19 @@
 from typing import Any
 
 from ...models.opt import OPTConfig
-from .._settings import REQUIRED, published_ids, read_settings, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
+from ._tables import (
+    EMBED,
+    HEADS_BIAS,
+    INTO_HEADS,
+    OUT_OF_HEADS,
+    TURNED,
+    VECTOR,
+    norm,
+    own_head,
+    tied_head,
+)
 
 BASE_PREFIX = "model."
 
@@ -52,18 +63,15 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only, ("is_decoder", "decoder_start_token_id"))
     before = c["do_layer_norm_before"]
-    fields = {field: c[name] for field, name in _NAMES.items()}
-    return fields | {
+    return read_fields(c, _NAMES) | {
         "post_norm": not before,
         "final_norm": before and not c["_remove_final_layer_norm"],
-        "eos": token_ids(c["eos_token_id"]),
     }
 
 
 def write(config: OPTConfig) -> dict[str, Any]:
     c = config
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     settings |= {"do_layer_norm_before": not c.post_norm}
     settings |= {"_remove_final_layer_norm": not c.post_norm and not c.final_norm}
     return settings | {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
@@ -73,51 +81,36 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     base = "model.decoder."
     positions = base + "embed_positions.weight"
-    turned = "outputs inputs -> inputs outputs"
     found = {
-        "embed": Tensor(base + "embed_tokens.weight", "vocab width -> vocab width"),
+        "embed": Tensor(base + "embed_tokens.weight", EMBED),
         "position_embed": Tensor(positions, "rows width -> rows width"),
         **_layers(config, base + "layers.{layer}."),
     }
     if config.final_norm and config.affine:
-        found |= _norm("norm", base + "final_layer_norm")
+        found |= norm("norm", base + "final_layer_norm")
     if config.embed_width != config.width:
-        found["project_in"] = Tensor(base + "project_in.weight", turned)
-        found["project_out"] = Tensor(base + "project_out.weight", turned)
-    if not config.tied:
-        found["head"] = Tensor("lm_head.weight", turned)
-    return found
+        found["project_in"] = Tensor(base + "project_in.weight", TURNED)
+        found["project_out"] = Tensor(base + "project_out.weight", TURNED)
+    return found | own_head(config)
 
 
 def _layers(config: OPTConfig, layer: str) -> dict[str, Tensor]:
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    turned = "outputs inputs -> inputs outputs"
     found = {}
     for letter in "qkv":
         name = f"{layer}self_attn.{letter}_proj."
-        found[f"layers/w{letter}"] = Tensor(name + "weight", into)
-        found[f"layers/b{letter}"] = Tensor(name + "bias", "(heads head_dim) -> heads head_dim")
-    found["layers/wo"] = Tensor(layer + "self_attn.out_proj.weight", out)
-    found["layers/bo"] = Tensor(layer + "self_attn.out_proj.bias", "width -> width")
+        found[f"layers/w{letter}"] = Tensor(name + "weight", INTO_HEADS)
+        found[f"layers/b{letter}"] = Tensor(name + "bias", HEADS_BIAS)
+    found["layers/wo"] = Tensor(layer + "self_attn.out_proj.weight", OUT_OF_HEADS)
+    found["layers/bo"] = Tensor(layer + "self_attn.out_proj.bias", VECTOR)
     for leaf, name in (("up", "fc1"), ("down", "fc2")):
-        found[f"layers/{leaf}"] = Tensor(f"{layer}{name}.weight", turned)
+        found[f"layers/{leaf}"] = Tensor(f"{layer}{name}.weight", TURNED)
         found[f"layers/{leaf}_bias"] = Tensor(f"{layer}{name}.bias", "size -> size")
     if not config.bias:
         found = {leaf: tensor for leaf, tensor in found.items() if tensor.name.endswith("weight")}
     if config.affine:
-        found |= _norm("layers/attention_norm", layer + "self_attn_layer_norm")
-        found |= _norm("layers/mlp_norm", layer + "final_layer_norm")
+        found |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
+        found |= norm("layers/mlp_norm", layer + "final_layer_norm")
     return found
 
 
-def _norm(leaf: str, name: str) -> dict[str, Tensor]:
-    return {
-        leaf: Tensor(name + ".weight", "width -> width"),
-        leaf + "_shift": Tensor(name + ".bias", "width -> width"),
-    }
-
-
-def duplicates(config: OPTConfig) -> dict[str, str]:
-    """Maps the names under which a file may hold a tensor again to the tensor's own name."""
-    return {"lm_head.weight": "model.decoder.embed_tokens.weight"} if config.tied else {}
+duplicates = tied_head("model.decoder.embed_tokens.weight")

@@ -5,8 +5,9 @@ from collections.abc import Collection
 from typing import Any
 
 from ...models.t5 import T5Config
-from .._settings import REQUIRED, published_ids, read_settings, rename, token_ids
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
+from ._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, VECTOR
 
 # An unused table in the first files.
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
@@ -68,13 +69,11 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "is_decoder": (False,),
     }
     c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
-    fields = {field: c[name] for field, name in _NAMES.items()}
     start, decoder_layers = c["decoder_start_token_id"], c["num_decoder_layers"]
-    return fields | {
+    return read_fields(c, _NAMES) | {
         "decoder_layers": c["num_layers"] if decoder_layers is None else decoder_layers,
         "tied": not mt5 and _is_scaled(c),
         "decoder_start": (c["pad_token_id"] or 0) if start is None else start,
-        "eos": token_ids(c["eos_token_id"]),
     }
 
 
@@ -104,8 +103,7 @@ def write(config: T5Config) -> dict[str, Any]:
             "A tied head is scaled by default, but the head of an mT5 is never scaled. Set "
             "`scale_head=False`, `tied=False` or `kind='t5'`."
         )
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
-    settings |= published_ids(eos=c.eos, bos=c.bos, pad=c.pad)
+    settings = write_fields(c, _NAMES)
     proj = "gelu" if c.gated and c.activation == "gelu_new" else c.activation
     return settings | {
         "architectures": [f"{name}ForConditionalGeneration"],
@@ -119,7 +117,7 @@ def write(config: T5Config) -> dict[str, Any]:
 
 def tensors(config: T5Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    found = {"embed": Tensor("shared.weight", "vocab width -> vocab width")}
+    found = {"embed": Tensor("shared.weight", EMBED)}
     found |= _stack(config, "encoder")
     found |= _stack(config, "decoder")
     if not config.tied:
@@ -137,10 +135,10 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
     found = {
         f"{stack}/relative_bias": Tensor(table, "buckets heads -> buckets heads"),
         **_attention(block + "0.", "SelfAttention.", leaf + "attention/"),
-        leaf + "mlp_norm": Tensor(mlp + "layer_norm.weight", "width -> width"),
+        leaf + "mlp_norm": Tensor(mlp + "layer_norm.weight", VECTOR),
         leaf + "up": Tensor(f"{dense}{'wi_1' if config.gated else 'wi'}.weight", into),
         leaf + "down": Tensor(dense + "wo.weight", out),
-        f"{stack}/norm": Tensor(f"{stack}.final_layer_norm.weight", "width -> width"),
+        f"{stack}/norm": Tensor(f"{stack}.final_layer_norm.weight", VECTOR),
     }
     if config.gated:
         found[leaf + "gate"] = Tensor(dense + "wi_0.weight", into)
@@ -150,11 +148,9 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
 
 
 def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    found = {f"{leaf}w{part}": Tensor(f"{layer}{name}{part}.weight", into) for part in "qkv"}
-    found[leaf + "wo"] = Tensor(f"{layer}{name}o.weight", out)
-    found[leaf + "norm"] = Tensor(layer + "layer_norm.weight", "width -> width")
+    found = {f"{leaf}w{part}": Tensor(f"{layer}{name}{part}.weight", INTO_HEADS) for part in "qkv"}
+    found[leaf + "wo"] = Tensor(f"{layer}{name}o.weight", OUT_OF_HEADS)
+    found[leaf + "norm"] = Tensor(layer + "layer_norm.weight", VECTOR)
     return found
 
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ...models.vit import ViTConfig
-from .._settings import REQUIRED, read_settings
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor, tensor_names
-from ._labels import linear, read_architecture, read_labels, write_labels
+from ._labels import read_architecture, read_labels, write_labels
+from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
 
 _NAMES = {
     "width": "hidden_size",
@@ -54,7 +55,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ViTModel")
-    fields = {field: c[name] for field, name in _NAMES.items()}
+    fields = read_fields(c, _NAMES)
     fields |= read_labels(settings) if head else {}
     size = None if c["pooler_output_size"] == c["hidden_size"] else c["pooler_output_size"]
     fields |= {"image": _pair(c["image_size"]), "patch": _pair(c["patch_size"])}
@@ -73,7 +74,7 @@ def _size(pair: tuple[int, int]) -> int | list[int]:
 def write(config: ViTConfig) -> dict[str, Any]:
     c = config
     name = next(name for name, head in _HEADS.items() if head == c.head)
-    settings = {name: getattr(c, field) for field, name in _NAMES.items()}
+    settings = write_fields(c, _NAMES)
     settings |= {"image_size": _size(c.image), "patch_size": _size(c.patch)}
     settings |= {"pooler_output_size": c.pooler_size or c.width} | write_labels(c)
     return settings | {"architectures": [name], "model_type": "vit"}
@@ -93,38 +94,35 @@ def tensors(config: ViTConfig) -> dict[str, Tensor]:
     base = "vit." if config.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
     attention = layer + "attention.attention."
-    into = "(heads head_dim) width -> width heads head_dim"
-    out = "width (heads head_dim) -> heads head_dim width"
-    patch, turned = "patch_embeddings.projection.", "outputs inputs -> inputs outputs"
+    patch = "patch_embeddings.projection."
     kernel = "width channels rows columns -> channels rows columns width"
-    fixed, vector = {"heads": config.heads}, "width -> width"
+    fixed = {"heads": config.heads}
     found = {
         "patch_embed": Tensor(embeddings + patch + "weight", kernel),
-        "patch_bias": Tensor(embeddings + patch + "bias", vector),
+        "patch_bias": Tensor(embeddings + patch + "bias", VECTOR),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "position_embed": Tensor(
             embeddings + "position_embeddings", "1 tokens width -> tokens width"
         ),
-        **_pair_of("layers/attention_norm", "_shift", layer + "layernorm_before", vector),
-        "layers/wo": Tensor(layer + "attention.output.dense.weight", out, **fixed),
-        "layers/bo": Tensor(layer + "attention.output.dense.bias", vector),
-        **_pair_of("layers/mlp_norm", "_shift", layer + "layernorm_after", vector),
-        **_pair_of("layers/up", "_bias", layer + "intermediate.dense", turned),
-        **_pair_of("layers/down", "_bias", layer + "output.dense", turned),
-        **_pair_of("norm", "_shift", base + "layernorm", vector),
+        **norm("layers/attention_norm", layer + "layernorm_before"),
+        "layers/wo": Tensor(layer + "attention.output.dense.weight", OUT_OF_HEADS, **fixed),
+        "layers/bo": Tensor(layer + "attention.output.dense.bias", VECTOR),
+        **norm("layers/mlp_norm", layer + "layernorm_after"),
+        **_pair_of("layers/up", "_bias", layer + "intermediate.dense", TURNED),
+        **_pair_of("layers/down", "_bias", layer + "output.dense", TURNED),
+        **norm("norm", base + "layernorm"),
     }
     for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
-        found[f"layers/w{letter}"] = Tensor(f"{attention}{name}.weight", into, **fixed)
+        found[f"layers/w{letter}"] = Tensor(f"{attention}{name}.weight", INTO_HEADS, **fixed)
         if config.qkv_bias:
-            bias = "(heads head_dim) -> heads head_dim"
-            found[f"layers/b{letter}"] = Tensor(f"{attention}{name}.bias", bias, **fixed)
+            found[f"layers/b{letter}"] = Tensor(f"{attention}{name}.bias", HEADS_BIAS, **fixed)
     if config.head:
         return found | linear("head", "classifier")
     return found | (linear("pooler", "pooler.dense") if config.pooler else {})
 
 
 def _pair_of(leaf: str, suffix: str, name: str, pattern: str) -> dict[str, Tensor]:
-    bias = Tensor(name + ".bias", "width -> width")
+    bias = Tensor(name + ".bias", VECTOR)
     return {leaf: Tensor(name + ".weight", pattern), leaf + suffix: bias}
 
 

@@ -1,4 +1,4 @@
-"""How a program computes with arrays that are stored split."""
+"""How a program computes with the arrays of a plan."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 class Compute:
     """How a program computes with a tree's arrays.
 
-    `dims` has for each array the dimension that is computed split over `model_axes`, or None;
-    `batch_axes` are the axes that the batch is split over. With `sequence`, what is not computed
-    split is split along the sequence. `constants` has the same as `dims` of large arrays that the
-    function closes over, each with its dtype and shape.
+    `dims` has for each array the dimension that is tensor-parallel (sharded over `model_axes`), or
+    None. `batch_axes` are the axes that the batch is split over. With `sequence`, values without a
+    tensor-parallel dimension are sharded along the sequence. `constants` are the large arrays that
+    the function closes over, each as its dtype and shape and its tensor-parallel dimension.
     """
 
     dims: tuple[int | None, ...]

@@ -1,10 +1,10 @@
-"""Grouped convolutions, run by each device on its own part.
+"""Runs grouped convolutions in `jax.shard_map`, because XLA partitions their gradient wrongly.
 
-The gradient of a grouped convolution's kernel is a convolution with `batch_group_count > 1`. If its
-batch is split over one axis of the mesh while another axis has nothing to do, XLA's partitioner
-adds the same terms once for each device of the other axis (jax 0.4.35 to 0.10.2): the gradient is
-too large by that axis' size, and the loss is right. Inside `jax.shard_map` there is nothing left to
-partition, and JAX itself sums the gradient over the axes that the batch is split over.
+The gradient of a grouped kernel is a convolution with `batch_group_count > 1`. If its batch is
+sharded over one mesh axis and another axis is unused, XLA's partitioner adds the same terms once
+for each device of the unused axis (JAX 0.4.35 to 0.10.2). The gradient is then too large by the
+size of that axis; the loss is correct. Inside `jax.shard_map` XLA partitions nothing, and JAX sums
+the gradient over the axes that the batch is sharded over.
 """
 
 import functools as ft
@@ -13,10 +13,11 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from ...core._jaxpr import iter_equations
 from ..tree._overrides import spec_axes
 
 _PARAMS = (
@@ -32,6 +33,7 @@ _PARAMS = (
 
 
 def is_grouped(equation: JaxprEqn) -> bool:
+    """Whether this is a grouped convolution, or the gradient of one."""
     params = equation.params
     return (
         equation.primitive.name == "conv_general_dilated"
@@ -40,23 +42,20 @@ def is_grouped(equation: JaxprEqn) -> bool:
 
 
 def has_grouped(jaxpr: Jaxpr) -> bool:
-    """Whether there is one anywhere inside."""
-    return any(
-        is_grouped(equation) or any(map(has_grouped, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    """Whether a jaxpr, or one inside it, has a grouped convolution."""
+    return any(map(is_grouped, iter_equations(jaxpr)))
 
 
 def run_grouped(
     equation: JaxprEqn,
-    given: Sequence[Any],
+    operands: Sequence[Any],
     mesh: Mesh | AbstractMesh,
     image_spec: P,
     kernel_spec: P,
 ) -> list[Any]:
-    """The convolution, split over the batch and, where whole groups divide, over channels.
+    """Runs the convolution sharded over the batch and, if the groups divide, over channels.
 
-    `image_spec` and `kernel_spec` say how the operands are split otherwise.
+    `image_spec` and `kernel_spec` are the shardings of the operands in the rest of the program.
     """
     numbers, groups = (equation.params[key] for key in ("dimension_numbers", "feature_group_count"))
     batch, channel = (image_spec[d] for d in numbers.lhs_spec[:2])
@@ -73,7 +72,7 @@ def run_grouped(
         in_specs=(_spec(numbers.lhs_spec, batch, channel), _spec(numbers.rhs_spec, channel, None)),
         out_specs=_spec(numbers.out_spec, batch, channel),
     )
-    return [run(*given)]
+    return [run(*operands)]
 
 
 def _spec(dims: Sequence[int], first: Any, second: Any) -> P:

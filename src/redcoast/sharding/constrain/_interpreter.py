@@ -1,327 +1,283 @@
-"""Runs a program again, equation by equation, with the shardings of its values constrained."""
+"""Re-evaluates a jaxpr with the shardings of its activations constrained."""
 
+import functools as ft
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import bind_again
+from ...core._jaxpr import (
+    CHECKPOINTS,
+    CUSTOM_DERIVATIVES,
+    bind_again,
+    evaluate,
+    iter_equations,
+    scan_operands,
+    while_operands,
+)
+from ...core._pytree import ARRAYS, join
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
-from ..program._loop_weights import Parts, can_be_lifted, is_on_the_way, is_use, on_the_way, use
-from ..program._walk import PINNED, Scope
-from ._custom_rules import CUSTOM, is_worth_it, run_custom
+from ..program._trace import trace_over
+from ..program._walk import CONSTRAINED, Scope, outputs_of
+from ..solver._batch import Batch, made_rows
+from ..solver._strategy import follow_program
+from ._compute import Compute
+from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
+from ._loop_weights import apply_copies, copy_weights
+from ._shardings import Shardings, find_shardings, sharded_dim
 
 
-@runtime_checkable
-@runtime_checkable
-class Pins(Parts, Protocol):
-    """How the values of a program are split."""
-
-    @property
-    def mesh(self) -> Mesh | AbstractMesh: ...
-
-    def spec(self, value: Value) -> P: ...
-
-    def __call__(self, x: Any, value: Value) -> Any:
-        """The array, constrained as the value that it stands for."""
-        ...
-
-    def operand(self, x: Any, value: Value) -> Any:
-        """An operand of a contraction, constrained where it has to be."""
-        ...
-
-    def local(self, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any) -> Any:
-        """A function that is not in the program, constrained as its inputs are split."""
-        ...
+class CannotRebind(Exception):
+    """Raised when an equation cannot be re-bound; `args[0]` is the name of its primitive."""
 
 
-class NotRebuilt(Exception):
-    """An equation that stands in the traced program and cannot be bound again, by its name."""
+@dataclass(frozen=True)
+class _Call:
+    """An equation to evaluate, with the scopes of the jaxprs that it calls.
+
+    `stored` selects the operands that are still sharded in storage.
+    """
+
+    equation: JaxprEqn
+    inner: list[Scope]
+    shardings: Shardings
+    operands: list[Any]
+    stored: list[bool]
 
 
-def evaluate(
+def run_constrained(
     scope: Scope,
-    pin: Pins,
-    constants: Sequence[Any],
+    shardings: Shardings,
     inputs: Sequence[Any],
     stored: Sequence[bool] = (),
-    lifted: Mapping[Any, Any] | None = None,
+    copies: Mapping[Any, Any] | None = None,
 ) -> list[Any]:
-    """The program's results; `pin` constrains arrays as the values they stand for.
+    """Evaluates a jaxpr with its activations constrained.
 
-    Inputs that are `stored` are pinned where they are used: inside of loops and calls. Of those
-    that are `lifted` there is a copy for each part of the batch.
+    `stored` selects inputs that are FSDP-sharded. They are constrained, and so gathered, where they
+    are used, inside loops and calls. `copies` has one copy of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, scope.consts, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    resting = _resting(scope, pin, stored)
-    lifted = dict(lifted or {})
-    last = _last_uses(jaxpr)
-    for place, equation in enumerate(jaxpr.eqns):
-        inner = scope.inner.get(place, [])
+    waiting = _stored_variables(scope, shardings, stored)
+    copies = dict(copies or {})
+
+    def gather(atom: Any, x: Any) -> Any:
+        if isinstance(atom, Literal):
+            return x
+        if atom in waiting:
+            env[atom] = shardings.constrain(env[atom], scope.values[atom])
+            waiting.discard(atom)
+        return env[atom]
+
+    def handle(index: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        inner = scope.inner.get(index, [])
         if not inner:
-            for var in resting.intersection(_variables(equation.invars)):
-                env[var] = pin(env[var], scope.values[var])
-                resting.discard(var)
-        given = [_read(env, atom) for atom in equation.invars]
+            operands = list(map(gather, equation.invars, operands))
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            known = [None if isinstance(a, Literal) else scope.values[a] for a in equation.invars]
-            given = [
-                x if v is None else pin.operand(x, v) for x, v in zip(given, known, strict=True)
+            operands = [
+                x if isinstance(a, Literal) else shardings.constrain_operand(x, scope.values[a])
+                for a, x in zip(equation.invars, operands, strict=True)
             ]
-        rests = [atom in resting for atom in _variables(equation.invars, all_of=True)]
+        wait = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
+        call = _Call(equation, inner, shardings, operands, wait)
         try:
-            by_copies = _by_copies(equation, scope, pin, given, lifted)
-            if by_copies is not None:
-                results = [by_copies]
-            elif is_grouped(equation):
-                specs = (pin.spec(scope.values[atom]) for atom in equation.invars)
-                results = run_grouped(equation, given, pin.mesh, *specs)
-            else:
-                results = _run(equation, inner, pin, given, rests)
-        except NotRebuilt:
+            results = _run(call, scope, copies)
+        except CannotRebind:
             raise
         except Exception as error:
-            raise NotRebuilt(equation.primitive.name) from error
-        if equation.primitive.name in PINNED:
-            values = (scope.values[var] for var in equation.outvars)
-            results = [pin(x, value) for x, value in zip(results, values, strict=True)]
-        env.update(zip(equation.outvars, results, strict=True))
-        for var in last.get(place, ()):
-            del env[var]
-    return [_array(_read(env, atom), atom) for atom in jaxpr.outvars]
+            raise CannotRebind(equation.primitive.name) from error
+        if equation.primitive.name in CONSTRAINED:
+            values = [scope.values[var] for var in equation.outvars]
+            results = _constrain_all(shardings, results, values)
+        return results
+
+    return [
+        _as_array(x, atom) if isinstance(atom, Literal) else x
+        for x, atom in zip(evaluate(jaxpr, env, handle), jaxpr.outvars, strict=True)
+    ]
 
 
-def _resting(scope: Scope, pin: Pins, stored: Sequence[bool]) -> set[Any]:
-    """What is pinned where it is used: stored inputs, and large constants that are split."""
+def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> set[Any]:
+    """The inputs and large constants that are sharded in storage."""
 
-    def is_split(value: Value) -> bool:
-        return value.bytes >= LARGE_CONSTANT and any(pin.spec(value))
+    def is_sharded(value: Value) -> bool:
+        return value.bytes >= LARGE_CONSTANT and any(shardings.spec(value))
 
-    inputs = {var for var, rests in zip(scope.jaxpr.invars, stored, strict=False) if rests}
-    return inputs | {var for var in scope.jaxpr.constvars if is_split(scope.values[var])}
-
-
-def _by_copies(
-    equation: JaxprEqn, scope: Scope, pin: Pins, given: list[Any], lifted: dict[Any, Any]
-) -> Any:
-    """The result by a lifted operand, if that is how it is to be computed."""
-    variables = _variables(equation.invars, all_of=True)
-    places = [place for place, var in enumerate(variables) if var in lifted]
-    if not places:
-        return None
-    copies, out = lifted[variables[places[0]]], equation.outvars[0]
-    if is_on_the_way(equation):
-        lifted[out] = on_the_way(equation, copies)
-        return None
-    if not is_use(equation, variables[places[0]]):
-        return None
-    values = [scope.values.get(var) for var in variables]
-    return use(equation, given, places[0], copies, values, scope.values[out], pin)
+    inputs = {var for var, one in zip(scope.jaxpr.invars, stored, strict=False) if one}
+    return inputs | {var for var in scope.jaxpr.constvars if is_sharded(scope.values[var])}
 
 
-def _variables(atoms: Sequence[Any], *, all_of: bool = False) -> list[Any]:
-    """Those that are no literals; with `all_of`, `None` stands for a literal."""
-    found = [None if isinstance(atom, Literal) else atom for atom in atoms]
-    return found if all_of else [atom for atom in found if atom is not None]
+def _as_array(x: Any, atom: Any) -> Any:
+    """Converts a literal, which is a Python number, to an array of the traced dtype."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, atom.aval.dtype)
 
 
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
-def _array(x: Any, atom: Any) -> Any:
-    """Literals are Python numbers; what comes out must be an array, as it was when traced."""
-    aval: Any = atom.aval
-    return jnp.asarray(x, aval.dtype) if isinstance(atom, Literal) else x
-
-
-def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """After which equation a variable can be forgotten, so that eager calls free memory."""
-    places: dict[Any, int] = {}
-    for place, equation in enumerate(jaxpr.eqns):
-        for atom in (*equation.invars, *equation.outvars):
-            if not isinstance(atom, Literal):
-                places[atom] = place
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            places.pop(atom, None)
-    last: dict[int, list[Any]] = {}
-    for var, place in places.items():
-        last.setdefault(place, []).append(var)
-    return last
-
-
-def _run(
-    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
+def _constrain_all(
+    shardings: Shardings, arrays: Sequence[Any], values: Sequence[Value]
 ) -> list[Any]:
+    return [shardings.constrain(x, value) for x, value in zip(arrays, values, strict=True)]
+
+
+def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
+    equation, shardings, operands = call.equation, call.shardings, call.operands
     name = equation.primitive.name
+    result = apply_copies(equation, scope, shardings, operands, copies)
+    if result is not None:
+        return [result]
+    if is_grouped(equation):
+        specs = (shardings.spec(scope.values[atom]) for atom in equation.invars)
+        return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "sharding_constraint":
-        return _own_constraint(equation, pin, given)
-    if not inner or (name in CUSTOM and not is_worth_it(inner[0].jaxpr, PINNED)):
-        return bind_again(equation, given)
+        return _user_constraint(call)
+    # Most custom derivatives are those of activations, with nothing to constrain.
+    custom = name in CUSTOM_DERIVATIVES
+    if not call.inner or (custom and not _is_constrained(call.inner[0])):
+        return bind_again(equation, operands)
     if name in _LOOPS:
-        return _LOOPS[name](equation, inner, pin, given, rests)
-    run = _body(inner[0], pin, _constants(equation), rests)
-    if name in CUSTOM:
-        specs = [pin.spec(inner[0].values[var]) for var in inner[0].jaxpr.invars]
-        return run_custom(equation, run, given, specs, pin.local)
-    if name in _REMATS:
+        return _LOOPS[name](call)
+    body = call.inner[0]
+    run = _function(body, shardings, call.stored)
+    if custom:
+        specs = [shardings.spec(body.values[var]) for var in body.jaxpr.invars]
+        return run_custom(equation, run, operands, specs, ft.partial(_run_local, shardings))
+    if name in CHECKPOINTS:
         params = equation.params
         run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return list(run(*given))
+    return list(run(*operands))
 
 
-def _own_constraint(equation: JaxprEqn, pin: Pins, given: list[Any]) -> list[Any]:
-    """A constraint of the user's own; one by the names of axes alone has no devices."""
-    sharding, mesh = equation.params["sharding"], pin.mesh
+def _is_constrained(scope: Scope) -> bool:
+    return any(one.primitive.name in CONSTRAINED for one in iter_equations(scope.jaxpr))
+
+
+def _function(
+    scope: Scope, shardings: Shardings, stored: Sequence[bool]
+) -> Callable[..., list[Any]]:
+    return lambda *inputs: run_constrained(scope, shardings, inputs, stored)
+
+
+def _run_local(
+    shardings: Shardings, fn: Callable[..., Any], specs: Sequence[P], *inputs: Any
+) -> tuple[list[Any], list[P], Any]:
+    """Runs a function that is not part of the jaxpr, constrained by the specs of its inputs.
+
+    Returns the leaves of `fn(*inputs)`, their specs, and the structure of the result.
+    """
+    at = [i for i, x in enumerate(inputs) if isinstance(x, ARRAYS) and not is_float0(x)]
+
+    def of_arrays(arrays: list[Any]) -> Any:
+        given = dict(zip(at, arrays, strict=True))
+        return fn(*(given.get(i, x) for i, x in enumerate(inputs)))
+
+    traced, arrays = trace_over(shardings.mesh, of_arrays, [inputs[i] for i in at], ())
+    program = follow_program(traced, [False] * traced.arrays)
+    pairs = [(value, specs[i]) for value, i in zip(program.parameters, at, strict=True)]
+    rows = [(value, sharded_dim(spec, shardings.batch_axes)) for value, spec in pairs]
+    nodes = tuple(value.dims[d] for value, d in rows if d is not None)
+    dims = tuple(sharded_dim(spec, shardings.model_axes) for _, spec in pairs)
+    compute = Compute(dims, shardings.batch_axes, shardings.model_axes)
+    program = replace(program, batch=Batch(nodes, made_rows(program.graph, nodes)))
+    local = find_shardings(program, shardings.mesh, compute)
+    results = run_constrained(program.scope, local, arrays)
+    found = [local.spec(value) for value in outputs_of(program.graph, program.scope)]
+    leaves, structure = jax.tree.flatten(join(results, traced.output))
+    named = jax.tree.leaves(join(found, traced.output))
+    return leaves, [x if isinstance(x, P) else P() for x in named], structure
+
+
+def _user_constraint(call: _Call) -> list[Any]:
+    """Applies a constraint of the program itself; one by axis names alone has no devices yet."""
+    sharding, mesh = call.equation.params["sharding"], call.shardings.mesh
     if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
         sharding = NamedSharding(mesh, sharding.spec)
-        return [jax.lax.with_sharding_constraint(given[0], sharding)]
-    return bind_again(equation, given)
+        return [jax.lax.with_sharding_constraint(call.operands[0], sharding)]
+    return bind_again(call.equation, call.operands)
 
 
-_REMATS = frozenset(["checkpoint", "remat", "remat2"])
-
-
-def _constants(equation: JaxprEqn) -> Sequence[Any]:
-    for key in ("jaxpr", "call_jaxpr"):
-        if key in equation.params:
-            return getattr(equation.params[key], "consts", ())
-    return ()
-
-
-def _body(
-    scope: Scope, pin: Pins, constants: Sequence[Any], rests: Sequence[bool]
-) -> Callable[..., list[Any]]:
-    return lambda *inputs: evaluate(scope, pin, constants, inputs, rests)
-
-
-def _scan(
-    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
-) -> list[Any]:
-    params, scope = equation.params, inner[0]
-    consts, carries = params["num_consts"], params["num_carry"]
-    split = consts + carries
-    avals = scope.jaxpr.invars[consts:split]
-    values = [scope.values[var] for var in avals]
-    constants = params["jaxpr"].consts
-    given[:consts], rests = _gathered(scope, pin, given[:consts], rests)
-    lifted = _lifted(scope, pin, given[:consts])
-    still = [*rests[:consts], *(False for _ in values), *rests[split:]]
+def _scan(call: _Call) -> list[Any]:
+    equation, shardings, scope = call.equation, call.shardings, call.inner[0]
+    consts, init, xs = scan_operands(equation, call.operands)
+    stored_consts, _, stored_xs = scan_operands(equation, call.stored)
+    _, carry_vars, _ = scan_operands(equation, scope.jaxpr.invars)
+    values = [scope.values[var] for var in carry_vars]
+    consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
+    copies = copy_weights(scope, shardings, consts)
+    stored = [*stored_consts, *[False] * len(init), *stored_xs]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [*given[:consts], *_pinned(pin, carry, values), *xs]
-        results = evaluate(scope, pin, constants, inputs, still, lifted)
-        return _pinned(pin, results[:carries], values), results[carries:]
+        inputs = [*consts, *_constrain_all(shardings, carry, values), *xs]
+        results = run_constrained(scope, shardings, inputs, stored, copies)
+        count = len(carry)
+        return _constrain_all(shardings, results[:count], values), results[count:]
 
-    init = _typed(given[consts:split], avals)
-    carry, ys = jax.lax.scan(
-        body,
-        init,
-        list(given[split:]),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, list(map(_as_array, init, carry_vars)), xs, **options)
     return [*carry, *ys]
 
 
-def _gathered(
-    scope: Scope, pin: Pins, constants: list[Any], rests: Sequence[bool]
+def _gather(
+    scope: Scope, shardings: Shardings, consts: Sequence[Any], stored: Sequence[bool]
 ) -> tuple[list[Any], list[bool]]:
-    """What a loop closes over, pinned before the loop and not at every iteration.
+    """Gathers the constants of a loop before it, and not in every iteration.
 
-    Layers that a scan inside goes over stay as they are stored: they are gathered one by one.
+    Layers that a scan inside the loop iterates over stay sharded; the scan gathers one at a time.
+    Returns the constants, and which of them are still sharded in storage.
     """
-    still = list(rests)
-    for place, (x, var) in enumerate(zip(constants, scope.jaxpr.invars, strict=False)):
-        if rests[place] and not _has_layers(scope, var):
-            constants[place], still[place] = pin(x, scope.values[var]), False
-    return constants, still
+    consts, stored = list(consts), list(stored)
+    for i, var in enumerate(scope.jaxpr.invars[: len(consts)]):
+        if stored[i] and not _has_layers(scope, var):
+            consts[i], stored[i] = shardings.constrain(consts[i], scope.values[var]), False
+    return consts, stored
 
 
 def _has_layers(scope: Scope, var: Any) -> bool:
-    """Whether a scan inside goes over the first dimension of an array."""
-    for place, inner in scope.inner.items():
-        equation = scope.jaxpr.eqns[place]
-        params, count = equation.params, len(equation.invars)
-        layers = count
-        if equation.primitive.name == "scan":
-            layers = params["num_consts"] + params["num_carry"]
+    """Whether a scan in a jaxpr iterates over the first dimension of an array."""
+    for index, inner in scope.inner.items():
+        equation = scope.jaxpr.eqns[index]
+        count = len(equation.invars)
+        is_scan = equation.primitive.name == "scan"
+        xs = count - len(scan_operands(equation, equation.invars)[2]) if is_scan else count
         for at in (at for at, atom in enumerate(equation.invars) if atom is var):
-            if at >= layers:
+            if at >= xs:
                 return True
             for one in inner:
-                # Before the operands of what is called may stand others, as the index of branches.
-                behind = at - (count - len(one.jaxpr.invars))
-                if behind >= 0 and _has_layers(one, one.jaxpr.invars[behind]):
+                # Other operands may precede those of the inner jaxpr, such as a branch index.
+                inner_at = at - (count - len(one.jaxpr.invars))
+                if inner_at >= 0 and _has_layers(one, one.jaxpr.invars[inner_at]):
                     return True
     return False
 
 
-def _lifted(scope: Scope, pin: Pins, constants: Sequence[Any]) -> dict[Any, Any]:
-    """Copies of what a loop closes over, where that spares it sums over the batch."""
-    found = {}
-    for x, var in zip(constants, scope.jaxpr.invars, strict=False):
-        value = scope.values[var]
-        if (
-            pin.count > 1
-            and isinstance(x, jax.Array)
-            and value.shape
-            and jnp.issubdtype(x.dtype, jnp.inexact)
-            and pin.batch_dim(value) is None
-            and can_be_lifted(scope.jaxpr, var)
-        ):
-            found[var] = pin.copies(pin(x, value), value)
-    return found
+def _while(call: _Call) -> list[Any]:
+    shardings, (cond, body) = call.shardings, call.inner
+    cond_consts, body_consts, init = while_operands(call.equation, call.operands)
+    stored_cond, stored_body, stored_carry = while_operands(call.equation, call.stored)
+    carry_vars = body.jaxpr.invars[len(body_consts) :]
+    values = [body.values[var] for var in carry_vars]
+    body_consts, stored_body = _gather(body, shardings, body_consts, stored_body)
 
-
-def _pinned(pin: Pins, arrays: Sequence[Any], values: Sequence[Value]) -> list[Any]:
-    return [pin(x, value) for x, value in zip(arrays, values, strict=True)]
-
-
-def _typed(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """A loop must carry arrays of the type that it was traced with; literals are numbers."""
-    return [
-        x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-        for x, var in zip(arrays, variables, strict=True)
-    ]
-
-
-def _while(
-    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
-) -> list[Any]:
-    params, (test, body) = equation.params, inner
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    split = first + second
-    variables = body.jaxpr.invars[second:]
-    values = [body.values[var] for var in variables]
-    given[first:split], rests[first:split] = _gathered(
-        body, pin, given[first:split], rests[first:split]
-    )
-
-    def going(carry: list[Any]) -> Any:
-        inputs = [*given[:first], *carry]
-        return evaluate(test, pin, params["cond_jaxpr"].consts, inputs, rests[:first])[0]
+    def keep_going(carry: list[Any]) -> Any:
+        return run_constrained(cond, shardings, [*cond_consts, *carry], stored_cond)[0]
 
     def step(carry: list[Any]) -> list[Any]:
-        inputs = [*given[first:split], *_pinned(pin, carry, values)]
-        results = evaluate(body, pin, params["body_jaxpr"].consts, inputs, rests[first:split])
-        if (go := going(carry)).ndim:
-            # Under `vmap`, each row ends at its own time, and stays as it was there.
-            results = [_where(go, x, before) for x, before in zip(results, carry, strict=True)]
-        return _pinned(pin, results, values)
+        inputs = [*body_consts, *_constrain_all(shardings, carry, values)]
+        results = run_constrained(body, shardings, inputs, [*stored_body, *stored_carry])
+        if (rows := keep_going(carry)).ndim:
+            # Under `vmap`, each row stops on its own and keeps its last value.
+            results = [_where(rows, x, last) for x, last in zip(results, carry, strict=True)]
+        return _constrain_all(shardings, results, values)
 
-    init = _typed(given[split:], variables)
-    return jax.lax.while_loop(lambda carry: jnp.any(going(carry)), step, init)
+    init = list(map(_as_array, init, carry_vars))
+    return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
 
 
 def _where(rows: Any, x: Any, y: Any) -> Any:
@@ -329,14 +285,9 @@ def _where(rows: Any, x: Any, y: Any) -> Any:
     return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
 
 
-def _cond(
-    equation: JaxprEqn, inner: list[Scope], pin: Pins, given: list[Any], rests: list[bool]
-) -> list[Any]:
-    branches = [
-        _body(scope, pin, branch.consts, rests[1:])
-        for scope, branch in zip(inner, equation.params["branches"], strict=True)
-    ]
-    return list(jax.lax.switch(given[0], branches, *given[1:]))
+def _cond(call: _Call) -> list[Any]:
+    branches = [_function(scope, call.shardings, call.stored[1:]) for scope in call.inner]
+    return list(jax.lax.switch(call.operands[0], branches, *call.operands[1:]))
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,9 +1,9 @@
-"""The sequence dimension, which can be split over `model` where nothing else is.
+"""Sequence parallelism: the sequence is sharded over `model` where no other dimension is.
 
-Between the parts of a layer that are computed split, normalisation, dropout and residual sums are
-done by every device for all of its tokens. Split along the sequence they take a part of the memory,
-and an all-reduce becomes a reduce-scatter and an all-gather, which send as much
-(arXiv:2205.05198, section 4.2.2).
+Between the tensor-parallel parts of a layer, every device computes normalisation, dropout and
+residual sums for all of its tokens. Sharding them along the sequence saves memory. An all-reduce
+becomes a reduce-scatter and an all-gather, which communicate as many bytes (arXiv:2205.05198,
+section 4.2.2).
 """
 
 from collections import Counter
@@ -12,20 +12,24 @@ from ..solver._classes import Classes
 from ..solver._cost import BatchDims
 from ..solver._strategy import Program
 
-# Learned positions are parameters along the sequence; the width of the model is most of them.
-_FEW = 0.2
+# The sequence has at most this fraction of the parameters: learned positions are along it. Most
+# parameters are along the width of the model.
+_MOST_PARAMETERS = 0.2
 
 
 def sequence_classes(
     program: Program, classes: Classes, chosen: frozenset[int], batch: BatchDims
 ) -> frozenset[int]:
-    """The class of dimensions, of few parameters and no batch, with the most bytes kept whole."""
+    """Finds the sequence: the class with the most bytes of activations that are not sharded.
+
+    The batch and classes of many parameters are excluded.
+    """
     graph = program.graph
     blocked = classes.of(graph.blocked)
     owned: Counter[int] = Counter()
     for value in program.parameters:
         owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
-    most = _FEW * sum(value.bytes for value in program.parameters)
+    most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
     many = {one for one, size in owned.items() if size > most}
     kept: Counter[int] = Counter()
     for dims, size in graph.traffic.items():

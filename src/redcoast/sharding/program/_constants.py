@@ -1,22 +1,22 @@
-"""Arrays that a function closes over: constants of its program, and of those inside it."""
+"""Arrays that a function closes over: the constants of its jaxpr and of the jaxprs inside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from ._graph import Value, is_differentiable
+from ...core._jaxpr import is_inexact
+from ._graph import Value
 from ._walk import Scope
 
-# Smaller ones, such as masks and tables of positions, are not worth a word.
+# Smaller constants, such as masks and position tables, stay replicated and are not reported.
 LARGE_CONSTANT = 1_000_000  # bytes
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One array, with a value for each place where it enters the program."""
+    """One array, with a value for each jaxpr that it is a constant of."""
 
     values: tuple[Value, ...]
     dtype: Any
@@ -35,15 +35,15 @@ class Constant:
 
     @property
     def is_planned(self) -> bool:
-        """Whether it may be computed split, as the arrays of the model are."""
-        return self.bytes >= LARGE_CONSTANT and is_differentiable(self)
+        """Whether it may be tensor-parallel, like the arrays of the model."""
+        return self.bytes >= LARGE_CONSTANT and is_inexact(self)
 
 
-def find_constants(jaxpr: ClosedJaxpr, scope: Scope) -> tuple[Constant, ...]:
-    """The arrays that a program closes over, each once, in the order of the program."""
+def find_constants(scope: Scope) -> tuple[Constant, ...]:
+    """Finds the arrays that a program closes over, each once, in the order of the program."""
     found: dict[int, list[tuple[Any, Value]]] = {}
-    for x, value in _entering(jaxpr.consts, scope):
-        if isinstance(getattr(x, "dtype", None), np.dtype):  # and not a key
+    for x, value in _consts(scope):
+        if isinstance(getattr(x, "dtype", None), np.dtype):  # not a key
             found.setdefault(id(x), []).append((x, value))
     return tuple(
         Constant(tuple(value for _, value in places), places[0][0].dtype)
@@ -51,15 +51,10 @@ def find_constants(jaxpr: ClosedJaxpr, scope: Scope) -> tuple[Constant, ...]:
     )
 
 
-def _entering(consts: Any, scope: Scope) -> Iterator[tuple[Any, Value]]:
-    yield from zip(consts, (scope.values[var] for var in scope.jaxpr.constvars), strict=False)
-    for place, inner in scope.inner.items():
-        closed = {id(one.jaxpr): one.consts for one in _closed(scope.jaxpr.eqns[place].params)}
-        for one in inner:
-            yield from _entering(closed.get(id(one.jaxpr), ()), one)
-
-
-def _closed(params: dict[str, Any]) -> Iterator[ClosedJaxpr]:
-    for param in params.values():
-        several = param if isinstance(param, tuple | list) else (param,)
-        yield from (one for one in several if isinstance(one, ClosedJaxpr))
+def _consts(scope: Scope) -> Iterator[tuple[Any, Value]]:
+    """The constants of a jaxpr and of those inside it, with their values."""
+    values = (scope.values[var] for var in scope.jaxpr.constvars)
+    yield from zip(scope.consts, values, strict=False)
+    for scopes in scope.inner.values():
+        for inner in scopes:
+            yield from _consts(inner)

@@ -1,16 +1,16 @@
-"""Operations that multiply and sum: dot products and convolutions."""
+"""Rules for dot products, attention and convolutions."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ...core._flops import multiply_adds
 from ._graph import Graph, Value, output
 
 
 def dot_general(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (left, right, *_), aval = inputs, output(equation)
+    left, right = inputs[:2]
     (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
     for a, b in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         graph.link(left.dims[a], right.dims[b])
@@ -18,7 +18,7 @@ def dot_general(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     right_free = _others(right, (*right_sum, *right_batch))
     dims = (*(left.dims[d] for d in left_batch), *left_free, *right_free)
     summed = tuple(left.dims[d] for d in left_sum)
-    return [_contracted(graph, aval, left, right, dims, summed, left_free, right_free)]
+    return [_contracted(graph, equation, left, right, dims, summed, left_free, right_free)]
 
 
 def _others(value: Value, taken: Sequence[int]) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def _others(value: Value, taken: Sequence[int]) -> tuple[int, ...]:
 
 def _contracted(
     graph: Graph,
-    aval: Any,
+    equation: JaxprEqn,
     left: Value,
     right: Value,
     dims: tuple[int, ...],
@@ -35,8 +35,8 @@ def _contracted(
     left_free: tuple[int, ...],
     right_free: tuple[int, ...],
 ) -> Value:
-    """The result, with partial sums forward over `summed` and backward over the free dimensions."""
-    result = graph.value(aval, dims, grad=left.grad or right.grad)
+    """Adds the result: partial sums over `summed` forward, over the free dimensions backward."""
+    result = graph.value(output(equation), dims, grad=left.grad or right.grad)
     for node in summed:
         graph.sum(node, result)
     second = len(dims) - len(right_free)
@@ -46,35 +46,36 @@ def _contracted(
             graph.sum(node, value, backward=True, before=dims[:at])
     for node in right_free:
         graph.meet(right, node, left_free)
-    flops = 2.0 * prod(result.shape) * prod(graph.sizes[node] for node in summed)
     passes = graph.forwards + left.grad + right.grad
-    graph.work((*dims, *summed), flops, passes, left, right)
+    graph.work((*dims, *summed), _flops(equation), passes, left, right)
     return result
 
 
+def _flops(equation: JaxprEqn) -> float:
+    return 2.0 * (multiply_adds(equation) or 0)
+
+
 def ragged_dot(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Rows in groups, each with a matrix of its own; the groups are never split."""
+    """Multiplies each group of rows by its own matrix; the groups are never sharded."""
     left, right, sizes = inputs[:3]
-    aval = output(equation)
     numbers = equation.params.get("ragged_dot_dimension_numbers")
     graph.blocked.update(sizes.dims)
     if numbers is None or len(left.dims) != 2 or len(right.dims) != 3:
-        return [cut_all(graph, aval, inputs)]
+        return [cut_all(graph, output(equation), inputs)]
     graph.blocked.add(right.dims[0])
     graph.link(left.dims[1], right.dims[1])
     rows, columns = left.dims[0], right.dims[2]
     dims, summed = (rows, columns), (left.dims[1],)
-    return [_contracted(graph, aval, left, right, dims, summed, (rows,), (columns,))]
+    return [_contracted(graph, equation, left, right, dims, summed, (rows,), (columns,))]
 
 
 def fused_attention(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """cuDNN's attention, and its backward pass: examples and heads are free, and the rest whole.
+    """cuDNN attention and its backward pass: only the batch and the heads may be sharded.
 
-    Queries, keys and what comes of them are (batch, sequence, heads, head_dim); a key head serves
-    several query heads, which are next to each other.
+    Queries, keys, values and results are (batch, sequence, heads, head_dim). A key head serves
+    several adjacent query heads.
     """
-    q, k = inputs[:2]
-    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
+    q = inputs[0]
     results = [graph.value(var.aval, grad=q.grad) for var in equation.outvars]
     for value in (*inputs, *results):
         free = _batch_and_heads(value, q)
@@ -85,25 +86,25 @@ def fused_attention(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -
                 graph.cut(value, node, None, None)
             else:
                 graph.cut(value, None, value, node)
-    products = 2 if len(results) < 3 else 5  # forward; backward, with the scores once more
-    flops = 2.0 * batch * heads * queries * keys * head_dim * products
-    passes = 1 if products == 5 else graph.forwards + 2.5 * q.grad
-    graph.work((q.dims[0], q.dims[2]), flops, passes, *inputs[:3])
+    # The backward pass has five products and the forward pass two.
+    backward = "bwd" in equation.primitive.name
+    passes = 1 if backward else graph.forwards + 2.5 * q.grad
+    graph.work((q.dims[0], q.dims[2]), _flops(equation), passes, *inputs[:3])
     return results
 
 
 def _batch_and_heads(value: Value, q: Value) -> dict[int, int]:
-    """Which dimensions of a value are the batch and the heads of the queries."""
+    """Maps dimensions of a value to those of the queries: the batch to 0, the heads to 2."""
     batch, _, heads, head_dim = q.shape
     if len(value.shape) == 4 and value.shape[0] == batch and value.shape[3] == head_dim:
         return {0: 0, 2: 2}
-    # Biases are (batch, heads, queries, keys); sums for the backward pass lack the last of these.
+    # Biases are (batch, heads, queries, keys). Softmax statistics are (batch, heads, queries).
     places = ((0, 0, batch), (1, 2, heads))
     return {d: to for d, to, size in places if value.shape[d : d + 1] == (size,)}
 
 
 def cut_all(graph: Graph, aval: Any, inputs: Sequence[Value]) -> Value:
-    """A result that has nothing to do with its operands' dimensions, which must be whole."""
+    """Adds a result that shares no dimensions with its operands, which must be replicated."""
     result = graph.value(aval, grad=any(value.grad for value in inputs))
     for value in inputs:
         for node in value.dims:
@@ -122,23 +123,23 @@ def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     batch, channel = (image.dims[d] for d in spec.lhs_spec[:2])
     out, into = (kernel.dims[d] for d in spec.rhs_spec[:2])
     if equation.params["batch_group_count"] > 1:
-        # Groups over the batch: a weight's gradient, whose batch is the sum over examples.
+        # The gradient of a grouped kernel: its batch dimension is summed over.
         graph.blocked.update((*image.dims, *kernel.dims, *result.dims))
         return [result]
-    _no_space_split(graph, (image, spec.lhs_spec), (kernel, spec.rhs_spec), (result, spec.out_spec))
-    flops = 2.0 * prod(result.shape) * prod(kernel.shape) / kernel.shape[spec.rhs_spec[0]]
+    for value, order in (image, spec.lhs_spec), (kernel, spec.rhs_spec), (result, spec.out_spec):
+        graph.blocked.update(value.dims[d] for d in order[2:])  # space is never sharded
     passes = graph.forwards + image.grad + kernel.grad
-    graph.work((*result.dims, channel), flops, passes, image, kernel)
+    graph.work((*result.dims, channel), _flops(equation), passes, image, kernel)
     graph.sum(batch, kernel, backward=True)
     if groups == 1:
         graph.link(channel, into)
         graph.sum(channel, result)
         graph.sum(out, image, backward=True)
     else:
-        # The groups are the slowest part of the channels on both sides, and stay whole each.
-        whole = graph.node(groups)
-        graph.link(channel, whole)
-        graph.link(whole, out)
+        # Groups are the major part of both channel dimensions. Each group stays on one device.
+        group = graph.node(groups)
+        graph.link(channel, group)
+        graph.link(group, out)
         graph.cut(image, channel, result, out)
         graph.blocked.add(into)
     return [result]
@@ -153,8 +154,3 @@ def _new_dims(graph: Graph, aval: Any, image: Value, kernel: Value, spec: Any) -
     for d in out[2:]:
         dims[d] = graph.node(aval.shape[d], blocked=True)
     return tuple(dims)
-
-
-def _no_space_split(graph: Graph, *arrays: tuple[Value, Sequence[int]]) -> None:
-    for value, spec in arrays:
-        graph.blocked.update(value.dims[d] for d in spec[2:])

@@ -1,4 +1,4 @@
-"""Operations whose results have the dimensions of their operands."""
+"""Rules for operations whose results have the dimensions of their operands."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ ELEMENTWISE = frozenset(
     sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()  # noqa: SIM905
 )
-# Their derivatives need what they computed; the compiler computes what is between them again.
+# The derivatives of these need their results. XLA recomputes other elementwise results.
 _KEPT = frozenset(
     """
     cos div erf exp exp2 expm1 integer_pow log log1p logistic max pow rsqrt sin sqrt square tanh
     """.split()  # noqa: SIM905
 )
-# Each result is the operand at its place: operands have nothing to do with each other.
+# Each result is the operand at the same position. The operands are independent of each other.
 PAIRWISE = frozenset(
     """
     optimization_barrier device_put pvary pcast reshard layout_constraint annotate
@@ -51,7 +51,7 @@ def pairwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[
 
 
 def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Value:
-    """A result whose dimensions are the operands'; operands of size one or none are repeated."""
+    """Adds a result with the operands' dimensions; dimensions of size one are broadcast."""
     shape = tuple(getattr(aval, "shape", ()))
     dims: list[int | None] = [None] * len(shape)
     for value in inputs:
@@ -71,7 +71,7 @@ def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Va
     for value in inputs:
         for d, (node, size, given) in enumerate(zip(nodes, shape, value.shape, strict=False)):
             if size != given:
-                # What is repeated forward is summed backward.
+                # A broadcast in the forward pass is a sum in the backward pass.
                 graph.sum(node, value, backward=True, before=nodes[:d])
             else:
                 repeated = zip(nodes[:d], shape, value.shape, strict=False)

@@ -1,22 +1,23 @@
-"""What a traced program says about splitting: which dimensions go together, and what it costs."""
+"""The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ...core._jaxpr import is_inexact
 from ._remat import Region
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """An array of the program: for each dimension a node; nodes that are linked are split alike.
+    """An array of the program, with a node for each dimension; linked nodes are sharded alike.
 
     `grad` is whether a gradient flows into it, so that its cotangent costs something. `reduced` is
-    how often the cotangent is summed over devices in a step, where that is not at every use.
+    how often the cotangent is summed over devices in a step; None means at every use.
     """
 
     dims: tuple[int, ...]
@@ -32,11 +33,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Sum:
-    """Partial sums: splitting `node` makes an all-reduce of an array over `dims`.
+    """Partial sums: sharding `node` needs an all-reduce of an array with dimensions `dims`.
 
-    Backward, it is for so many `uses` of one value, whose cotangents are added. `before` are the
-    dimensions that come before `node` in what is summed: where one of them is split over the same
-    axis, as with a batch against itself, `node` is not, and there are no partial sums.
+    In the backward pass, `uses` is the number of uses of the value whose cotangents are added.
+    `before` are the dimensions that precede `node` in the summed array. If one of them is sharded
+    over the same axis (a batch against itself), `node` is not, and there are no partial sums.
     """
 
     node: int
@@ -51,9 +52,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Cut:
-    """An array whose dimension `source` becomes `target` in a way that does not keep a split.
+    """An array whose dimension `source` becomes `target` in a way that no sharding survives.
 
-    If `source` is split, the array is gathered forward, and if `target` is, its cotangent backward.
+    If `source` is sharded, the array is gathered in the forward pass. If `target` is sharded, the
+    cotangent is gathered in the backward pass.
     """
 
     source: int | None
@@ -67,10 +69,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Meeting:
-    """An operand whose dimension `node` comes after those `before` in the result.
+    """An operand whose dimension `node` follows the dimensions `before` in the result.
 
-    Where both are split over the same axis, as with a batch against itself, the operand is gathered
-    so many `times`.
+    If both are sharded over the same axis (a batch against itself), the operand is gathered
+    `times` times.
     """
 
     node: int
@@ -82,9 +84,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic, in floating point operations, that is divided if one of `dims` is split.
+    """Floating point operations that are divided among devices if one of `dims` is sharded.
 
-    Forward alone it is `forward` of them. `of` are the dimensions of each operand.
+    `forward` are those of the forward pass. `of` are the dimensions of each operand.
     """
 
     dims: tuple[int, ...]
@@ -95,15 +97,15 @@ class Work:
 
 @dataclass
 class Graph:
-    """What a walk through a program collects."""
+    """The nodes of a program, with what links them and what sharding them costs."""
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
-    stacks: set[int] = field(default_factory=set)  # blocked ones that count the layers of a scan
-    only_rows: set[int] = field(default_factory=set)  # blocked ones that the batch may be
-    made: set[int] = field(default_factory=set)  # those that no input has: noise, zeros, copies
-    held: set[int] = field(default_factory=set)  # those of parameters and of constants
-    # The axes that the program itself constrains a dimension to; none if it is to be replicated.
+    stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
+    only_rows: set[int] = field(default_factory=set)  # blocked nodes that the batch may be
+    made: set[int] = field(default_factory=set)  # nodes of no input: noise, zeros, copies
+    held: set[int] = field(default_factory=set)  # nodes of parameters and constants
+    # The axes that the program itself constrains a dimension to; () if it is to be replicated.
     asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     links: list[tuple[int, int]] = field(default_factory=list)
     soft_links: list[tuple[int, int]] = field(default_factory=list)
@@ -111,20 +113,22 @@ class Graph:
     cuts: list[Cut] = field(default_factory=list)
     meetings: list[Meeting] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    # Bytes of values, by their dimensions: the largest value, what is read and written, what is
+    # saved for the backward pass, and the results of contractions.
     together: dict[tuple[int, ...], int] = field(default_factory=dict)
     traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
     saved: dict[tuple[int, ...], float] = field(default_factory=dict)
     computed: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
-    # Of the equation at hand: how often it runs forward, with rematerialisation; whether its
-    # results are kept for the backward pass; and, for each region around it, the programs that it
-    # calls.
+    # For the current equation: how often it runs in the forward pass and for rematerialisation,
+    # whether its results are kept for the backward pass, and what each region around it needs of
+    # the jaxprs that it calls.
     forwards: int | float = 1.0
     kept: bool = True
     inner: list[dict[Jaxpr, Region]] = field(default_factory=list)
-    # Of the program that is walked through: what of it is used at all, what leads to the loss, and
-    # the rematerialised regions around it.
+    # For the current jaxpr: what is used of it, what the loss depends on, and what each
+    # rematerialised region around it recomputes.
     regions: tuple[Region, ...] = ()
 
     def node(self, size: int, *, blocked: bool = False, made: bool = False) -> int:
@@ -136,7 +140,7 @@ class Graph:
         return len(self.sizes) - 1
 
     def constant(self, aval: Any) -> Value:
-        """An array that is part of the program."""
+        """Adds an array that is part of the program."""
         found = self.value(aval)
         self.held.update(found.dims)
         return found
@@ -149,12 +153,13 @@ class Graph:
         grad: bool = False,
         reduced: int | float | None = None,
     ) -> Value:
-        """A value of an abstract shape; without `dims`, each of its dimensions is a new node."""
+        """Adds a value of an abstract shape; without `dims`, each dimension is a new node."""
         shape = tuple(getattr(aval, "shape", ()))
         dims = tuple(self.node(size) for size in shape) if dims is None else dims
-        found = Value(dims, shape, itemsize(aval), grad and is_differentiable(aval), reduced)
+        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        found = Value(dims, shape, itemsize, grad and is_inexact(aval), reduced)
         if len(dims) > 1:
-            # The most bytes of the values over these nodes: their conflicts are the same.
+            # Values over the same nodes have the same conflicts, so only the largest counts.
             self.together[dims] = max(self.together.get(dims, 0), found.bytes)
         return found
 
@@ -162,10 +167,14 @@ class Graph:
         if a != b:
             self.links.append((a, b))
 
+    def link_all(self, dims: Iterable[int], others: Iterable[int]) -> None:
+        for a, b in zip(dims, others, strict=True):
+            self.link(a, b)
+
     def sum(
         self, node: int, value: Value, *, backward: bool = False, before: tuple[int, ...] = ()
     ) -> None:
-        """Splitting `node` makes partial sums of `value`, or backward, of its cotangent."""
+        """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.times:
             return
         times = self.times if backward else self.times * self.forwards
@@ -176,7 +185,7 @@ class Graph:
         self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value, before)
 
     def meet(self, value: Value, node: int, before: tuple[int, ...]) -> None:
-        """The dimension `node` of an operand comes after those `before` in the result."""
+        """Records that `node` of an operand follows the dimensions `before` in the result."""
         if before:
             times = self.times * self.forwards
             self.meetings.append(Meeting(node, before, value.dims, value.bytes, times))
@@ -184,10 +193,10 @@ class Graph:
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None
     ) -> None:
-        """Dimension `source` of `value` does not stay split as dimension `target` of `result`.
+        """Records that `source` of `value` does not stay sharded as `target` of `result`.
 
-        A batch that is cut or joined is split again behind it, for what follows is done for each
-        example: a soft link.
+        A soft link connects the two: a batch that is cut or joined is sharded again afterwards,
+        because the operations that follow act on each example.
         """
         dims = value.dims if result is None else result.dims
         out = 0 if result is None else result.bytes
@@ -196,39 +205,29 @@ class Graph:
             self.soft_links.append((source, target))
 
     def save(self, value: Value) -> None:
-        """The value is kept for the backward pass, unless it is computed again there."""
+        """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.kept:
             before = self.saved.get(value.dims, 0.0)
             self.saved[value.dims] = before + value.bytes * self.times
 
     def compute(self, value: Value) -> None:
-        """The value is the result of a product, a lookup or a scatter."""
+        """Records the result of a contraction, a gather or a scatter."""
         self.computed[value.dims] = self.computed.get(value.dims, 0.0) + value.bytes * self.times
 
     def move(self, value: Value) -> None:
-        """The value is written to memory or read from it, and its cotangent on the way back."""
+        """Records that a value is read from or written to memory, and so is its cotangent."""
         moved = value.bytes * self.times * (self.forwards + value.grad)
         self.traffic[value.dims] = self.traffic.get(value.dims, 0.0) + moved
 
     def work(
         self, dims: tuple[int, ...], flops: int | float, passes: int | float, *operands: Value
     ) -> None:
-        """So many operations in each of so many passes, forward and backward."""
+        """Adds `flops` operations for each of the forward and backward `passes`."""
         forward = flops * self.times
         of = tuple(value.dims for value in operands)
         self.works.append(Work(dims, forward * passes, forward, of))
 
 
-def itemsize(aval: Any) -> int:
-    dtype = getattr(aval, "dtype", None)
-    return getattr(dtype, "itemsize", 0) if dtype is not None else 0
-
-
-def is_differentiable(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def output(equation: JaxprEqn, place: int = 0) -> Any:
-    """The abstract value of one of an equation's results."""
-    return equation.outvars[place].aval
+def output(equation: JaxprEqn) -> Any:
+    """Returns the abstract value of an equation's first result."""
+    return equation.outvars[0].aval

@@ -1,4 +1,4 @@
-"""Operations that look up and write at indices."""
+"""Rules for operations that read or write at indices."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,23 @@ from ._graph import Graph, Value, output
 
 
 def gather(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """A lookup: what is not indexed keeps its dimensions, and an indexed dimension that is split
-    leaves each device with the rows it has, to be summed."""
+    """Dimensions that are not indexed are kept.
+
+    If an indexed dimension is sharded, each device reads the rows that it has, and the results
+    are summed.
+    """
     (operand, indices), aval = inputs[:2], output(equation)
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    indexed_batching = tuple(getattr(numbers, "start_indices_batching_dims", ()))
-    gone = {*numbers.collapsed_slice_dims, *batching}
-    window = [d for d in range(len(operand.dims)) if d not in gone]
+    batching = numbers.operand_batching_dims
+    indexed_batching = numbers.start_indices_batching_dims
+    indexed_dims = {*numbers.collapsed_slice_dims, *batching}
+    window = [d for d in range(len(operand.dims)) if d not in indexed_dims]
     dims, cut = [-1] * len(aval.shape), []
     for d, at in zip(window, sorted(numbers.offset_dims), strict=True):
-        whole = sizes[d] == operand.shape[d]
-        dims[at] = operand.dims[d] if whole else graph.node(sizes[d])
-        if not whole:
+        if sizes[d] == operand.shape[d]:
+            dims[at] = operand.dims[d]
+        else:
+            dims[at] = graph.node(sizes[d])
             cut.append((operand.dims[d], dims[at]))
     rest = iter(indices.dims[:-1])
     looked_up = [at for at in range(len(dims)) if dims[at] < 0]
@@ -34,8 +38,8 @@ def gather(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Va
     for source, target in cut:
         graph.cut(operand, source, result, target)
     shared = {indices.dims[i] for i in indexed_batching}
-    # Rows that look up in themselves, as by `x[jnp.arange(len(x)), labels]`, are written where
-    # they are.
+    # Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
+    # device, so their cotangents are not summed.
     indexed = tuple(operand.dims[d] for d in numbers.collapsed_slice_dims)
     for at in looked_up:
         if dims[at] not in shared:
@@ -44,12 +48,13 @@ def gather(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Va
 
 
 def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Partial sums of the result, if the dimensions that count the updates are sharded."""
     operand, indices, updates = inputs[:3]
     numbers = equation.params["dimension_numbers"]
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
-    indexed_batching = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
-    gone = {*numbers.inserted_window_dims, *batching}
-    window = [d for d in range(len(operand.dims)) if d not in gone]
+    batching = numbers.operand_batching_dims
+    indexed_batching = numbers.scatter_indices_batching_dims
+    indexed_dims = {*numbers.inserted_window_dims, *batching}
+    window = [d for d in range(len(operand.dims)) if d not in indexed_dims]
     aval = output(equation)
     result = graph.value(aval, operand.dims, grad=operand.grad or updates.grad)
     for d, at in zip(window, sorted(numbers.update_window_dims), strict=True):

@@ -1,4 +1,4 @@
-"""Operations that arrange, cut and join arrays."""
+"""Rules for operations that rearrange, cut and join arrays."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,35 +30,34 @@ def expand_dims(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
 
 def broadcast_in_dim(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     (operand, *_), aval = inputs, output(equation)
-    came = dict(zip(equation.params["broadcast_dimensions"], range(len(operand.dims)), strict=True))
+    kept = equation.params["broadcast_dimensions"]
+    source = dict(zip(kept, range(len(operand.dims)), strict=True))
     dims = []
     for d, size in enumerate(aval.shape):
-        if d in came and operand.shape[came[d]] == size:
-            dims.append(operand.dims[came[d]])
+        if d in source and operand.shape[source[d]] == size:
+            dims.append(operand.dims[source[d]])
         else:
             dims.append(graph.node(size, made=True))
-            # What is repeated forward is summed backward.
+            # A broadcast in the forward pass is a sum in the backward pass.
             graph.sum(dims[-1], operand, backward=True, before=tuple(dims[:-1]))
     return [graph.value(aval, tuple(dims), grad=operand.grad, reduced=operand.reduced)]
 
 
 def reshape(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Dimensions that are merged or parted stay split along the slowest of them."""
+    """Dimensions that are merged or split stay sharded along the major one."""
     operand, aval = inputs[0], output(equation)
     order = equation.params.get("dimensions")
     if order is not None:
         dims, shape = (tuple(x[d] for d in order) for x in (operand.dims, operand.shape))
         operand = Value(dims, shape, operand.itemsize, operand.grad)
-    nodes: list[int] = [-1] * len(aval.shape)
-    major: list[tuple[list[int], list[int]]] = list(_parts(operand.shape, tuple(aval.shape)))
-    for before, after in major:
-        if len(before) == len(after) == 1:
-            nodes[after[0]] = operand.dims[before[0]]
-            continue
-        for d in after:
-            nodes[d] = graph.node(aval.shape[d])
-    result = graph.value(aval, tuple(_filled(graph, nodes, aval.shape)), grad=operand.grad)
-    for before, after in major:
+    runs = list(_runs(operand.shape, tuple(aval.shape)))
+    kept = {b[0]: operand.dims[a[0]] for a, b in runs if len(a) == len(b) == 1}
+    new = {d: graph.node(aval.shape[d]) for _, after in runs for d in after if d not in kept}
+    dims = [(kept | new).get(d) for d in range(len(aval.shape))]
+    # Dimensions of size one are in no run.
+    dims = tuple(graph.node(1) if node is None else node for node in dims)
+    result = graph.value(aval, dims, grad=operand.grad)
+    for before, after in runs:
         if before and after and not len(before) == len(after) == 1:
             graph.link(operand.dims[before[0]], result.dims[after[0]])
             for a in before:
@@ -69,15 +68,8 @@ def reshape(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
     return [result]
 
 
-def _filled(graph: Graph, nodes: list[int], shape: Sequence[int]) -> Iterator[int]:
-    for node, size in zip(nodes, shape, strict=True):
-        yield graph.node(size) if node < 0 else node
-
-
-def _parts(
-    before: tuple[int, ...], after: tuple[int, ...]
-) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions with the same product on both sides, without those of one."""
+def _runs(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Pairs the shortest runs of dimensions with equal products, ignoring dimensions of one."""
     a = [d for d, size in enumerate(before) if size != 1]
     b = [d for d, size in enumerate(after) if size != 1]
     while a or b:
@@ -96,7 +88,7 @@ def _parts(
 def _kept(
     graph: Graph, equation: JaxprEqn, operand: Value, kept: Sequence[bool], *, blocked: bool = False
 ) -> Value:
-    """A result with the operand's dimensions where `kept`, and new ones where they are cut."""
+    """Adds a result with the operand's dimensions where `kept` and new dimensions elsewhere."""
     aval = output(equation)
     dims = tuple(
         node if keep else graph.node(size, blocked=blocked)
@@ -112,7 +104,7 @@ def _kept(
 
 
 def sliced(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """`slice`, `dynamic_slice`, `rev`-like: a dimension of which a part is taken is cut."""
+    """`slice` and `dynamic_slice`: a dimension of which a part is taken is cut."""
     after = output(equation).shape
     kept = [a == b for a, b in zip(inputs[0].shape, after, strict=True)]
     return [_kept(graph, equation, inputs[0], kept)]
@@ -134,18 +126,17 @@ def pad(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value
 
 
 def window(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Dimensions that a window moves over are space: never split."""
+    """Dimensions that a window moves over are never sharded."""
     operands, after = inputs[: len(equation.outvars)], output(equation).shape
     sizes = equation.params["window_dimensions"]
     kept = [w == 1 and a == b for w, a, b in zip(sizes, operands[0].shape, after, strict=True)]
     for value in operands[1:]:
-        for a, b in zip(operands[0].dims, value.dims, strict=True):
-            graph.link(a, b)
+        graph.link_all(operands[0].dims, value.dims)
     return [_kept(graph, equation, value, kept, blocked=True) for value in operands]
 
 
 def window_scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """`select_and_scatter_add` and the like: pooling, backward and in derivatives forward."""
+    """`select_and_scatter_add` and similar: the derivatives of pooling."""
     aval, sizes = output(equation), equation.params["window_dimensions"]
     dims = tuple(graph.node(size) for size in aval.shape)
     for value in inputs:
@@ -160,7 +151,7 @@ def window_scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) ->
 
 
 def bitcast(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Where the items have other sizes, the last dimension is new or gone."""
+    """If the item sizes differ, the last dimension is added or removed."""
     operand, aval = inputs[0], output(equation)
     known = operand.dims[: len(aval.shape)]
     new = (graph.node(size) for size in aval.shape[len(known) :])
@@ -187,8 +178,7 @@ def stack(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Val
     aval, axis = output(equation), equation.params["axis"]
     first = inputs[0].dims
     for value in inputs[1:]:
-        for a, b in zip(first, value.dims, strict=True):
-            graph.link(a, b)
+        graph.link_all(first, value.dims)
     dims = (*first[:axis], graph.node(aval.shape[axis]), *first[axis:])
     return [graph.value(aval, dims, grad=any(value.grad for value in inputs))]
 
@@ -216,7 +206,7 @@ def split(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Val
         new = graph.node(aval.shape[axis])
         dims = (*operand.dims[:axis], new, *operand.dims[axis + 1 :])
         results.append(graph.value(aval, dims, grad=operand.grad))
-        # A gather of the whole serves all parts.
+        # One gather of the operand serves all parts.
         source = operand.dims[axis] if var is equation.outvars[0] else None
         graph.cut(operand, source, results[-1], new)
         graph.soft_links.append((operand.dims[axis], new))
@@ -236,15 +226,14 @@ def top_k(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Val
 def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: int) -> list[Value]:
     first = inputs[0]
     for value in inputs[1:]:
-        for a, b in zip(first.dims, value.dims, strict=True):
-            graph.link(a, b)
+        graph.link_all(first.dims, value.dims)
     size = output(equation).shape[axis]
-    # A permutation that the program draws is made by it, too.
+    # A permutation that the program samples is also made by it.
     new = graph.node(size, made=first.dims[axis] in graph.made)
     dims = (*first.dims[:axis], new, *first.dims[axis + 1 :])
     grad = any(value.grad for value in inputs)
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
-    # Two cuts, so that there is no soft link: sorted rows come from everywhere.
+    # Two cuts avoid a soft link: sorted rows may have been on any device.
     for value, result in zip(inputs, results, strict=False):
         graph.cut(value, value.dims[axis], result, None)
         graph.cut(value, None, result, new)
@@ -252,12 +241,11 @@ def _ordered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], axis: in
 
 
 def reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Sums, maxima and the like: partial results are combined where a summed dimension is split."""
+    """Sums, maxima and similar: partial results are combined if a reduced dimension is sharded."""
     axes = equation.params.get("axes", equation.params.get("dimensions", ()))
     count = len(equation.outvars)
     for value in inputs[1:count]:
-        for a, b in zip(inputs[0].dims, value.dims, strict=True):
-            graph.link(a, b)
+        graph.link_all(inputs[0].dims, value.dims)
     dims = tuple(node for d, node in enumerate(inputs[0].dims) if d not in axes)
     grad = any(value.grad for value in inputs)
     results = [graph.value(var.aval, dims, grad=grad) for var in equation.outvars]
@@ -268,7 +256,7 @@ def reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list
 
 
 def named_reduction(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """`psum` and the like: under `vmap` the axis that they name is a dimension."""
+    """`psum` and similar: under `vmap` the axis that they name is a dimension."""
     axes = [axis for axis in equation.params.get("axes", ()) if isinstance(axis, int)]
     results = []
     for value, var in zip(inputs, equation.outvars, strict=True):

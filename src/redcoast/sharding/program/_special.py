@@ -1,4 +1,4 @@
-"""Transforms, decompositions, random bits, and what a program constrains itself."""
+"""Rules for transforms, decompositions, random bits and sharding constraints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +19,14 @@ DECOMPOSITIONS = frozenset(
 )
 # The first operand of these is a vector for each matrix.
 _OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
-# Known to have nothing that could be split, or nothing that comes out.
+# These have no dimensions to shard, or no results.
 FRESH = frozenset(
     """
     iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
     partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
     """.split()  # noqa: SIM905
 )
-# What comes of each key: keys in rows give results in the same rows.
+# Each key is independent: the leading dimensions of the results are those of the keys.
 KEYED = frozenset(
     """
     random_bits random_clone random_seed random_split random_unwrap random_wrap
@@ -40,7 +40,7 @@ def fresh(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Val
 
 
 def keyed(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    # Of old keys, which are numbers in rows, the last dimension is gone or new.
+    # Raw keys are arrays of numbers whose last dimension is removed or added.
     return [_made(graph, output(equation), inputs[0].dims, grad=False)]
 
 
@@ -52,7 +52,7 @@ def _made(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Valu
 
 
 def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """What the program constrains is left to it, dimension by dimension."""
+    """Keeps what the program constrains itself, dimension by dimension."""
     (operand,), params = inputs, equation.params
     spec = getattr(params["sharding"], "spec", None)
     if spec is not None:
@@ -65,7 +65,7 @@ def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
 
 
 def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """No dimension is split over `model`, and the transformed ones over no axis at all."""
+    """No dimension is tensor-parallel, and transformed dimensions are never sharded."""
     operand, count = inputs[0], len(equation.params["fft_lengths"])
     kept = len(operand.dims) - count
     aval = output(equation)
@@ -76,7 +76,7 @@ def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
 
 
 def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Leading dimensions count matrices; the matrices themselves are never split."""
+    """Leading dimensions count matrices; the matrices themselves are never sharded."""
     first = inputs[0]
     count = len(first.dims) - (1 if equation.primitive.name in _OF_VECTORS else 2)
     for value in inputs:
@@ -98,7 +98,7 @@ def _matrices(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> 
 
 
 def opaque(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """An operation that is not understood: its operands must be whole, its results come whole."""
+    """An unknown operation: its operands and results are replicated."""
     graph.unknown[equation.primitive.name] += 1
     if not equation.outvars:
         return []

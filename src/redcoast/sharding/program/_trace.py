@@ -1,4 +1,4 @@
-"""A user's function as a program: its equations, and which inputs are which arrays."""
+"""Traces a function to a jaxpr, and records which inputs are which arrays."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from ...core._tracing import traced_over
 
 @dataclass(frozen=True)
 class Traced:
-    """The program of `fn(tree, *args)`.
+    """The jaxpr of `fn(tree, *args)`.
 
-    Its inputs are the arrays of the tree, `arrays` of them; then those of the first argument, the
-    batch, `batch` of them; then those of the other arguments. The last `moved` of its results are
-    those of a model that a loss returns as its third result.
+    Its inputs are the `arrays` arrays of the tree, then the `batch` arrays of the first argument
+    (the batch), then those of the other arguments. The last `moved` outputs are the arrays of the
+    model that a loss returns as its third result.
     """
 
     jaxpr: ClosedJaxpr
@@ -33,13 +33,13 @@ class Traced:
 
     @property
     def trains(self) -> bool:
-        """Whether the function is a loss: its first result a floating point scalar."""
+        """Whether the function is a loss: its first result is a floating point scalar."""
         first = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
         return first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 
 def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Traced, list[Any]]:
-    """The program of `fn(tree, *args)`, and the arrays that it is called with here."""
+    """Traces `fn(tree, *args)`; returns its jaxpr and the arrays that it was called with."""
     arrays, static = split(tree)
     batch, batch_static = split(tuple(args[:1]))
     others, others_static = split(tuple(args[1:]))
@@ -62,22 +62,22 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
 def trace_over(
     mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]
 ) -> tuple[Traced, list[Any]]:
-    """`trace`, with bare `PartitionSpec`s in the function referring to a mesh."""
+    """Calls `trace` with bare `PartitionSpec`s in the function referring to a mesh."""
     try:
         with traced_over(mesh):
             return trace(fn, tree, args)
     except ValueError:
-        # `jax.pmap`, and `jax.shard_map` over a mesh of its own, want no other mesh around them.
+        # `jax.pmap`, and `jax.shard_map` over its own mesh, do not allow another ambient mesh.
         with contextlib.suppress(Exception):
             return trace(fn, tree, args)
         raise
 
 
 def _unplaced(x: Any) -> Any:
-    """An array as its shape, for the mesh that it lies on may be another than that of the trace."""
+    """The shape of an array, since the array may be placed on another mesh than the trace's."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return x
-    weak = getattr(x, "weak_type", False)  # which keys lack
+    weak = getattr(x, "weak_type", False)  # keys have none
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
 
 

@@ -1,4 +1,4 @@
-"""Follows every dimension through a traced program."""
+"""Propagates dimensions through a jaxpr, with a rule for each primitive."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,19 +7,28 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ...core._jaxpr import (
+    CHECKPOINTS,
+    called_jaxpr,
+    consts_of,
+    open_jaxpr,
+    scan_operands,
+    while_operands,
+)
 from . import _contractions as contractions
 from . import _indexing as indexing
 from . import _shaping as shaping
 from . import _special as special
 from ._elementwise import ELEMENTWISE, PAIRWISE, elementwise, pairwise
 from ._graph import Graph, Value
-from ._loop_weights import can_be_lifted
-from ._remat import CHECKPOINTS, Region, find_needed
+from ._loop_weights import can_hoist_gradient_sum
+from ._remat import Region, find_needed
 
+# A rule adds the results of an equation to the graph, given the values of its operands.
 Rule = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
-# To pin the results of these is enough: the compiler carries shardings through what is between.
-PINNED = frozenset(
+# Only the results of these are constrained. XLA propagates shardings through other operations.
+CONSTRAINED = frozenset(
     """
     conv_general_dilated dot_general gather ragged_dot ragged_dot_general scatter
     scatter-add scatter_add
@@ -31,7 +40,7 @@ REDUCTIONS = frozenset(
     reduce_xor
     """.split()  # noqa: SIM905
 )
-# How often a loop without a known end is taken to run.
+# The assumed number of iterations of a `while` loop.
 ASSUMED_TRIPS = 10
 
 _RULES: dict[str, Rule] = {
@@ -94,39 +103,39 @@ _RULES: dict[str, Rule] = {
 
 @dataclass(eq=False)
 class Scope:
-    """The values of one run through a jaxpr, and of those inside its equations by their place."""
+    """The values of a jaxpr, and the scopes of the jaxprs that its equations call, by index."""
 
     jaxpr: Jaxpr
+    consts: Sequence[Any] = ()
     values: dict[Any, Value] = field(default_factory=dict)
     inner: dict[int, list["Scope"]] = field(default_factory=dict)
 
-    def __getitem__(self, atom: Any) -> Value:
-        return self.values[atom]
 
-
-def walk(graph: Graph, jaxpr: Jaxpr, constants: Sequence[Value], inputs: Sequence[Value]) -> Scope:
-    """Follows the dimensions of `inputs` through a jaxpr; what it finds goes into the graph."""
-    scope = Scope(jaxpr)
-    scope.values.update(zip(jaxpr.constvars, constants, strict=True))
+def walk(graph: Graph, closed: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Scope:
+    """Propagates the dimensions of `inputs` through a jaxpr, and records them in the graph."""
+    jaxpr = open_jaxpr(closed)
+    scope = Scope(jaxpr, consts_of(closed))
+    scope.values.update((var, graph.constant(var.aval)) for var in jaxpr.constvars)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     regions, grads = graph.regions, [value.grad for value in inputs]
-    used, leading, *again = [find_needed(jaxpr, region, grads) for region in regions]
-    for place, equation in enumerate(jaxpr.eqns):
+    used, differentiated, *remats = [find_needed(jaxpr, one, grads) for one in regions]
+    for index, equation in enumerate(jaxpr.eqns):
         values = [_read(graph, scope, atom) for atom in equation.invars]
-        if place not in leading.places:
+        if index not in differentiated.equations:
             values = [_copy(value, grad=False) for value in values]
-        graph.forwards = 1.0 + sum(place in each.places for each in again)
+        graph.forwards = 1.0 + sum(index in each.equations for each in remats)
         graph.kept = all(region.keeps(equation) for region in regions[2:])
-        graph.inner = [each.inner[place] for each in (used, leading, *again)]
-        with _more(graph, 1.0 if place in used.places else 0.0):
-            results, inner = _follow(graph, equation, values)
+        graph.inner = [each.inner[index] for each in (used, differentiated, *remats)]
+        with _repeated(graph, 1.0 if index in used.equations else 0.0):
+            results, inner = _apply_rule(graph, equation, values)
         if inner:
-            scope.inner[place] = inner
+            scope.inner[index] = inner
         scope.values.update(zip(equation.outvars, results, strict=True))
     return scope
 
 
 def outputs_of(graph: Graph, scope: Scope) -> list[Value]:
+    """Returns the values of a jaxpr's outputs."""
     return [_read(graph, scope, atom) for atom in scope.jaxpr.outvars]
 
 
@@ -134,73 +143,43 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
     return graph.value(atom.aval) if isinstance(atom, Literal) else scope.values[atom]
 
 
-def _follow(
+def _apply_rule(
     graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
 ) -> tuple[list[Value], list[Scope]]:
     name = equation.primitive.name
     if name in _RULES:
         results = _RULES[name](graph, equation, inputs)
-        if name in PINNED:
+        if name in CONSTRAINED:
             graph.save(results[0])
             graph.compute(results[0])
-        if name in PINNED or name in REDUCTIONS:
-            # Everything else is fused with one of these, and stays out of memory.
+        if name in CONSTRAINED or name in REDUCTIONS:
+            # XLA fuses other operations with one of these, so their results stay out of memory.
             for value in (*inputs, *results):
                 graph.move(value)
         return results, []
     if name in _LOOPS:
         return _LOOPS[name](graph, equation, inputs)
-    body = called(equation)
+    body = called_jaxpr(equation)
     if body is None:
         return special.opaque(graph, equation, inputs), []
     region = Region((False,) * len(equation.outvars), True, equation.params.get("policy"))
-    scope = _enter(graph, body, inputs, *[region] * (name in CHECKPOINTS))
+    scope = _walk_called(graph, body, inputs, *[region] * (name in CHECKPOINTS))
     return outputs_of(graph, scope), [scope]
 
 
-# What these do is not in a jaxpr of theirs, or is for each device by itself.
-_OPAQUE = frozenset(
-    """
-    shard_map pallas_call ffi_call custom_call pure_callback io_callback
-    """.split()  # noqa: SIM905
-)
-
-
-def called(equation: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """The jaxpr that an equation calls with its own operands, if that is what it does."""
-    if equation.primitive.name in _OPAQUE:
-        return None
-    found = [
-        param
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        if isinstance(param := equation.params.get(key), (ClosedJaxpr, Jaxpr))
-    ]
-    if len(found) != 1:
-        return None
-    inner = open_jaxpr(found[0])
-    fits = len(inner.invars) == len(equation.invars) and len(inner.outvars) == len(equation.outvars)
-    return found[0] if fits else None
-
-
-def open_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def _enter(
+def _walk_called(
     graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value], *regions: Region
 ) -> Scope:
-    """Walks through a program that an equation calls, perhaps in a rematerialised region."""
-    inner = open_jaxpr(jaxpr)
-    constants = [graph.constant(var.aval) for var in inner.constvars]
+    """Walks through a jaxpr that an equation calls, perhaps as a rematerialised region."""
     outside = graph.regions, graph.inner, graph.forwards, graph.kept
-    graph.regions = (*(seen[inner] for seen in graph.inner), *regions)
-    scope = walk(graph, inner, constants, inputs)
+    graph.regions = (*(seen[open_jaxpr(jaxpr)] for seen in graph.inner), *regions)
+    scope = walk(graph, jaxpr, inputs)
     graph.regions, graph.inner, graph.forwards, graph.kept = outside
     return scope
 
 
 @contextmanager
-def _more(graph: Graph, times: int | float) -> Iterator[None]:
+def _repeated(graph: Graph, times: int | float) -> Iterator[None]:
     before = graph.times
     graph.times = before * times
     yield
@@ -210,66 +189,65 @@ def _more(graph: Graph, times: int | float) -> Iterator[None]:
 def _scan(
     graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
 ) -> tuple[list[Value], list[Scope]]:
-    params = equation.params
-    consts, carries = params["num_consts"], params["num_carry"]
+    body, length = equation.params["jaxpr"], equation.params["length"]
+    consts, carry, xs = scan_operands(equation, inputs)
+    const_vars, _, x_vars = scan_operands(equation, body.jaxpr.invars)
+    hoisted = lambda var: graph.times if can_hoist_gradient_sum(body.jaxpr, var) else None
+    consts = [_copy(x, x.grad, hoisted(var)) for x, var in zip(consts, const_vars, strict=True)]
+    # A carry whose initial value has no gradient may have one after the first iteration.
     grad = any(value.grad for value in inputs)
-    body = params["jaxpr"].jaxpr
-    inside = [
-        _copy(value, value.grad, graph.times if can_be_lifted(body, var) else None)
-        for value, var in zip(inputs[:consts], body.invars[:consts], strict=True)
+    carry = [_copy(value, grad) for value in carry]
+    layers = [value.dims[0] for value in xs]
+    graph.blocked.update(layers)
+    graph.stacks.update(layers)
+    slices = [
+        graph.value(var.aval, value.dims[1:], grad=value.grad)
+        for value, var in zip(xs, x_vars, strict=True)
     ]
-    # A carry that starts without a gradient may have one after the first iteration.
-    inside += [_copy(value, grad) for value in inputs[consts : consts + carries]]
-    for value, var in zip(inputs[consts + carries :], body.invars[consts + carries :], strict=True):
-        graph.blocked.add(value.dims[0])
-        graph.stacks.add(value.dims[0])
-        inside.append(graph.value(var.aval, value.dims[1:], grad=value.grad))
-    with _more(graph, params["length"]):
-        for value in inside[consts : consts + carries]:
+    with _repeated(graph, length):
+        for value in carry:
             graph.save(value)
-        scope = _enter(graph, params["jaxpr"], inside)
+        scope = _walk_called(graph, body, [*consts, *carry, *slices])
     outputs = outputs_of(graph, scope)
-    _link(graph, inside[consts : consts + carries], outputs[:carries])
+    _link(graph, carry, outputs[: len(carry)])
     results = []
     for value, var in zip(outputs, equation.outvars, strict=True):
-        stacked = len(results) >= carries
-        leading = (graph.node(params["length"], blocked=True),) if stacked else ()
+        stacked = len(results) >= len(carry)
+        leading = (graph.node(length, blocked=True),) if stacked else ()
         results.append(graph.value(var.aval, (*leading, *value.dims), grad=value.grad))
     return results, [scope]
 
 
 def _copy(value: Value, grad: bool, reduced: int | float | None = None) -> Value:
-    # A value of its own: inside a loop its cotangent is reduced at every iteration, or once behind
-    # the loop if it is lifted.
+    """A distinct value with the same dimensions: inside a loop its cotangent is summed anew."""
     return Value(value.dims, value.shape, value.itemsize, grad, reduced)
 
 
-def _link(graph: Graph, these: Sequence[Value], those: Sequence[Value]) -> None:
-    for one, other in zip(these, those, strict=True):
-        for a, b in zip(one.dims, other.dims, strict=True):
-            graph.link(a, b)
+def _link(graph: Graph, some: Sequence[Value], others: Sequence[Value]) -> None:
+    for one, other in zip(some, others, strict=True):
+        graph.link_all(one.dims, other.dims)
 
 
 def _while(
     graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
 ) -> tuple[list[Value], list[Scope]]:
-    params = equation.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    carry = inputs[first + second :]
-    grad = any(value.grad for value in inputs[first:])
-    state = [_copy(value, grad) for value in carry]
-    constants = [_copy(value, value.grad) for value in inputs[: first + second]]
-    with _more(graph, ASSUMED_TRIPS):
-        test = _enter(graph, params["cond_jaxpr"], [*constants[:first], *state])
-        body = _enter(graph, params["body_jaxpr"], [*constants[first:], *state])
-    _link(graph, state, outputs_of(graph, body))
-    return state, [test, body]
+    cond_consts, body_consts, carry = while_operands(equation, inputs)
+    grad = any(value.grad for value in (*body_consts, *carry))
+    carry = [_copy(value, grad) for value in carry]
+    cond_consts, body_consts = (
+        [_copy(value, value.grad) for value in consts] for consts in (cond_consts, body_consts)
+    )
+    with _repeated(graph, ASSUMED_TRIPS):
+        cond = _walk_called(graph, equation.params["cond_jaxpr"], [*cond_consts, *carry])
+        body = _walk_called(graph, equation.params["body_jaxpr"], [*body_consts, *carry])
+    _link(graph, carry, outputs_of(graph, body))
+    return carry, [cond, body]
 
 
 def _cond(
     graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
 ) -> tuple[list[Value], list[Scope]]:
-    scopes = [_enter(graph, branch, inputs[1:]) for branch in equation.params["branches"]]
+    scopes = [_walk_called(graph, one, inputs[1:]) for one in equation.params["branches"]]
     outputs = [outputs_of(graph, scope) for scope in scopes]
     for other in outputs[1:]:
         _link(graph, outputs[0], other)
@@ -283,12 +261,16 @@ def _cond(
 def _linear_solve(
     graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
 ) -> tuple[list[Value], list[Scope]]:
-    """The solver is followed but not run again: what else belongs to it gives derivatives."""
+    """Walks through the solver; the other jaxprs of the equation are for derivatives.
+
+    Without a scope, the equation is re-bound unchanged.
+    """
     lengths = equation.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     right = start + lengths.solve + lengths.transpose_solve
-    given = [*inputs[start : start + lengths.solve], *inputs[right:]]
-    return outputs_of(graph, _enter(graph, equation.params["jaxprs"].solve, given)), []
+    operands = [*inputs[start : start + lengths.solve], *inputs[right:]]
+    scope = _walk_called(graph, equation.params["jaxprs"].solve, operands)
+    return outputs_of(graph, scope), []
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _linear_solve}

@@ -1,31 +1,33 @@
-"""Where a loss brings the examples of a batch together, so that it is no mean over them.
+"""Where a loss relates the examples of a batch, so that it is not a mean over them.
 
-A mean over examples can be taken in parts: of microbatches, or of the batches of an evaluation. A
-loss in which one example's part depends on others cannot: a contrastive loss, batch normalisation,
-or a function of a mean that is not linear. Means weighted by what the batch holds can.
+A mean over examples can be taken in parts: of microbatches, or of the batches of an evaluation. If
+the term of one example depends on others, it cannot. Examples are a contrastive loss, batch
+normalisation, and a nonlinear function of a mean. Means weighted by arrays of the batch can.
 """
 
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from ...core._jaxpr import is_inexact, scan_operands, variables, while_operands
 from ..program._graph import Value
 from ..program._walk import REDUCTIONS, Scope
 from ..solver._strategy import Program, batch_dims
+from ._data import Coupling
 
-_SUMS = frozenset(["reduce_sum", "psum", "psum_invariant", "dot_general"])
-_REDUCED = REDUCTIONS | _SUMS | {"pmax", "pmin"}
+_SCATTERS = frozenset(["scatter-add", "scatter_add"])
+_SUMS = _SCATTERS | {"reduce_sum", "psum", "psum_invariant", "dot_general"}
+_REDUCED = (REDUCTIONS | _SUMS | {"pmax", "pmin"}) - _SCATTERS
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
     "sort": "dimension",
 }
-# Of a sum over examples, these are not the sum of anything over examples.
+# Of a sum over examples, these are not a sum over examples.
 _NOT_LINEAR = frozenset(
     """
     abs acos acosh asin asinh atan atan2 atanh cbrt clamp cos cosh digamma erf erfc erf_inv exp exp2
@@ -34,18 +36,18 @@ _NOT_LINEAR = frozenset(
     """.split()  # noqa: SIM905
 )
 _SHIFTS = frozenset(["add", "add_any", "sub"])
-_FORGOTTEN = frozenset(["is_finite", "reduce_and", "reduce_or", "random_bits", "iota"])
+_IGNORED = frozenset(["is_finite", "reduce_and", "reduce_or", "random_bits", "iota"])
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
-class _Past:
-    """What a value comes from.
+class _Origin:
+    """What a value depends on.
 
-    `model` is whether from the model's arrays, and `counts` whether from counting, as the indices
-    of examples. `summed` is the operation that brought examples together which depend on the model,
-    and `weighed` one for those that do not. `weights` is 1 if that is to a scalar, as a sum of
-    weights is, else 2.
+    `model` is whether it depends on the model's arrays, and `counts` whether on a count, such as
+    the indices of examples. `summed` is an operation that reduced over examples a value that
+    depends on the model, and `weighed` one that reduced a value that does not. `weights` is 1 if
+    the result of `weighed` is a scalar, such as a sum of weights, and otherwise 2.
     """
 
     model: bool = False
@@ -55,239 +57,221 @@ class _Past:
     weights: int = 0
 
 
-def _together(pasts: Sequence[_Past]) -> _Past:
-    return _Past(
-        any(past.model for past in pasts),
-        any(past.counts for past in pasts),
-        next((past.summed for past in pasts if past.summed is not None), None),
-        next((past.weighed for past in pasts if past.weighed is not None), None),
-        max((past.weights for past in pasts), default=0),
+Origins = Sequence[_Origin]
+
+
+def _merged(origins: Origins) -> _Origin:
+    first = lambda name: next(filter(None, (getattr(one, name) for one in origins)), None)
+    return _Origin(
+        any(one.model for one in origins),
+        any(one.counts for one in origins),
+        first("summed"),
+        first("weighed"),
+        max((one.weights for one in origins), default=0),
     )
 
 
 @dataclass
 class _Search:
-    has: Callable[[int], bool]  # whether a dimension is that of the examples
-    found: list[dict[str, str]] = field(default_factory=list)
+    has: Callable[[int], bool]  # whether a dimension is the batch dimension
+    found: Coupling | None = None
 
-    def add(self, equation: JaxprEqn, why: str) -> None:
-        name, where = equation.primitive.name, _line(equation)
-        self.found.append({"operation": name, "where": where, "why": why})
+    def rows(self, value: Value) -> int:
+        """How many dimensions of a value are the batch dimension."""
+        return sum(map(self.has, value.dims))
+
+    def record(self, equation: JaxprEqn, why: str) -> None:
+        self.found = Coupling(equation.primitive.name, _line(equation), why)
 
 
-def find_coupling(program: Program) -> list[dict[str, str]]:
-    """The first operation that brings examples together: `operation`, `where`, and `why`."""
-    jaxpr, traced = program.traced.jaxpr.jaxpr, program.traced
-    given = program.batch.given
+class _Operation(NamedTuple):
+    """An equation, with the origins of its operands, and those and the values of non-literals."""
+
+    equation: JaxprEqn
+    origins: Origins
+    known: Sequence[tuple[_Origin, Value]]
+    origin: _Origin  # of the results, unless it reduces
+    result: Value
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def is_inexact(self) -> bool:
+        return is_inexact(self.equation.outvars[0].aval)
+
+
+def find_coupling(program: Program) -> Coupling | None:
+    """The first operation that relates examples to each other, if there is one."""
+    traced, given = program.traced, program.batch.given
     if not given or program.graph.sizes[given[0]] < 2:
-        return []
-    search = _Search(batch_dims(program, 1).has)
-    needed = [i == 0 or not traced.trains for i in range(len(jaxpr.outvars))]
-    pasts = [_Past(model=i < traced.arrays) for i in range(len(jaxpr.invars))]
-    _follow(search, jaxpr, program.scope, pasts, needed)
-    return search.found[:1]
+        return None
+    search, jaxpr = _Search(batch_dims(program, 1).has), program.scope.jaxpr
+    needed = jaxpr.outvars[:1] if traced.trains else jaxpr.outvars
+    origins = [_Origin(model=i < traced.arrays) for i in range(len(jaxpr.invars))]
+    _follow(search, program.scope, origins, needed)
+    return search.found
 
 
 def _follow(
-    search: _Search, jaxpr: Jaxpr, scope: Scope, given: Sequence[_Past], needed: Sequence[bool]
-) -> list[_Past]:
-    """What the results of a program come from; it ends at the first operation found."""
-    env: dict[Any, _Past] = dict(zip(jaxpr.invars, given, strict=True))
-    read = lambda atom: _Past() if isinstance(atom, Literal) else env.get(atom, _Past())
-    used = _used(jaxpr, needed)
-    for place, equation in enumerate(jaxpr.eqns):
-        if place in used and not search.found:
-            pasts = [read(atom) for atom in equation.invars]
-            inner = scope.inner.get(place, [])
-            if inner:
-                results = _inside(search, equation, inner, pasts)
-                for found in search.found[:1]:
-                    # A compiled function of a library's has no line of the user's in it.
-                    found["where"] = found["where"] or _line(equation)
-            else:
-                results = [_past(search, scope, equation, pasts)] * len(equation.outvars)
-            env.update(zip(equation.outvars, results, strict=True))
+    search: _Search, scope: Scope, given: Origins, needed: Sequence[Any] | None = None
+) -> Origins:
+    """The origins of the results of a program; it stops at the first operation found."""
+    jaxpr = scope.jaxpr
+    env: dict[Any, _Origin] = dict(zip(jaxpr.invars, given, strict=True))
+    read = lambda atom: _Origin() if isinstance(atom, Literal) else env.get(atom, _Origin())
+    for place in _used(jaxpr, jaxpr.outvars if needed is None else needed):
+        if search.found:
+            break
+        equation = jaxpr.eqns[place]
+        origins = [read(atom) for atom in equation.invars]
+        if place in scope.inner:
+            results = _nested(search, equation, scope.inner[place], origins)
+            if search.found and not search.found.where:
+                # A compiled function of a library has no line of the user's code in it.
+                search.found = replace(search.found, where=_line(equation))
+        else:
+            results = [_origin(search, scope, equation, origins)] * len(equation.outvars)
+        env.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _used(jaxpr: Jaxpr, needed: Sequence[bool]) -> set[int]:
+def _used(jaxpr: Jaxpr, needed: Sequence[Any]) -> list[int]:
     """The places of the equations that the needed results depend on."""
-    outputs = zip(jaxpr.outvars, needed, strict=True)
-    wanted = {atom for atom, need in outputs if need and not isinstance(atom, Literal)}
-    used: set[int] = set()
-    for place in range(len(jaxpr.eqns) - 1, -1, -1):
-        equation = jaxpr.eqns[place]
+    wanted, used = set(variables(needed)), []
+    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
         if not wanted.isdisjoint(equation.outvars):
-            used.add(place)
-            wanted.update(atom for atom in equation.invars if not isinstance(atom, Literal))
-    return used
+            used.append(place)
+            wanted.update(variables(equation.invars))
+    return used[::-1]
 
 
-def _inside(
-    search: _Search, equation: JaxprEqn, inner: list[Scope], pasts: list[_Past]
-) -> list[_Past]:
-    """The results of an equation with programs in it: loops, branches and calls."""
-    name, params = equation.primitive.name, equation.params
-    run = lambda scope, given: _follow(
-        search, scope.jaxpr, scope, given, [True] * len(scope.jaxpr.outvars)
-    )
+def _nested(search: _Search, equation: JaxprEqn, inner: list[Scope], origins: Origins) -> Origins:
+    """The origins of the results of loops, branches and calls."""
+    name = equation.primitive.name
     if name == "cond":
-        branches = [run(scope, pasts[1:]) for scope in inner]
-        return [_together([pasts[0], *results]) for results in zip(*branches, strict=True)]
+        branches = [_follow(search, scope, origins[1:]) for scope in inner]
+        return [_merged([origins[0], *results]) for results in zip(*branches, strict=True)]
     if name == "scan":
-        begin, count, body = params["num_consts"], params["num_carry"], inner[0]
-        before, after = [], []
-    elif name == "while":
-        begin, body = params["cond_nconsts"] + params["body_nconsts"], inner[1]
-        before, count = pasts[: params["cond_nconsts"]], len(pasts) - begin
-        pasts, begin, after = pasts[params["cond_nconsts"] :], params["body_nconsts"], before
-    else:
-        return run(inner[0], pasts)
-    results = run(body, pasts)
-    # What is carried may come from what an iteration made of it.
-    carried = [_together(pair) for pair in zip(pasts[begin : begin + count], results, strict=False)]
-    results = run(body, [*pasts[:begin], *carried, *pasts[begin + count :]])
-    return [_together([past, *after]) for past in results]
+        return _loop(search, inner[0], *scan_operands(equation, origins))
+    if name == "while":
+        condition, consts, carry = while_operands(equation, origins)
+        return [_merged([x, *condition]) for x in _loop(search, inner[1], consts, carry, [])]
+    return _follow(search, inner[0], origins)
 
 
-def _past(search: _Search, scope: Scope, equation: JaxprEqn, pasts: Sequence[_Past]) -> _Past:
-    """What an operation's results come from; if it brings examples together, it is found."""
+def _loop(search: _Search, body: Scope, consts: Origins, carry: Origins, xs: Origins) -> Origins:
+    results = _follow(search, body, [*consts, *carry, *xs])
+    # A carried value may depend on the results of an earlier iteration.
+    carried = [_merged(pair) for pair in zip(carry, results, strict=False)]
+    return _follow(search, body, [*consts, *carried, *xs])
+
+
+def _origin(search: _Search, scope: Scope, equation: JaxprEqn, origins: Origins) -> _Origin:
+    """The origin of an operation's results; it is recorded if it relates examples."""
     name = equation.primitive.name
-    if name in _FORGOTTEN or not equation.outvars:
-        return _Past(counts=name == "iota")
-    known = [
-        (past, scope.values[atom])
-        for past, atom in zip(pasts, equation.invars, strict=True)
-        if not isinstance(atom, Literal)
-    ]
-    past, result = _together(pasts), scope.values[equation.outvars[0]]
-    past = replace(past, counts=past.counts and name != "sort")
-    why = (
-        _pairs(search, past, known, result)
-        or _order(search, equation, past, known)
-        or _lookup(search, equation, known)
-        or _bent(equation, pasts)
-    )
+    if name in _IGNORED or not equation.outvars:
+        return _Origin(counts=name == "iota")
+    operands = zip(origins, equation.invars, strict=True)
+    known = [(o, scope.values[atom]) for o, atom in operands if not isinstance(atom, Literal)]
+    origin = _merged(origins)
+    origin = replace(origin, counts=origin.counts and name != "sort")
+    one = _Operation(equation, origins, known, origin, scope.values[equation.outvars[0]])
+    _check(search, one)
+    if search.rows(one.result) and len(known) > 1:
+        origin = replace(origin, weights=0, weighed=None)
+    if search.found or not _reduces(search, one):
+        return origin
+    if origin.model:
+        return replace(origin, summed=equation)
+    several = any(size > 1 for size in one.result.shape)
+    return replace(origin, weighed=equation, weights=1 + several)
+
+
+def _check(search: _Search, one: _Operation) -> None:
+    """Records an operation that relates examples."""
+    why = next((why for why, holds in _RELATIONS.items() if holds(search, one)), "")
     if why:
-        search.add(equation, why)
-    elif _goes_back(search, equation, known, result):
-        # The sum says more than what is done with it, which may be to repeat it.
-        found = past.summed or past.weighed or equation
-        search.add(found, "is over all examples, and each of them gets something of it")
-    if _rows(search, result) and len(known) > 1:
-        past = replace(past, weights=0, weighed=None)
-    return _reduced(search, equation, past, known, result)
+        search.record(one.equation, why)
+    elif _used_for_each(search, one):
+        # The sum is more informative than its use, which may be a broadcast.
+        found = one.origin.summed or one.origin.weighed or one.equation
+        search.record(found, "reduces over all examples, and its result is used for each of them")
+    elif one.origin.model and one.is_inexact and one.name not in _SUMS and _reduces(search, one):
+        search.record(one.equation, "selects one of the examples")
 
 
-def _rows(search: _Search, value: Value) -> int:
-    return sum(map(search.has, value.dims))
+def _compares_all(search: _Search, one: _Operation) -> bool:
+    most = max((search.rows(value) for _, value in one.known), default=0)
+    return one.origin.model and search.rows(one.result) > max(1, most)
 
 
-def _pairs(
-    search: _Search, past: _Past, known: Sequence[tuple[_Past, Value]], result: Value
-) -> str:
-    most = max((_rows(search, value) for _, value in known), default=0)
-    if past.model and _rows(search, result) > max(1, most):
-        return "compares every example with every other"
-    return ""
-
-
-def _order(
-    search: _Search, equation: JaxprEqn, past: _Past, known: Sequence[tuple[_Past, Value]]
-) -> str:
-    axis = equation.params.get(_ALONG.get(equation.primitive.name, ""))
-    if axis is None or not past.model or not _is_floating(equation.invars[0]):
-        return ""
-    return "goes along the examples" if search.has(known[0][1].dims[axis]) else ""
-
-
-def _lookup(search: _Search, equation: JaxprEqn, known: Sequence[tuple[_Past, Value]]) -> str:
-    """Examples at the place of others, as those of a random order are."""
-    if equation.primitive.name != "gather" or len(known) < 2:
-        return ""
-    (_, operand), (index, _) = known[:2]
-    looked_up = equation.params["dimension_numbers"].collapsed_slice_dims
-    if index.model or index.counts or not any(search.has(operand.dims[d]) for d in looked_up):
-        return ""
-    return "looks up examples from all over the batch"
-
-
-def _goes_back(
-    search: _Search, equation: JaxprEqn, known: Sequence[tuple[_Past, Value]], result: Value
-) -> bool:
-    """Whether what all examples gave goes into each of them."""
-    if not _rows(search, result):
+def _along_batch(search: _Search, one: _Operation) -> bool:
+    axis = one.equation.params.get(_ALONG.get(one.name, ""))
+    if axis is None or not one.origin.model or not is_inexact(one.equation.invars[0].aval):
         return False
-    whole = [past for past, value in known if not _rows(search, value)]
-    # What a sum of weights divides is a weighted mean; what it is taken from is not.
-    weights = sorted(past.weights for past, _ in known)
-    shifts = equation.primitive.name in _SHIFTS and weights == [0, 1]
-    return shifts or any(past.summed is not None or past.weights == 2 for past in whole)
+    return search.has(one.known[0][1].dims[axis])
 
 
-def _bent(equation: JaxprEqn, pasts: Sequence[_Past]) -> str:
-    """A function of a sum over examples that is not linear."""
-    name = equation.primitive.name
-    summed = [past.summed is not None for past in pasts]
-    if not any(summed) or not _is_floating(equation.outvars[0]):
-        return ""
-    alone = name in _NOT_LINEAR and equation.params.get("y") != 1
-    product = name in ("mul", "dot_general") and sum(summed) > 1
-    ratio = name == "div" and summed[1]
-    chosen = name == "select_n" and summed[0]
-    bends = alone or product or ratio or chosen
-    return "is a function, and not a linear one, of what is summed over examples" if bends else ""
+def _lookup(search: _Search, one: _Operation) -> bool:
+    """Whether examples are permuted, for example by a random order."""
+    if one.name != "gather" or len(one.known) < 2:
+        return False
+    (_, operand), (index, _) = one.known[:2]
+    looked_up = one.equation.params["dimension_numbers"].collapsed_slice_dims
+    fixed = index.model or index.counts
+    return not fixed and any(search.has(operand.dims[d]) for d in looked_up)
 
 
-def _reduced(
-    search: _Search,
-    equation: JaxprEqn,
-    past: _Past,
-    known: Sequence[tuple[_Past, Value]],
-    result: Value,
-) -> _Past:
-    """With examples summed up, if they are."""
-    name = equation.primitive.name
-    gone = _summed(search, equation, known, result)
-    if not gone or search.found:
-        return past
-    if not past.model:
-        several = any(size > 1 for size in result.shape)
-        return replace(past, weighed=equation, weights=1 + several)
-    if name not in (*_SUMS, "scatter-add", "scatter_add") and _is_floating(equation.outvars[0]):
-        search.add(equation, "takes one of the examples")
-    return replace(past, summed=equation)
+def _nonlinear(search: _Search, one: _Operation) -> bool:
+    """Whether an operation is a nonlinear function of a sum over examples."""
+    summed = [origin.summed is not None for origin in one.origins]
+    if not any(summed) or not one.is_inexact:
+        return False
+    alone = one.name in _NOT_LINEAR and one.equation.params.get("y") != 1
+    product = one.name in ("mul", "dot_general") and sum(summed) > 1
+    ratio = one.name == "div" and summed[1]
+    return alone or product or ratio or (one.name == "select_n" and summed[0])
 
 
-def _summed(
-    search: _Search, equation: JaxprEqn, known: Sequence[tuple[_Past, Value]], result: Value
-) -> bool:
-    name = equation.primitive.name
-    if name in ("scatter-add", "scatter_add") and len(known) == 3:
+_RELATIONS = {
+    "compares every example with every other": _compares_all,
+    "operates along the batch dimension": _along_batch,
+    "looks up other examples of the batch": _lookup,
+    "is a nonlinear function of a sum over examples": _nonlinear,
+}
+
+
+def _used_for_each(search: _Search, one: _Operation) -> bool:
+    """Whether a reduction over all examples is used for each of them."""
+    if not search.rows(one.result):
+        return False
+    full = [origin for origin, value in one.known if not search.rows(value)]
+    # Division by a sum of weights is a weighted mean; its subtraction is not.
+    shifts = one.name in _SHIFTS and sorted(origin.weights for origin, _ in one.known) == [0, 1]
+    return shifts or any(origin.summed is not None or origin.weights == 2 for origin in full)
+
+
+def _reduces(search: _Search, one: _Operation) -> bool:
+    """Whether an operation reduces over examples."""
+    known, params = one.known, one.equation.params
+    if one.name in _SCATTERS and len(known) == 3:
         (_, _), (index, _), (_, updates) = known
-        written = [
-            node
-            for d, node in enumerate(updates.dims)
-            if d not in equation.params["dimension_numbers"].update_window_dims
-        ]
+        window = params["dimension_numbers"].update_window_dims
+        written = [node for d, node in enumerate(updates.dims) if d not in window]
         return not index.counts and any(map(search.has, written))
-    if name == "dot_general" and len(known) == 2:
-        (left, _), _ = equation.params["dimension_numbers"]
+    if one.name == "dot_general" and len(known) == 2:
+        (left, _), _ = params["dimension_numbers"]
         return any(search.has(known[0][1].dims[d]) for d in left)
-    return name in _REDUCED and bool(known) and _rows(search, known[0][1]) > _rows(search, result)
-
-
-def _is_floating(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    reduced = one.name in _REDUCED and bool(known)
+    return reduced and search.rows(known[0][1]) > search.rows(one.result)
 
 
 def _line(equation: JaxprEqn) -> str:
-    """The line of the user's own code that an operation stands in, as `train.py:12`."""
+    """The line of the user's code that an operation is in, such as `train.py:12`."""
     frames = getattr(getattr(equation.source_info, "traceback", None), "frames", ())
     libraries = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
     foreign = (_PACKAGE + os.sep, "<", *libraries)
-    for frame in frames:
-        if not frame.file_name.startswith(foreign):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
+    own = (frame for frame in frames if not frame.file_name.startswith(foreign))
+    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in own), "")

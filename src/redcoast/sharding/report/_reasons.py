@@ -1,71 +1,75 @@
-"""Why arrays are computed split, or are not."""
+"""Why arrays are tensor-parallel, FSDP-sharded or replicated."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from ..solver._strategy import Decision, batch_dims, constant_dims, parts
+from ...core._errors import several
+from ..program._constants import LARGE_CONSTANT
+from ..solver._strategy import Decision, batch_dims, constant_dims, parts, used_axes
 from ..tree._leaves import Leaf, flat_leaves
-from ._text import shortened
+from ..tree._overrides import multiples_near
+from ..tree._reason import Reason
+from ._data import ClosedOver, Hindrance
+from ._text import grouped, shortened
 
-# Sizes of arrays that came with the batch and are no rows.
-_SHOWN = 6
 
-
-def batch_axes(decision: Decision, axes: Mapping[str, int]) -> list[str]:
-    """The axes that the batch is split over: fewer than the plan wants if it does not divide."""
-    used = [axis for axis in decision.way.batch if axes[axis] > 1]
+def batch_axes(decision: Decision, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that the batch is split over: fewer than are planned if it does not divide."""
+    used = used_axes(decision.strategy.batch, axes)
     while used and not batch_dims(decision.program, parts(used, axes)).roots:
         used = used[:-1]
     return used
 
 
 def batch_sentences(decision: Decision, axes: Mapping[str, int], others: Mapping[str, int]) -> str:
-    """What happens to the batch, and to what came with it and is no rows; empty without one."""
-    by_size: dict[int, list[str]] = {}
-    for name, size in others.items():
-        by_size.setdefault(size, []).append(name)
+    """What happens to the batch, and to arrays in it that are not rows; empty without one."""
+    by_size = grouped(others, others.__getitem__)
     named = [f"{shortened(names)} ({size:,})" for size, names in by_size.items()]
-    more = f" and {len(named) - _SHOWN} more sizes" if len(named) > _SHOWN else ""
-    listed = ", ".join(named[:_SHOWN]) + more
-    also = f" It has {_sizes(decision)} rows; arrays in it that are not taken as rows: {listed}."
+    sizes, listed = _sizes(decision), several(named, 6, noun=" sizes")
+    also = f" It has {sizes} rows. Arrays in it that are not split with them: {listed}."
     return _sentence(decision, axes) + (also if named else "")
 
 
-def _sizes(decision: Decision) -> str:
+def batch_sizes(decision: Decision) -> tuple[int, ...]:
+    """The sizes of the batch dimension."""
     program = decision.program
-    return _listed([f"{n}" for n in sorted({program.graph.sizes[d] for d in program.batch.given})])
+    return tuple(sorted({program.graph.sizes[d] for d in program.batch.given}))
 
 
 def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
-    """What happens to the batch, and why where that is not the usual."""
-    program, way = decision.program, decision.way
-    if not program.batch.given:
+    """What happens to the batch, and why if it is unusual."""
+    strategy, used = decision.strategy, batch_axes(decision, axes)
+    wanted = used_axes(strategy.batch, axes)
+    split = f"split over {_listed(used)}" if used else "replicated"
+    if not decision.program.batch.given:
         return ""
-    wanted = [axis for axis in way.batch if axes[axis] > 1]
-    used = batch_axes(decision, axes)
-    split = f"split over {_listed(used)}" if used else "whole on every device"
-    if "model" in way.batch:
-        return f"The batch is {split}: nothing is worth computing split over model."
-    if "fsdp" in way.model:
-        alone = "split over data alone" if used else "whole on every device"
+    if "model" in strategy.batch:
+        return f"Data parallelism over {_listed(used)}: tensor parallelism would cost more."
+    if "fsdp" in strategy.model:
+        alone = "the batch is split over data alone" if used else "every device has the full batch"
         return (
-            "There are few examples for so many parameters: arrays are computed split over fsdp "
-            f"too, and the batch is {alone}."
+            "The batch is small for this model, so fsdp is used for tensor parallelism as "
+            f"well, and {alone}."
         )
     if not wanted:
         return f"The batch is {split}: data and fsdp have one device each."
     if used == wanted:
         return f"The batch is {split}."
     over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
-    return f"A batch of {_sizes(decision)} does not divide over {over}: it is {split}."
+    return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}."
+
+
+def _sizes(decision: Decision) -> str:
+    return _listed(list(map(str, batch_sizes(decision))))
 
 
 def not_rows(batch: Sequence[Any], decision: Decision) -> dict[str, int]:
     """Arrays of the batch that are not split with it, and the size of their first dimension.
 
-    `batch` is the first of a function's arguments, alone.
+    `batch` is the first of a function's arguments, as a sequence of one.
     """
     given = [leaf for leaf in flat_leaves(tuple(batch)) if leaf is not None]
     left_out = [given[place] for place in decision.program.batch.left_out]
@@ -82,142 +86,152 @@ Members = list[tuple[Leaf, int]]  # arrays, and the dimension of each that is sp
 
 @dataclass(frozen=True)
 class Set:
-    """Arrays that are split along one dimension of the program, or several such sets alike."""
+    """Arrays that are sharded along one dimension of the program, or several such sets alike."""
 
     names: str
-    reason: str
+    reason: Reason
 
 
-def find_sets(
+def _find_sets(
     leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]
 ) -> dict[int, Set]:
-    """For each class of dimensions that is computed split, its arrays; layers alike share a set."""
-    members: dict[int, Members] = {}
-    parameters = decision.program.parameters
-    for leaf, value, d in zip(leaves, parameters, decision.computed, strict=True):
-        if d is not None:
-            members.setdefault(decision.classes[value.dims[d]], []).append((leaf, d))
+    """For each class of tensor-parallel dimensions its arrays; layers alike share a set."""
+    split = list(zip(leaves, decision.program.parameters, decision.computed, strict=True))
     for place, (one, value, d) in enumerate(constant_dims(decision)):
+        leaf = Leaf(len(leaves) + place, (f"closed over {one.name}",), one.shape, one.dtype)
+        split.append((leaf, value, d))
+    members: dict[int, Members] = {}
+    for leaf, value, d in split:
         if d is not None:
-            leaf = Leaf(len(leaves) + place, (f"closed over {one.name}",), one.shape, one.dtype)
             members.setdefault(decision.classes[value.dims[d]], []).append((leaf, d))
-    alike: dict[Any, list[int]] = {}
-    for root, found in members.items():
-        alike.setdefault(_relative(found), []).append(root)
-    over = " x ".join(axis for axis in decision.way.model if axes[axis] > 1)
-    sets: dict[int, Set] = {}
+    alike = grouped(members, lambda root: _relative(members[root]))
+    over, sets = " x ".join(used_axes(decision.strategy.model, axes)), {}
     for roots in alike.values():
-        one = _set([members[root] for root in roots], over)
-        sets.update(dict.fromkeys(roots, one))
+        sets |= dict.fromkeys(roots, _set([members[root] for root in roots], over))
     return sets
 
 
 def _set(found: Sequence[Members], over: str) -> Set:
     count, size = len(found), len(found[0])
-    # In the order of the tree, in which the sets of layers mix.
+    # In the order of the tree, in which the sets of layers alternate.
     leaves = sorted((leaf for members in found for leaf, _ in members), key=lambda leaf: leaf.index)
     names = shortened([leaf.name for leaf in leaves], limit=6, width=200)
     if size == 1:
-        return Set(names, f"computed split over {over}, with no other array")
+        return Set(names, Reason("tensor-parallel", f"over {over}, with no other array"))
     sizes = sorted({leaf.shape[d] for leaf, d in found[0]}, reverse=True)
     along = " and ".join(f"{size:,}" for size in sizes[:4])
     sets = f" ({count} sets of {size})" if count > 1 else ""
-    return Set(names, f"computed split over {over}, together along {along}{sets}: {names}")
+    return Set(names, Reason("tensor-parallel", f"along {along} over {over}{sets}", names))
 
 
 def _relative(members: Members) -> Any:
-    """The same for two sets if their paths differ only by where they are in lists of layers."""
-    paths = [(re.split(r"(\d+)", leaf.name), leaf.shape, d) for leaf, d in members]
+    """A key that is the same for two sets that differ only in the indices of their layers."""
+    paths = [re.split(r"(\d+)", leaf.name) for leaf, _ in members]
+    indices = [[(tuple(p[:i:2]), int(p[i])) for i in range(1, len(p), 2)] for p in paths]
     least: dict[tuple[str, ...], int] = {}
-    for pieces, _, _ in paths:
-        for place in range(1, len(pieces), 2):
-            key = tuple(pieces[:place:2])
-            least[key] = min(least.get(key, int(pieces[place])), int(pieces[place]))
-    return tuple(sorted((*_from(parts, least), shape, d) for parts, shape, d in paths))
-
-
-def _from(parts: Sequence[str], least: Mapping[tuple[str, ...], int]) -> tuple[Any, ...]:
-    numbers = tuple(
-        int(parts[place]) - least[tuple(parts[:place:2])] for place in range(1, len(parts), 2)
-    )
-    return tuple(parts[::2]), numbers
+    for before, index in chain(*indices):
+        least[before] = min(least.get(before, index), index)
+    numbers = [tuple(index - least[before] for before, index in some) for some in indices]
+    shapes = [(leaf.shape, d) for leaf, d in members]
+    return tuple(sorted(zip([tuple(p[::2]) for p in paths], numbers, shapes, strict=True)))
 
 
 @dataclass(frozen=True)
 class Reasons:
-    """The reasons behind a decision; `place` is that of an array among the tree's."""
+    """The reasons for a decision; `place` is that of an array in the tree.
 
+    `sets` and `indivisible_links` are by the classes of dimensions.
+    """
+
+    leaves: Sequence[Leaf]
     decision: Decision
     axes: Mapping[str, int]
     sets: Mapping[int, Set]
-    snags: Mapping[int, int]
+    indivisible_links: Mapping[int, int]
 
-    def computed(self, place: int, d: int) -> str:
-        """What is split together with an array, and along what."""
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes of tensor parallelism with more than one device."""
+        return used_axes(self.decision.strategy.model, self.axes)
+
+    @property
+    def n(self) -> int:
+        """The number of devices of these axes."""
+        return parts(self.over, self.axes)
+
+    def computed(self, place: int, d: int) -> Reason:
+        """The reason for an array that is tensor-parallel along dimension `d`."""
         value = self.decision.program.parameters[place]
         return self.sets[self.decision.classes[value.dims[d]]].reason
 
     def not_computed(self, place: int) -> str:
-        """Why an array is not computed split; empty where nothing is."""
-        n = parts(self.decision.way.model, self.axes)
-        if n == 1 or "model" in self.decision.way.batch:
-            return self.indivisible(place, n)
-        return self.indivisible(place, 2) or "computing it split would cost more"
+        """Why an array is not tensor-parallel; empty where nothing is."""
+        if self.n == 1 or "model" in self.decision.strategy.batch:
+            return self.indivisible(place, self.n)
+        return self.indivisible(place, 2) or "tensor parallelism would cost more"
 
     def indivisible(self, place: int, least: int) -> str:
-        """A size that stands in the way of computing it split.
+        """A size that rules out tensor parallelism.
 
-        That is one that the program takes a dimension apart into, or that of a dimension, if it
-        is at least so large.
+        It is one that the program takes a dimension apart into, or that of a dimension of at least
+        `least` elements.
         """
-        program, over = self.decision.program, self.decision.way.model
-        n, value = parts(over, self.axes), program.parameters[place]
-        for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
-            if node in program.graph.blocked or d == self.decision.computed[place]:
+        for d, node, size in self._dims(place):
+            if d == self.decision.computed[place]:
                 continue
-            if size % n == 0 and (inner := self.snags.get(self.decision.classes[node])):
+            inner = self.indivisible_links.get(self.decision.classes[node])
+            if inner and size % self.n == 0:
                 of = f"{size} is {inner} x {size // inner}, and " if size % inner == 0 else ""
-                return of + self._trouble(inner, over)
-            if size % n and size >= least:
-                return self._trouble(size, over)
+                return of + self._does_not_divide(inner, self.over)
+            if size % self.n and size >= least:
+                return self._does_not_divide(size, self.over)
         return ""
 
     def not_stored(self, place: int) -> str:
-        """Why an array is not even stored split."""
-        value, blocked = (
-            self.decision.program.parameters[place],
-            self.decision.program.graph.blocked,
-        )
-        sizes = [s for node, s in zip(value.dims, value.shape, strict=True) if node not in blocked]
-        axis = min((a for a in ("fsdp", "model") if self.axes[a] > 1), key=lambda a: self.axes[a])
-        if not any(sizes):
-            return "it has no dimension that may be split"
-        return self._trouble(max(sizes), (axis,))
+        """Why an array is not FSDP-sharded either."""
+        largest = max((size for _, _, size in self._dims(place)), default=0)
+        if not largest:
+            return "it has no dimension that can be sharded"
+        axis = min(used_axes(("fsdp", "model"), self.axes), key=self.axes.__getitem__)
+        return self._does_not_divide(largest, (axis,))
 
-    def _trouble(self, size: int, over: Sequence[str]) -> str:
-        n, names = parts(over, self.axes), [axis for axis in over if self.axes[axis] > 1]
-        shown = f"{names[0]}={n}" if len(names) == 1 else f"{' x '.join(names)} = {n}"
-        below = size // n * n
-        near = f"{below} or {below + n}" if below else f"{n}"
-        return f"{size} does not divide over {shown} ({near} would)"
+    def _dims(self, place: int) -> list[tuple[int, int, int]]:
+        """The dimensions that are not blocked, with their nodes and sizes."""
+        program = self.decision.program
+        value, blocked = program.parameters[place], program.graph.blocked
+        dims = zip(range(len(value.dims)), value.dims, value.shape, strict=True)
+        return [(d, node, size) for d, node, size in dims if node not in blocked]
+
+    def _does_not_divide(self, size: int, over: Sequence[str]) -> str:
+        n = parts(over, self.axes)
+        shown = f"{' x '.join(over)}{'=' if len(over) == 1 else ' = '}{n}"
+        return f"{size} does not divide over {shown} ({multiples_near(size, n)} would)"
 
 
 def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
-    return Reasons(decision, axes, find_sets(leaves, decision, axes), _snags(decision))
+    sets = _find_sets(leaves, decision, axes)
+    return Reasons(leaves, decision, axes, sets, _indivisible_links(decision))
 
 
-def hindrances(reasons: Reasons, leaves: Sequence[Leaf]) -> list[dict[str, str]]:
-    """Of arrays that are computed split: why not along another dimension, if that is its size."""
-    n = parts(reasons.decision.way.model, reasons.axes)
-    found: dict[str, list[str]] = {}
-    for place, leaf in enumerate(leaves):
-        if reasons.decision.computed[place] is not None and (why := reasons.indivisible(place, n)):
-            found.setdefault(why, []).append(leaf.name)
-    return [{"arrays": shortened(names), "why": why} for why, names in found.items()]
+def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
+    """For tensor-parallel arrays, the sizes that rule out another dimension."""
+    split = [place for place, d in enumerate(reasons.decision.computed) if d is not None]
+    found = grouped(split, lambda place: reasons.indivisible(place, reasons.n))
+    named = {why: shortened([reasons.leaves[p].name for p in found[why]]) for why in found if why}
+    return tuple(Hindrance(names, why) for why, names in named.items())
 
 
-def _snags(decision: Decision) -> dict[int, int]:
-    """For classes that divide, the first size that they are linked to and that does not."""
+def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
+    """The large arrays that the function closes over, which are in no state."""
+    split = {one for one, _, d in constant_dims(reasons.decision) if d is not None}
+    large = [one for one in reasons.decision.program.constants if one.bytes >= LARGE_CONSTANT]
+    over = [reasons.over if one in split else () for one in large]
+    what = [(one.name, tuple(one.shape), str(one.dtype), one.bytes) for one in large]
+    return tuple(ClosedOver(*some, axes) for some, axes in zip(what, over, strict=True))
+
+
+def _indivisible_links(decision: Decision) -> dict[int, int]:
+    """For each class that divides, the first linked size that does not divide."""
     classes, graph = decision.classes, decision.program.graph
     found: dict[int, int] = {}
     for a, b in graph.links:

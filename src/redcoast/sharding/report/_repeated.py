@@ -1,50 +1,46 @@
 """Arithmetic that every device does, how much of it there is, and why."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..program._graph import Work
 from ..solver._batch import HELD, MET, WHOLE, reasons_against
 from ..solver._classes import Classes
 from ..solver._memory import arithmetic, sharing
-from ..solver._strategy import Decision, Program, batch_dims, parts
-from ..tree._leaves import Leaf
+from ..solver._strategy import Program, batch_dims, parts
+from ._data import Repeated
 from ._reasons import Reasons
-from ._text import shortened
+from ._text import grouped, shortened
 
-# Below this part of a device's arithmetic it is not worth a sentence.
+# Smaller shares of a device's arithmetic are not reported.
 _LITTLE = 0.05
 
 
-def repeated(
-    leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int], reasons: Reasons
-) -> list[dict[str, Any]]:
-    """What every device computes: `flops`, the `arrays` in it and `why`, the most first."""
+def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
+    """The arithmetic that every device does, the most first."""
+    decision, axes = reasons.decision, reasons.axes
     if parts(tuple(axes), axes) == 1:
-        return []
-    shared = sharing(decision, axes)
-    alone = [work for work in decision.program.graph.works if shared(work.dims) == 1]
-    everything = arithmetic(decision, axes)["per_device"]
-    if sum(work.flops for work in alone) <= _LITTLE * everything:
-        return []
-    count = batch_dims(decision.program, parts(decision.way.batch, axes)).count
-    rows = _Rows(decision.program, count) if count > 1 else None
-    found: dict[str, tuple[float, set[int]]] = {}
-    for work in alone:
-        places = _places(decision.program, work)
-        why = rows.why(work) if rows else _no_rows(decision.program, places, reasons)
-        flops, known = found.get(why, (0.0, set()))
-        found[why] = (flops + work.flops, known.union(places))
-    ordered = sorted(found.items(), key=lambda item: -item[1][0])
-    return [
-        {"flops": flops, "arrays": shortened([leaves[p].name for p in sorted(known)]), "why": why}
-        for why, (flops, known) in ordered
-        if flops > _LITTLE * everything
-    ]
+        return ()
+    shared, program = sharing(decision, axes), decision.program
+    alone = [work for work in program.graph.works if shared(work.dims) == 1]
+    least = _LITTLE * arithmetic(decision, axes).per_device
+    if sum(work.flops for work in alone) <= least:
+        return ()
+    count = batch_dims(program, parts(decision.strategy.batch, axes)).count
+    why = _rows_reason(program, count) if count > 1 else partial(_no_rows, reasons)
+    works = grouped(alone, why)
+    found = [_repeated(reasons, *one) for one in works.items()]
+    return tuple(one for one in sorted(found, key=lambda one: -one.flops) if one.flops > least)
+
+
+def _repeated(reasons: Reasons, why: str, works: Sequence[Work]) -> Repeated:
+    places = {place for work in works for place in _places(reasons.decision.program, work)}
+    names = shortened([reasons.leaves[place].name for place in sorted(places)])
+    return Repeated(sum((work.flops for work in works), 0.0), names, why)
 
 
 def _places(program: Program, work: Work) -> list[int]:
-    """The places of the parameters that are multiplied as they are, transposed or cast."""
+    """The places of the parameters that are multiplied unchanged, transposed or cast."""
     operands = [set(dims) for dims in work.of if dims]
     return [
         place
@@ -53,42 +49,42 @@ def _places(program: Program, work: Work) -> list[int]:
     ]
 
 
-def _no_rows(program: Program, places: Sequence[int], reasons: Reasons) -> str:
-    """Why work is not divided where there is no batch to divide it by."""
-    over = parts(reasons.decision.way.model, reasons.axes)
-    why = reasons.not_computed(places[0]) if places and over > 1 else ""
+def _no_rows(reasons: Reasons, work: Work) -> str:
+    """Why work is not divided if the batch is not split."""
+    program = reasons.decision.program
+    places = _places(program, work)
+    why = reasons.not_computed(places[0]) if places and reasons.n > 1 else ""
     batch = "the batch is not split" if program.batch.given else "there is no batch"
     return f"{batch}, and {why}" if why else batch
 
 
-class _Rows:
-    """Why work is not divided as the batch is."""
+def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
+    """Returns a function that gives the reason if the batch is split over `count` devices."""
+    graph, given = program.graph, program.batch.given
+    sizes = sorted({graph.sizes[node] for node in given})
+    classes = Classes(graph, 1, soft=True, least=2)
+    against = reasons_against(graph, classes, given)
 
-    def __init__(self, program: Program, count: int):
-        graph, given = program.graph, program.batch.given
-        self._graph, self._count = graph, count
-        self._sizes = sorted({graph.sizes[node] for node in given})
-        self._classes = Classes(graph, 1, soft=True, least=2)
-        self._against = reasons_against(graph, self._classes, given)
-
-    def why(self, work: Work) -> str:
+    def why(work: Work) -> str:
         for node in work.dims:
-            against, size = self._against.get(self._classes[node], ""), self._graph.sizes[node]
-            # Experts and the like are no rows, unless there are as many.
-            if against and (against != HELD or size in self._sizes):
-                return self._sentence(size, against)
+            found, size = against.get(classes[node], ""), graph.sizes[node]
+            # Dimensions such as experts are not rows, unless they have the size of the batch.
+            if found and (found != HELD or size in sizes):
+                return _sentence(size, found, sizes, count)
         return "none of its dimensions is linked to those of the batch"
 
-    def _sentence(self, size: int, against: str) -> str:
-        rows = f"the {size:,} rows that the program makes"
-        if against == HELD:
-            return f"{rows} are also a dimension that cannot be split with the batch"
-        if against == MET:
-            return f"most is done for {rows} together with those of the batch"
-        if against == WHOLE:
-            return f"the program constrains {rows} to be replicated"
-        sizes = ", ".join(f"{size:,}" for size in self._sizes)
-        few = f"{rows} are not as many as the batch has ({sizes})"
-        if size % self._count:
-            return f"{few}, and do not divide over {self._count} devices"
-        return f"{few}; `jax.lax.with_sharding_constraint` on them splits them too"
+    return why
+
+
+def _sentence(size: int, against: str, batch: Sequence[int], count: int) -> str:
+    rows = f"the {size:,} rows that the program makes"
+    if against == HELD:
+        return f"{rows} are also a dimension that cannot be split with the batch"
+    if against == MET:
+        return f"most operations on {rows} are combined with rows of the batch"
+    if against == WHOLE:
+        return f"the program constrains {rows} to be replicated"
+    few = f"{rows} are not as many as those of the batch ({', '.join(f'{n:,}' for n in batch)})"
+    if size % count:
+        return f"{few}, and do not divide over {count} devices"
+    return f"{few}; `jax.lax.with_sharding_constraint` on them splits them too"

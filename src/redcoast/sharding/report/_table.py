@@ -1,72 +1,202 @@
-"""A plan's report drawn as text."""
+"""A plan's report as a table of its arrays."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..tree._rows import FSDP_TOO
-from ._closed_over import closed_over_sentences
-from ._text import WIDTH, braced, columns, coupling_sentence, megabytes, paragraph
+from jax.sharding import PartitionSpec as P
 
-# For each axis, so many causes at most, and none with less than this part of what is sent.
+from ...core._errors import several
+from ..tree._reason import Kind
+from ._data import (
+    ClosedOver,
+    PlannedArray,
+    PlanReport,
+    ProgramReport,
+    Repeated,
+    Total,
+    Totals,
+    Traffic,
+)
+from ._text import WIDTH, braced, columns, coupling_sentence, grouped, hanging, megabytes, paragraph
+
+# For each axis, at most so many causes, and none with less than this share of the communication.
 _SHOWN, _LITTLE = 6, 0.01
 
-_COUPLED = "With `accumulate`, or batches of another size, it is another loss."
+_ALSO_FSDP = (
+    "Large tensor-parallel arrays are FSDP-sharded over fsdp as well, along their largest "
+    "remaining dimension."
+)
+_UNKNOWN = (
+    "Not understood: {}. Their inputs are assumed to be replicated: they are all-gathered before, "
+    "and may be sharded again after."
+)
+_COUPLED = "`accumulate`, or batches of another size, would change the loss."
+_COLUMNS = ("path", "shape", "spec", "MB/device")
+_LONGEST = {1: 22, 2: 22}
+_LABELS: dict[Kind, str] = {
+    "tensor-parallel": "Tensor-parallel",
+    "fsdp": "FSDP-sharded",
+    "replicated": "Replicated",
+    "follows": "Optimizer state",
+    "override": "Override",
+}
 
 
-def summary(report: dict[str, Any]) -> list[str]:
-    lines = _totals(report["totals"])
-    if "memory" in report:
-        lines += _memory(report)
-    if report.get("closed_over"):
-        lines += ["", *paragraph(closed_over_sentences(report["closed_over"]))]
-    if report.get("batch"):
-        lines += ["", *paragraph(report["batch"])]
-    for entry in report.get("repeated", []):
-        lines += ["", *paragraph(_repeated(entry, report["arithmetic"]["flops"]))]
-    for entry in report.get("coupled", []):
-        lines += ["", *paragraph(f"{coupling_sentence(entry)} {_COUPLED}")]
-    if report.get("hindrances"):
-        lines += ["", "Could not be split otherwise:"]
-    for entry in report.get("hindrances", []):
-        lines += paragraph(f"{entry['arrays']}: {entry['why']}", "  ", "    ")
-    if "traffic" in report:
-        lines += ["", *_traffic(report["traffic"])]
-    if report.get("unknown"):
-        lines += ["", *_unknown(report["unknown"])]
+class _Group(NamedTuple):
+    """Arrays that differ only in their paths: their pattern, the first one and all their bytes."""
+
+    paths: str
+    first: PlannedArray
+    bytes_per_device: int
+
+
+def draw_table(report: PlanReport) -> str:
+    """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
+    arrays = [array for array in report.arrays if not usual(array)]
+    one = max(report.mesh["fsdp"], report.mesh["model"]) == 1
+    groups = _groups(arrays, by_reason=not one)
+    sections = [("", groups)] if one else _sections(groups)
+    lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]
+    if one:
+        lines += ["All arrays are replicated: fsdp and model have one device each.", ""]
+    elif _also_fsdp(report):
+        lines += [*paragraph(_ALSO_FSDP), ""]
+    lines += _totals(report.totals)
+    lines += [] if report.program_or_none is None else _program(report.program)
+    return "\n".join(lines)
+
+
+def _also_fsdp(report: PlanReport) -> bool:
+    if report.program_or_none is not None and "fsdp" in report.program.model_axes:
+        return False
+    return any(x.reason.kind == "tensor-parallel" and "fsdp" in x.axes for x in report.arrays)
+
+
+def _groups(arrays: Sequence[PlannedArray], *, by_reason: bool) -> list[_Group]:
+    """Arrays that differ only in parts of their paths, as one group."""
+    kind = lambda x: (x.shape, x.spec, x.dtype, x.reason if by_reason else None)
+    found = []
+    for alike in grouped(range(len(arrays)), lambda place: kind(arrays[place])).values():
+        for pattern, places in braced([arrays[place].path for place in alike]):
+            first, size = alike[places[0]], sum(arrays[alike[p]].bytes_per_device for p in places)
+            found.append((first, _Group(pattern, arrays[first], size)))
+    return [group for _, group in sorted(found, key=lambda item: item[0])]
+
+
+def _sections(groups: Sequence[_Group]) -> list[tuple[str, list[_Group]]]:
+    """Groups by reason: tensor-parallel ones first, then FSDP-sharded and replicated ones."""
+    found = grouped(groups, lambda group: (group.first.reason, group.first.parts == 1)).values()
+    rank = lambda x: 2 if x.parts == 1 else int(x.reason.kind == "fsdp")
+    ordered = sorted(found, key=lambda members: rank(members[0].first))
+    return [(_heading(members[0].first), members) for members in ordered]
+
+
+def _heading(array: PlannedArray) -> str:
+    label = "Replicated" if array.parts == 1 else _LABELS[array.reason.kind]
+    return label if label == "Override" else f"{label}: {array.reason.text}"
+
+
+def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
+    drawn = [
+        (heading, [_cells(group, heading) for group in groups]) for heading, groups in sections
+    ]
+    cells = [_COLUMNS, *(row for _, rows in drawn for row in rows)]
+    longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [min(width, _LONGEST.get(i, width)) for i, width in enumerate(longest)]
+    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
+    lines = columns(_COLUMNS, widths)
+    for heading, rows in drawn:
+        lines += paragraph(heading, rest="    ") if heading else []
+        lines += [line for row in rows for line in columns(row, widths)]
     return lines
 
 
-def _totals(totals: dict[str, Any]) -> list[str]:
-    parameters, states = totals["parameter"], totals["optimizer state"]
+def _cells(group: _Group, heading: str) -> tuple[str, ...]:
+    path = ("  " if heading else "") + (group.paths or "(the array)")
+    shape, spec = str(group.first.shape), _spec(group.first.spec)
+    return path, shape, spec, megabytes(group.bytes_per_device)
+
+
+def _spec(spec: P) -> str:
+    def entry(axes: Any) -> str:
+        return "+".join(axes) if isinstance(axes, tuple) else (axes or "-")
+
+    return "(" + ", ".join(map(entry, spec)) + ")" if spec else "replicated"
+
+
+def _totals(totals: Totals) -> list[str]:
+    parameters, states = totals.parameters, totals.optimizer_state
     lines = [_total("parameters", parameters)]
-    if states["arrays"]:
-        times = states["bytes"] / max(1, parameters["bytes"])
-        # Where few parameters are trained, there is little of it.
+    if states.arrays:
+        times = states.bytes / max(1, parameters.bytes)
+        # If few parameters are trained, it is a small fraction.
         shown = f"{times:.1f}" if times > 0.05 else f"{times:.2g}"
         lines.append(_total("optimizer state", states))
-        lines.append(f"{'':<17}(follows its parameters: {shown} x)")
-    if totals["other"]["bytes"] > 1e6:
-        lines.append(_total("other", totals["other"]))
-    return [*lines, _total("all", totals["all"])] if len(lines) > 1 else lines
+        lines.append(f"{'':<17}(sharded like the parameters; {shown}x their size)")
+    if totals.other.bytes > 1e6:
+        lines.append(_total("other", totals.other))
+    return [*lines, _total("all", totals.all)] if len(lines) > 1 else lines
 
 
-def _total(name: str, total: dict[str, int]) -> str:
-    whole, device = megabytes(total["bytes"]), megabytes(total["bytes_per_device"])
-    times = total["bytes"] / max(1, total["bytes_per_device"])
-    less = f" ({times:.1f} x less)" if times > 1 else ""
-    return f"{name:<15}  {device:>12} MB per device of {whole} MB{less}"
+def _total(name: str, total: Total) -> str:
+    full, device = megabytes(total.bytes), megabytes(total.bytes_per_device)
+    less = f" ({total.factor:.1f}x less)" if total.factor > 1 else ""
+    return f"{name:<15}  {device:>12} MB per device of {full} MB{less}"
 
 
-def _memory(report: dict[str, Any]) -> list[str]:
-    memory, available = report["memory"], report["device_memory"]
-    parts = ", ".join(
-        f"{megabytes(memory[key])} {key.replace('_', ' ')}"
-        for key in ("arrays", "gradients", "optimizer_state", "activations", "closed_over")
-        if memory.get(key)
+def _program(program: ProgramReport) -> list[str]:
+    """The lines below the sums: memory, batch and communication."""
+    lines = _memory(program)
+    for text in _sentences(program):
+        lines += ["", *paragraph(text)]
+    if program.hindrances:
+        lines += ["", "Could not be sharded along another dimension:"]
+    for one in program.hindrances:
+        lines += paragraph(f"{one.arrays}: {one.why}", "  ", "    ")
+    lines += ["", *_traffic(program.traffic)]
+    if program.unknown:
+        names = ", ".join(f"{count} x {name}" for name, count in program.unknown.items())
+        lines += ["", *paragraph(_UNKNOWN.format(names))]
+    return lines
+
+
+def _sentences(program: ProgramReport) -> list[str]:
+    found = [_closed_over(program.closed_over)] if program.closed_over else []
+    found += [program.batch] if program.batch else []
+    found += [_repeated(one, program.arithmetic.flops) for one in program.repeated]
+    coupled = program.coupled
+    return found if coupled is None else [*found, f"{coupling_sentence(coupled)} {_COUPLED}"]
+
+
+def _closed_over(entries: Sequence[ClosedOver]) -> str:
+    """Describes arrays that the function closes over, and how to have them sharded."""
+    size = megabytes(sum(one.bytes for one in entries))
+    arrays = "an array" if len(entries) == 1 else f"{len(entries)} arrays"
+    kinds = Counter(map(_constant, entries)).most_common()
+    named = several([f"{n} x {kind}" if n > 1 else kind for kind, n in kinds], 6, noun=" shapes")
+    return (
+        f"The function closes over {arrays} of {size} MB: {named}. Constants of the compiled "
+        "program are replicated on every device. Pass them as a part of the model that "
+        '`trainable` leaves out, such as `trainable={"student": True, "teacher": False}`, or as a '
+        "part of your own state, to shard them like its other arrays."
     )
-    total = megabytes(memory["total"])
-    lines = paragraph(f"Memory of each device, estimated: {total} MB ({parts}).")
-    if memory["total"] > available:
+
+
+def _constant(one: ClosedOver) -> str:
+    split = f", tensor-parallel over {' x '.join(one.axes)}" if one.axes else ""
+    return f"{one.name} ({megabytes(one.bytes)} MB{split})"
+
+
+def _memory(program: ProgramReport) -> list[str]:
+    memory, available = program.memory, program.device_memory
+    sizes = {name.replace("_", " "): size for name, size in vars(memory).items() if size}
+    sizes.pop("total", None)
+    parts = ", ".join(f"{megabytes(size)} {name}" for name, size in sizes.items())
+    lines = paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts}).")
+    if memory.total > available:
         lines += paragraph(
             f"That is more than the {megabytes(available)} MB that it has "
             "(`Hardware.memory`): use more devices, a larger `fsdp` or `model`, a smaller batch, "
@@ -75,154 +205,33 @@ def _memory(report: dict[str, Any]) -> list[str]:
     return ["", *lines]
 
 
-def _repeated(entry: dict[str, Any], flops: int | float) -> str:
-    scale, unit = next(
-        (scale, unit)
-        for scale, unit in ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP"))
-        if flops >= scale or scale == 1
-    )
-    of = f": products with {entry['arrays']}" if entry["arrays"] else ""
+def _repeated(one: Repeated, flops: int | float) -> str:
+    units = {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "FLOP": 1}
+    unit = next((unit for unit, scale in units.items() if flops >= scale), "FLOP")
+    of = f": products with {one.arrays}" if one.arrays else ""
     return (
-        f"{entry['flops'] / scale:.3g} of {flops / scale:.3g} {unit} are computed by every device"
-        f"{of}, because {entry['why']}."
+        f"{one.flops / units[unit]:.3g} of {flops / units[unit]:.3g} {unit} are computed by every "
+        f"device{of}, because {one.why}."
     )
 
 
-def _traffic(traffic: list[dict[str, Any]]) -> list[str]:
-    """The causes below the axis that they are sent over, the largest first."""
+def _traffic(traffic: Sequence[Traffic]) -> list[str]:
+    """The causes below the mesh axes that they are over, the largest first."""
     if not traffic:
-        return ["Nothing is sent between devices."]
-    axes: dict[str, list[dict[str, Any]]] = {}
-    for entry in traffic:
-        axes.setdefault(entry["axis"], []).append(entry)
-    size = lambda entries: sum(entry["bytes"] for entry in entries)
-    lines = [f"Sent by each device in a step, as priced: {megabytes(size(traffic))} MB"]
+        return ["No communication between devices."]
+    size = lambda entries: sum(one.bytes for one in entries)
+    lines = [f"Estimated communication per device and step: {megabytes(size(traffic))} MB"]
+    axes = grouped(traffic, lambda one: one.axis)
     for axis, entries in sorted(axes.items(), key=lambda item: -size(item[1])):
         lines += _cause(size(entries), f"over {axis}", 0)
-        shown = [entry for entry in entries if entry["bytes"] > _LITTLE * size(entries)][:_SHOWN]
+        shown = [one for one in entries if one.bytes > _LITTLE * size(entries)][:_SHOWN]
+        for one in shown:
+            lines += _cause(one.bytes, one.cause, 4)
         rest = entries[len(shown) :]
-        for entry in shown:
-            lines += _cause(entry["bytes"], entry["cause"], 4)
         if megabytes(size(rest)).strip("0."):
             lines += _cause(size(rest), f"{len(rest)} smaller", 4)
     return lines
 
 
 def _cause(count: int, text: str, indent: int) -> list[str]:
-    first = f"{'':<{indent}}{megabytes(count):>12} MB  "
-    return paragraph(text, first, " " * len(first))
-
-
-def _unknown(unknown: dict[str, int]) -> list[str]:
-    names = ", ".join(f"{count} x {name}" for name, count in unknown.items())
-    text = (
-        f"Not understood: {names}. What goes into them is taken to be whole on every device, so "
-        "that it is gathered before, and may be split again behind."
-    )
-    return paragraph(text)
-
-
-_COLUMNS = ("path", "shape", "spec", "MB/device")
-_LONGEST = {1: 22, 2: 22}
-
-Group = dict[str, Any]
-
-
-def draw_table(report: dict[str, Any]) -> str:
-    """Every array under the reason for its spec, several alike in one line, and sums below."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
-    rows = [row for row in report["rows"] if row["role"] != "optimizer state" or _remarkable(row)]
-    one = max(report["mesh"]["fsdp"], report["mesh"]["model"]) == 1
-    groups = _grouped([row | {"reason": ""} for row in rows] if one else rows)
-    lines = [f"Plan over the mesh {mesh}", "", *_body(groups), ""]
-    if one:
-        whole = "Everything is whole on every device: fsdp and model have one device each."
-        lines += [*paragraph(whole), ""]
-    elif _stored_over_fsdp(report):
-        lines += [*paragraph(_STORED), ""]
-    return "\n".join([*lines, *summary(report)])
-
-
-_STORED = (
-    "Over fsdp, each large array is also stored split, along its largest remaining dimension, and "
-    "gathered where it is used."
-)
-
-
-def _stored_over_fsdp(report: Group) -> bool:
-    return any(row["reason"].endswith(FSDP_TOO) for row in report["rows"])
-
-
-def _remarkable(row: Group) -> bool:
-    return not row["reason"].startswith("follows") and row["bytes"] > 64
-
-
-def _grouped(rows: Sequence[Group]) -> list[Group]:
-    """Rows that differ only in parts of their paths, as one."""
-    alike: dict[Any, list[Group]] = {}
-    for row in rows:
-        key = (tuple(row["shape"]), repr(row["spec"]), row["dtype"], row["reason"])
-        alike.setdefault(key, []).append(row)
-    order = {row["path"]: place for place, row in reversed(list(enumerate(rows)))}
-    found = []
-    for group in alike.values():
-        for pattern, places in braced([row["path"] for row in group]):
-            one = [group[place] for place in places]
-            size = sum(row["bytes_per_device"] for row in one)
-            merged = {"path": pattern, "bytes_per_device": size, "heading": _heading(one[0])}
-            found.append((order[one[0]["path"]], one[0] | merged))
-    return [group for _, group in sorted(found, key=lambda item: item[0])]
-
-
-def _heading(row: Group) -> str:
-    """The reason for a spec, as it stands above the arrays that it holds for."""
-    reason = row["reason"].removesuffix(FSDP_TOO)
-    if reason == FSDP_TOO[2:]:
-        return "Stored split, gathered where used"
-    reason = reason.removeprefix(FSDP_TOO[2:] + "; ")
-    if reason.startswith("computed split"):
-        reason = reason.partition(": ")[0]  # the arrays are those below
-    if reason and row["parts"] == 1:
-        reason = f"whole on every device: {reason.removeprefix('whole: ')}"
-    return reason[:1].upper() + reason[1:]
-
-
-def _body(groups: list[Group]) -> list[str]:
-    cells = [_COLUMNS, *(_cells(group) for group in groups)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-    widths = [min(width, _LONGEST.get(i, width)) for i, width in enumerate(widths)]
-    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    lines = columns(_COLUMNS, widths, 3)
-    for heading, members in _sections(groups):
-        lines += paragraph(heading, rest="    ") if heading else []
-        lines += [line for group in members for line in columns(_cells(group), widths, 3)]
-    return lines
-
-
-def _sections(groups: list[Group]) -> list[tuple[str, list[Group]]]:
-    """Arrays by reason: first those computed split, then those stored split, then whole ones."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        # Of arrays that are computed split, the reason names those that are so together.
-        by = "reason" if group["heading"].startswith("Computed") else "heading"
-        found.setdefault(group[by].removesuffix(FSDP_TOO), []).append(group)
-    sections = [(members[0]["heading"], members) for members in found.values()]
-    return sorted(sections, key=lambda section: _rank(section[0]))
-
-
-def _rank(heading: str) -> int:
-    starts = ("Whole on every device", "Stored split")
-    return 2 - next((i for i, start in enumerate(starts) if heading.startswith(start)), 2)
-
-
-def _cells(group: Group) -> tuple[str, ...]:
-    path = ("  " if group["heading"] else "") + (group["path"] or "(the array)")
-    shape = str(tuple(group["shape"]))
-    return path, shape, _spec(group["spec"]), megabytes(group["bytes_per_device"])
-
-
-def _spec(spec: list[Any]) -> str:
-    def entry(axes: Any) -> str:
-        return "+".join(axes) if isinstance(axes, list) else (axes or "-")
-
-    return "(" + ", ".join(map(entry, spec)) + ")" if spec else "whole"
+    return hanging(f"{'':<{indent}}{megabytes(count):>12} MB  ", text)

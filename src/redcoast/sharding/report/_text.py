@@ -1,32 +1,45 @@
 """Lines of limited width."""
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, pairwise, zip_longest
+from typing import TypeVar
 
-Pattern = tuple[tuple[str, ...], ...]  # for each part of a path the texts that it may have
+from ...core._errors import in_units
+from ._data import Coupling
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+Pattern = tuple[tuple[str, ...], ...]  # for each part of a path, its possible texts
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items of each key, both in their order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def braced(paths: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Patterns that stand for exactly these paths, each with the places of its paths.
+    """Patterns that match exactly these paths, each with the places of its paths.
 
-    Patterns are in the order of the first path that they stand for.
+    Patterns are in the order of the first path that they match.
     """
-    found: dict[Pattern, list[int]] = {}
-    for place, path in enumerate(paths):
-        pattern = tuple((part,) for part in re.split(r"(\d+|/)", path))
-        found.setdefault(pattern, []).append(place)
+    apart = [tuple((part,) for part in re.split(r"(\d+|/)", path)) for path in paths]
+    found: dict[Pattern, list[int]] = grouped(range(len(paths)), apart.__getitem__)
     before = 0
     while len(found) != before:
         before = len(found)
-        for kind, part in _parts(found):
-            found = _joined(found, kind, part)
+        for kind in ("number", "name"):  # numbers first, so that layers are joined first
+            for part in range(max(map(len, apart))):
+                found = _joined(found, kind, part)
     ordered = sorted(found.items(), key=lambda item: min(item[1]))
-    return [("".join(map(_drawn, pattern)), places) for pattern, places in ordered]
+    return [("".join(map(_pattern_text, pattern)), places) for pattern, places in ordered]
 
 
 def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
-    """The first patterns of some paths, and how many paths there are more."""
+    """The first patterns of some paths, and the number of the other paths."""
     patterns = braced(paths)
     shown = [name for name, _ in patterns[:limit]]
     while len(shown) > 1 and len(", ".join(shown)) > width:
@@ -35,22 +48,10 @@ def shortened(paths: Sequence[str], limit: int = 3, width: int = 60) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _parts(found: dict[Pattern, list[int]]) -> Iterator[tuple[str, int]]:
-    """The parts of patterns to join at: numbers first, so that layers end up together."""
-    longest = max(map(len, found), default=0)
-    for kind in ("number", "name"):
-        yield from ((kind, part) for part in range(longest))
-
-
 def _joined(found: dict[Pattern, list[int]], kind: str, part: int) -> dict[Pattern, list[int]]:
-    """Patterns that differ in one part only, as one."""
-    groups: dict[Pattern, list[Pattern]] = {}
-    for pattern in found:
-        fits = part < len(pattern) and _kind(pattern[part][0]) == kind
-        key = (*pattern[:part], (kind,), *pattern[part + 1 :]) if fits else (*pattern, ("alone",))
-        groups.setdefault(key, []).append(pattern)
+    """Joins patterns that differ in one part only."""
     result: dict[Pattern, list[int]] = {}
-    for patterns in groups.values():
+    for patterns in grouped(found, lambda pattern: _others(pattern, kind, part)).values():
         first = patterns[0]
         if len(patterns) > 1:
             texts = dict.fromkeys(text for pattern in patterns for text in pattern[part])
@@ -59,14 +60,20 @@ def _joined(found: dict[Pattern, list[int]], kind: str, part: int) -> dict[Patte
     return result
 
 
+def _others(pattern: Pattern, kind: str, part: int) -> Pattern:
+    """The parts of a pattern that must be equal to join it with others."""
+    fits = part < len(pattern) and _kind(pattern[part][0]) == kind
+    return (*pattern[:part], (kind,), *pattern[part + 1 :]) if fits else (*pattern, ("alone",))
+
+
 def _kind(text: str) -> str:
-    # A number with a zero in front would lose it in a range.
+    # A range would drop the leading zeros of a number.
     if text.isdigit() and str(int(text)) == text:
         return "number"
     return "name" if text.strip("/") else ""
 
 
-def _drawn(texts: tuple[str, ...]) -> str:
+def _pattern_text(texts: tuple[str, ...]) -> str:
     if len(texts) == 1:
         return texts[0]
     if _kind(texts[0]) == "number":
@@ -79,13 +86,9 @@ def _range(numbers: list[int]) -> str:
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return "{" + ",".join(f"{r[0]}..{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs) + "}"
+    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+    return "{" + ",".join(f"{a}..{b}" if a < b else f"{a}" for a, b in ends) + "}"
 
 
 WIDTH = 80
@@ -93,9 +96,9 @@ _MEGA = 1e6
 
 
 def pieces(text: str, width: int, rest: str = "") -> list[str]:
-    """`text` in pieces of at most `width`, those behind the first with `rest` in front.
+    """`text` in pieces of at most `width`, all but the first preceded by `rest`.
 
-    It is broken behind a space or a slash, or else a comma, where there is one.
+    It is broken after a space or a slash, or else a comma, if there is one.
     """
     found = []
     while len(text) > width:
@@ -109,35 +112,51 @@ def pieces(text: str, width: int, rest: str = "") -> list[str]:
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
-    """A text in lines of the page's width, the first and the others indented so."""
+    """A text in lines of the page's width; `first` and `rest` are their indentation."""
     lines = pieces(text, WIDTH - max(len(first), len(rest)))
     return [first + lines[0], *(rest + line for line in lines[1:])]
 
 
+def hanging(first: str, text: str) -> list[str]:
+    """A paragraph after `first`; its other lines are indented by the length of `first`."""
+    return paragraph(text, first, " " * len(first))
+
+
 def megabytes(count: int | float) -> str:
-    """Two digits behind the point, more where it is little."""
-    return f"{count / _MEGA:,.{2 if count >= _MEGA or not count else 4}f}"
+    """A number of MB with two decimals; with four below one MB."""
+    return in_units(count, _MEGA)
 
 
-def columns(cells: Sequence[str], widths: Sequence[int], right: int) -> list[str]:
-    """One line, or more where a cell is longer than its column; `right` is flush right."""
-    split = [
-        pieces(cell, width, "    " if place == 0 else "")
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
+def scaled(count: int | float) -> str:
+    """A number of bytes with three significant digits and a unit, such as `93.5 kB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def percentages(sizes: Sequence[int | float]) -> list[int]:
+    """The shares of some sizes in percent, rounded so that they add up to 100."""
+    exact = [100 * size / sum(sizes) for size in sizes]
+    found = list(map(int, exact))
+    order = sorted(range(len(sizes)), key=lambda place: found[place] - exact[place])
+    for place in order[: 100 - sum(found)]:
+        found[place] += 1
+    return found
+
+
+def columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """One line, or more if a cell is longer than its column; the last one is flush right."""
+    first, *rest = zip(cells, widths, strict=True)
+    split = [pieces(*first, "    "), *(pieces(cell, width) for cell, width in rest)]
     lines = []
-    for i in range(max(map(len, split))):
-        parts = [column[i] if i < len(column) else "" for column in split]
-        padded = [
-            part.rjust(width) if j == right else part.ljust(width)
-            for j, (part, width) in enumerate(zip(parts, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
+    for parts in zip_longest(*split, fillvalue=""):
+        left = map(str.ljust, parts[:-1], widths)
+        lines.append("  ".join([*left, parts[-1].rjust(widths[-1])]).rstrip())
     return lines
 
 
-def coupling_sentence(entry: dict[str, str]) -> str:
-    where = f" ({entry['where']})" if entry["where"] else ""
-    return (
-        f"The examples of a batch depend on each other: {entry['operation']}{where} {entry['why']}."
-    )
+def coupling_sentence(one: Coupling) -> str:
+    where = f" ({one.where})" if one.where else ""
+    return f"The examples of a batch depend on each other: {one.operation}{where} {one.why}."

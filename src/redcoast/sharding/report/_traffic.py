@@ -1,10 +1,12 @@
-"""What a plan sends, by axis of the mesh and by cause, as it was priced."""
+"""The estimated communication of a plan, by mesh axis and by cause."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
-from typing import Any
 
 from ..solver._cost import (
+    BatchDims,
     batch_meetings,
     batch_sums,
     cut_sides,
@@ -15,80 +17,79 @@ from ..solver._cost import (
     sum_bytes,
 )
 from ..solver._hardware import Hardware, all_gather, all_reduce
-from ..solver._strategy import Decision, batch_dims, parts, stored
+from ..solver._strategy import Decision, batch_dims, is_split, parts, stored, used_axes
 from ..tree._overrides import spec_axes
 from ..tree._rows import Row
-from ._reasons import Set, find_sets
-from ._text import shortened
+from ._data import Traffic, TrafficKind
+from ._reasons import Reasons
+from ._text import grouped, shortened
 
-Add = Callable[[str, str, int | float], None]
-_GRADIENTS = "gradients, summed over the batch"
+Axes = tuple[str, ...]
+Entries = Iterator[tuple[Axes, TrafficKind, str, int | float]]
 
 
-def traffic(
-    rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], hardware: Hardware
-) -> list[dict[str, Any]]:
-    """Bytes that each device sends in a step: `axis`, `cause` and `bytes`, largest first."""
-    batch = batch_dims(decision.program, parts(decision.way.batch, axes))
-    n = parts(decision.way.model, axes)
-    over = " x ".join(axis for axis in decision.way.model if axes[axis] > 1)
-    sent: dict[tuple[str, str], float] = {}
+def traffic(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> tuple[Traffic, ...]:
+    """The bytes that each device communicates in a step, the largest cause first."""
+    decision, axes = reasons.decision, reasons.axes
+    batch = batch_dims(decision.program, parts(decision.strategy.batch, axes))
+    found: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
+    for over, kind, cause, size in chain(
+        _tensor_parallel(reasons, batch, hardware),
+        _over_batch(reasons, batch, hardware),
+        _gathers(rows, decision, axes),
+    ):
+        found[over, kind, cause] += size
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Traffic(*key, round(size)) for key, size in ordered if size > 0)
 
-    def add(axis: str, cause: str, size: int | float) -> None:
-        if size > 0:
-            sent[axis, cause] = sent.get((axis, cause), 0.0) + size
 
-    sets = find_sets([row.leaf for row in rows], decision, axes)
-    spread = " x ".join(axis for axis in decision.way.batch if axes[axis] > 1)
+def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+    """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
+    decision, classes = reasons.decision, reasons.decision.classes
     graph = decision.program.graph
-    for found in reduced(graph.sums.values(), decision.classes, hardware):
-        root = decision.classes[found.node]
-        way = "backward" if found.backward else "forward"
-        if decision.classes.divides(found.node) and root in decision.chosen:
+    for found in reduced(graph.sums.values(), classes, hardware):
+        if is_split(decision, (found.node,)):
+            names = reasons.sets[classes[found.node]].names
+            cause = f"all-reduces of activations, {_way(found.backward)}: {names}"
             size = sum_bytes(found, hardware) / batch.parts(found.dims)
-            cause = f"all-reduces of activations, {way}: {sets[root].names}"
-            add(over, cause, all_reduce(n, size))
+            yield reasons.over, "activations", cause, all_reduce(reasons.n, size)
+    for root, size in chain(*(cut_sides(cut, classes, batch) for cut in graph.cuts)):
+        if root in decision.chosen:
+            cause = f"all-gathers after tensor-parallel arrays: {reasons.sets[root].names}"
+            yield reasons.over, "activations", cause, all_gather(reasons.n, size)
+
+
+def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+    """Sums over the batch, and all-gathers of it."""
+    decision, graph = reasons.decision, reasons.decision.program.graph
+    spread = used_axes(decision.strategy.batch, reasons.axes)
+    count = lambda dims: reasons.n if is_split(decision, dims) else 1
     for found in batch_sums(graph, batch, hardware):
-        way = "backward" if found.backward else "forward"
-        split = n if _is_split(decision, found.dims) else 1
-        size = over_batch(found, batch, stored(decision.way, axes), hardware)
-        gradient = found.backward and batch.parts(found.dims) == 1
-        add(spread, _GRADIENTS if gradient else f"sums over the batch, {way}", size / split)
+        size = over_batch(found, batch, stored(decision.strategy, reasons.axes), hardware)
+        size = size / count(found.dims)
+        if found.backward and batch.parts(found.dims) == 1:
+            yield spread, "gradients", "gradients, summed over the batch", size
+        else:
+            yield spread, "activations", f"sums over the batch, {_way(found.backward)}", size
     for meeting in batch_meetings(graph, batch):
-        split = n if _is_split(decision, meeting.dims) else 1
-        add(spread, "gathers of the batch, compared with itself", met(meeting, batch) / split)
-    _cuts(decision, batch, (over, n), sets, add)
-    _gathers(rows, decision, axes, add)
-    ordered = sorted(sent.items(), key=lambda item: (-item[1], item[0]))
-    return [{"axis": a, "cause": c, "bytes": round(size)} for (a, c), size in ordered]
+        cause = "all-gathers of the batch, compared with itself"
+        yield spread, "activations", cause, met(meeting, batch) / count(meeting.dims)
 
 
-def _is_split(decision: Decision, dims: Sequence[int]) -> bool:
-    classes = decision.classes
-    return any(classes.divides(n) and classes[n] in decision.chosen for n in dims)
+def _way(backward: bool) -> str:
+    return "backward" if backward else "forward"
 
 
-def _cuts(
-    decision: Decision, batch: Any, axis: tuple[str, int], sets: Mapping[int, Set], add: Add
-) -> None:
-    over, n = axis
-    for cut in decision.program.graph.cuts:
-        for root, size in cut_sides(cut, decision.classes, batch):
-            if root in decision.chosen:
-                add(over, f"gathers where a split ends: {sets[root].names}", all_gather(n, size))
-
-
-def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], add: Add) -> None:
-    """What is stored split is gathered, over the axes not computed over."""
-    found: dict[str, list[tuple[Row, float]]] = {}
+def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> Entries:
+    """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
+    found: list[tuple[Axes, str, float]] = []
     for row, value, d in zip(rows, decision.program.parameters, decision.computed, strict=True):
-        entries = [*row.spec, *[None] * (len(value.dims) - len(row.spec))]
-        kept = set() if d is None else set(spec_axes(entries[d]))
-        used = {axis for entry in entries for axis in spec_axes(entry)}
-        over = [axis for axis in axes if axis in used - kept]
+        kept = set() if d is None else set(spec_axes([*row.spec, *[None] * len(value.dims)][d]))
+        used = {axis for entry in row.spec for axis in spec_axes(entry)}
+        over = tuple(axis for axis in axes if axis in used - kept)
         size = value.bytes * gathers(decision.program.graph, value)
         size = all_gather(parts(over, axes), size / prod(axes[axis] for axis in kept))
-        found.setdefault(" x ".join(over), []).append((row, size))
-    for over, gathered in found.items():
-        names = shortened([row.leaf.name for row, _ in gathered])
-        add(over, f"gathers of parameters: {names}", sum(size for _, size in gathered))
+        found.append((over, row.leaf.name, size))
+    for over, gathered in grouped(found, lambda one: one[0]).items():
+        cause = f"all-gathers of parameters: {shortened([name for _, name, _ in gathered])}"
+        yield over, "parameters", cause, sum(size for _, _, size in gathered)

@@ -1,8 +1,8 @@
-"""Which dimensions are the batch: of the arrays that a program is given, and of those it makes.
+"""Finds the batch dimensions, in the arguments of a program and in the arrays that it creates.
 
-An array that is made in the program, as noise that a loss draws or the zeros that a recurrence
-starts from, has nothing to do with the batch unless it meets it. Where it does not, and has as many
-rows as the batch, these are split with it if nothing speaks against it.
+An array that the program creates, such as the noise in a loss or the zeros at the start of a
+recurrence, is only linked to the batch if the two are combined. If they are not, and the array has
+as many rows as the batch, its rows are sharded like the batch, unless something prevents it.
 """
 
 from collections import Counter, defaultdict
@@ -14,16 +14,18 @@ from ..program._graph import Graph, Value
 from ._classes import Classes
 
 _AXES = frozenset(["data", "fsdp"])
-# Why a dimension of what the program makes is not split with the batch.
+# Reasons not to shard a dimension of a created array with the batch: another size; a dimension of
+# parameters, constants or blocked operations; mostly combined with the batch; replicated by the
+# program's own constraint.
 SIZE, HELD, MET, WHOLE = "size", "held", "met", "whole"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The dimensions that are split with the batch, as nodes.
+    """The dimensions that are sharded with the batch, as nodes.
 
-    `given` are those of its own arrays, and `made` are those that the program makes. `left_out` are
-    the places of the batch's arrays that are not taken as rows.
+    `given` are dimensions of the batch's own arrays, and `made` of arrays that the program
+    creates. `left_out` are the indices of the batch's arrays that are not rows.
     """
 
     given: tuple[int, ...]
@@ -32,23 +34,24 @@ class Batch:
 
 
 def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> Batch:
-    """The batch among its `arrays`, the `others` that a function is given, and what it makes."""
+    """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
     given, left_out = _rows(graph, arrays)
     sizes = {graph.sizes[node] for node in given}
     leading = {value.dims[0] for value in others if value.dims and value.shape[0] in sizes}
     rest = {node for value in (*arrays, *others) for node in value.dims} - leading
-    # Rows of another argument are like those that are made; whatever else is given is not.
+    # Leading dimensions of other arguments are treated like created rows; other dimensions of
+    # arguments are never rows.
     graph.made.update(leading)
     graph.held.update(rest.difference(given))
     return Batch(given, made_rows(graph, given), left_out)
 
 
 def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading dimensions of the batch's arrays that are rows, and the places of the others.
+    """The leading dimensions of the batch's arrays that are rows, and the indices of the others.
 
-    Where they have several sizes, the batch is what most of the work is done for; not what belongs
-    to parameters, as running averages do, and not what is another dimension of the batch, as the
-    positions in a sequence are.
+    If the sizes differ, the batch size is the one with the most arithmetic. Dimensions that belong
+    to parameters (running averages) or are another dimension of the batch (positions in a sequence)
+    are not rows.
     """
     leading = {place: value.dims[0] for place, value in enumerate(arrays) if value.dims}
     sizes = Counter(graph.sizes[node] for node in leading.values())
@@ -59,42 +62,42 @@ def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple
     soft = Classes(graph, 1, soft=True, least=2)
     free = _free(graph, arrays, several)
     if free:
-        met = _Met(graph, soft, ())
-        most = lambda node: (*met.alone(soft[node]), sizes[graph.sizes[node]])
+        shares = _WorkShares(graph, soft, ())
+        most = lambda node: (*shares.alone(soft[node]), sizes[graph.sizes[node]])
         size = graph.sizes[max(free.values(), key=most)]
     else:
         size = sizes.most_common(1)[0][0]
     main = soft.of(n for n in (free or several).values() if graph.sizes[n] == size)
-    met = _Met(graph, soft, main)
+    shares = _WorkShares(graph, soft, main)
     rows = {
         place: node
         for place, node in leading.items()
-        if soft[node] in main or (place in free and met.mostly_alone(soft[node]))
+        if soft[node] in main or (place in free and shares.mostly_alone(soft[node]))
     }
     return tuple(rows.values()), tuple(place for place in several if place not in rows)
 
 
 def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dict[int, int]:
-    """Those of `leading` that are neither tied to parameters nor another dimension of the batch."""
+    """Those of `leading` that are not linked to parameters or other dimensions of the batch."""
     classes = Classes(graph, 1, least=2)
-    bound = set(_bound(graph, classes))
+    excluded = set(_never_rows(graph, classes))
     inner = {
         classes[node]
         for value in arrays
         for node in value.dims[1:]
-        if classes[value.dims[0]] not in bound and classes[node] != classes[value.dims[0]]
+        if classes[value.dims[0]] not in excluded and classes[node] != classes[value.dims[0]]
     }
-    bound |= inner
-    return {place: node for place, node in leading.items() if classes[node] not in bound}
+    excluded |= inner
+    return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 
-def _bound(graph: Graph, classes: Classes) -> frozenset[int]:
-    """Classes that are no rows: of parameters and constants, and what must not be split."""
+def _never_rows(graph: Graph, classes: Classes) -> frozenset[int]:
+    """The classes of parameters, constants and dimensions that cannot be sharded."""
     return classes.of(graph.held | (graph.blocked - graph.only_rows))
 
 
 def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
-    """The nodes of what a program makes that are rows like those that are `given`."""
+    """The nodes of created arrays that are sharded like the `given` batch dimensions."""
     if not given or not (graph.made or graph.asked):
         return ()
     classes = Classes(graph, 1, soft=True, least=2)
@@ -110,38 +113,41 @@ def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
 
 
 def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> dict[int, str]:
-    """Of each class of what a program makes, why it is not split with the batch; or nothing.
+    """For each class of created dimensions, the reason not to shard it with the batch, or "".
 
-    The classes are to be those of all links, soft ones too. Those of the batch are left out.
+    `classes` must include soft links. The classes of the batch itself are left out.
     """
     main = classes.of(given)
-    split, whole = set(), set()
+    split, replicated = set(), set()
     for node, axes in graph.asked.items():
-        (whole if not axes else split if not _AXES.isdisjoint(axes) else set()).add(classes[node])
-    bound = _bound(graph, classes)
+        if not axes:
+            replicated.add(classes[node])
+        elif not _AXES.isdisjoint(axes):
+            split.add(classes[node])
+    excluded = _never_rows(graph, classes)
     sizes = {graph.sizes[node] for node in given} - {0, 1}
     fits = {classes[node] for node, size in enumerate(graph.sizes) if size in sizes}
-    met = _Met(graph, classes, main)
+    shares = _WorkShares(graph, classes, main)
     found: dict[int, str] = {}
     for one in sorted((classes.of(graph.made) | split) - main):
-        if one in bound:
+        if one in excluded:
             found[one] = HELD
         elif one in split:
             found[one] = ""
-        elif one in whole:
+        elif one in replicated:
             found[one] = WHOLE
         elif one not in fits:
             found[one] = SIZE
         else:
-            found[one] = "" if met.mostly_alone(one) else MET
+            found[one] = "" if shares.mostly_alone(one) else MET
     return found
 
 
-class _Met:
-    """How much is done for a class by itself, and how much together with the batch.
+class _WorkShares:
+    """The work on each class by itself, and the work on it together with the batch.
 
-    Of queries for each example, nothing is done together with examples but what is linked; a
-    sequence of as many tokens as there are examples is nearly always met together with them.
+    Queries for each example are combined with the batch only where they are linked to it. The
+    positions of a sequence as long as the batch is large nearly always occur together with it.
     """
 
     def __init__(self, graph: Graph, classes: Classes, main: Collection[int]):
@@ -153,12 +159,12 @@ class _Met:
             roots = [classes[node] for node in dims]
             for one in set(roots):
                 others = any(root in main for root in roots if root != one)
-                many = self._both if others or roots.count(one) > 1 else self._alone
-                many[one, kind] += amount
+                share = self._both if others or roots.count(one) > 1 else self._alone
+                share[one, kind] += amount
 
     def alone(self, one: int) -> tuple[float, float]:
         return self._alone[one, "work"], self._alone[one, "result"]
 
     def mostly_alone(self, one: int) -> bool:
-        """Whether more arithmetic, or without any more of what is looked up, is for it alone."""
+        """Whether most arithmetic on a class is without the batch; ties go by bytes of results."""
         return self.alone(one) > (self._both[one, "work"], self._both[one, "result"])

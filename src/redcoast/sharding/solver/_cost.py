@@ -1,4 +1,4 @@
-"""What splitting classes of dimensions costs, as a small problem for a search."""
+"""The cost of sharding classes of dimensions, as an optimization problem over sets."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,44 +13,41 @@ Choice = frozenset[int]
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array of the tree, and whether it is split whatever that costs."""
+    """An array of the tree, and whether it is sharded in storage whatever that costs."""
 
     value: Value
-    covered: bool
+    sharded: bool
 
 
 @dataclass
 class Problem:
-    """Choose a set of groups of classes such that no two are in conflict; what each set costs.
+    """The choice of a set of groups without conflicts, and the cost of each set.
 
-    Groups stand for classes that decide alike. Prices are seconds per step.
+    A group is a set of classes that are decided together. Costs are seconds per step: `constant`,
+    `single` for each chosen group, and for each key of `covers`, a set of groups, one cost if at
+    least one of them is chosen and another one if none is.
     """
 
     groups: list[int]
     against: dict[int, set[int]]
     constant: int | float = 0.0
     single: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    # Of each set of groups: the price if one of them is chosen, and if none is.
     covers: dict[Choice, tuple[float, float]] = field(default_factory=dict)
 
-    def price(self, chosen: Iterable[int]) -> int | float:
+    def cost(self, chosen: Iterable[int]) -> int | float:
         chosen = frozenset(chosen)
         total = self.constant + sum(self.single.get(one, 0.0) for one in chosen)
         for groups, (hit, miss) in self.covers.items():
             total += miss if chosen.isdisjoint(groups) else hit
         return total
 
-    def allowed(self, chosen: Iterable[int]) -> bool:
-        chosen = frozenset(chosen)
-        return all(chosen.isdisjoint(self.against[one]) for one in chosen)
-
 
 @dataclass(frozen=True)
 class Axes:
-    """How many devices the batch is split over, and `model`, which classes are split over.
+    """The numbers of devices that arrays are sharded over.
 
-    Parameters are stored split over `fsdp` devices as well, and over `stored` of those that the
-    batch is split over.
+    The batch is sharded over `batch` devices, and the chosen classes over `model`. Parameters are
+    also sharded in storage over `fsdp` devices, and over `stored` of those that share the batch.
     """
 
     batch: int
@@ -61,14 +58,14 @@ class Axes:
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Which nodes are split as the batch is, over `count` devices."""
+    """The nodes that are sharded like the batch, over `count` devices."""
 
     classes: Classes
     roots: frozenset[int]
     count: int
 
     def __getitem__(self, node: int) -> int:
-        # Gradients of all rows are summed together, linked or not.
+        # Gradients of all rows are summed together, whether the rows are linked or not.
         root = self.classes[node]
         return -1 if root in self.roots else root
 
@@ -79,7 +76,7 @@ class BatchDims:
         return self.count if any(self.has(node) for node in dims) else 1
 
 
-def pose(
+def build_problem(
     graph: Graph,
     classes: Classes,
     batch: BatchDims,
@@ -89,7 +86,7 @@ def pose(
     axes: Axes,
     hardware: Hardware,
 ) -> Problem:
-    """The problem of choosing among `group_of`, which maps classes to groups."""
+    """The problem of choosing among the groups that `group_of` maps classes to."""
     problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
     groups = lambda dims: frozenset(
         group_of[one] for node in dims if (one := classes[node]) in group_of
@@ -100,28 +97,29 @@ def pose(
             local = sum_bytes(found, hardware) / batch.parts(found.dims)
             problem.single[group_of[one]] += all_reduce(axes.model, local) / model
     for found in batch_sums(graph, batch, hardware):
-        whole = over_batch(found, batch, axes.stored, hardware) / spread
-        _cover(problem, groups(found.dims), whole, axes.model)
+        seconds = over_batch(found, batch, axes.stored, hardware) / spread
+        _add_shared(problem, groups(found.dims), seconds, axes.model)
     for meeting in batch_meetings(graph, batch):
-        _cover(problem, groups(meeting.dims), met(meeting, batch) / spread, axes.model)
+        _add_shared(problem, groups(meeting.dims), met(meeting, batch) / spread, axes.model)
     for cut in graph.cuts:
         for one, size in cut_sides(cut, classes, batch):
             if one in group_of:
                 problem.single[group_of[one]] += all_gather(axes.model, size) / model
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
-        _cover(problem, groups(work.dims), seconds, axes.model)
+        _add_shared(problem, groups(work.dims), seconds, axes.model)
     for dims, moved in graph.traffic.items():
-        _cover(
-            problem, groups(dims), moved / batch.parts(dims) / hardware.memory_bandwidth, axes.model
-        )
+        seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
+        _add_shared(problem, groups(dims), seconds, axes.model)
     for parameter in parameters:
-        _store(problem, graph, parameter, groups(parameter.value.dims), axes, hardware)
+        if parameter.sharded:
+            in_model = groups(parameter.value.dims)
+            _add_gathers(problem, graph, parameter.value, in_model, axes, hardware)
     return problem
 
 
 def reduced(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:
-    """Partial sums, once for all uses of a value along one class if their cotangents are added."""
+    """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
     seen: set[tuple[Value | None, int]] = set()
     for found in sums:
         key = found.of, classes[found.node]
@@ -131,39 +129,39 @@ def reduced(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardwar
 
 
 def batch_sums(graph: Graph, batch: BatchDims, hardware: Hardware) -> Iterator[Sum]:
-    """The partial sums over the batch, where it is split."""
+    """The partial sums over a sharded batch."""
     over = (one for one in graph.sums.values() if batch.has(one.node))
     split = (one for one in over if not any(map(batch.has, one.before)))
     return reduced(split, batch, hardware)
 
 
 def batch_meetings(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:
-    """Where the batch meets itself, as in a table of all pairs of examples."""
+    """Operations that combine the batch with itself, such as a table of all pairs of examples."""
     for meeting in graph.meetings:
         if batch.has(meeting.node) and any(map(batch.has, meeting.before)):
             yield meeting
 
 
 def met(meeting: Meeting, batch: BatchDims) -> int | float:
-    """What each device sends to gather one of the two operands."""
+    """Bytes that each device sends to all-gather one of the two operands."""
     return all_gather(batch.count, meeting.bytes) * meeting.times
 
 
 def sum_bytes(found: Sum, hardware: Hardware) -> int | float:
-    """The bytes that are reduced for one kind of partial sums in a step."""
+    """Bytes that are reduced in a step for one partial sum."""
     return found.bytes * found.times * (1 if hardware.adds_first else found.uses)
 
 
 def over_batch(found: Sum, batch: BatchDims, stored: int, hardware: Hardware) -> int | float:
-    """What each device sends to sum over the batch: gradients, where there is no batch left."""
+    """Bytes that each device sends to sum over the batch. Results without rows are gradients."""
     size = sum_bytes(found, hardware)
     if found.backward and batch.parts(found.dims) == 1:
         return reduce_gradient(batch.count, stored, size, hardware)
     return all_reduce(batch.count, size)
 
 
-def _cover(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
-    """`seconds`, or a part of it if one of the groups is chosen."""
+def _add_shared(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
+    """Adds `seconds`, which are divided by `parts` if one of the groups is chosen."""
     _add(problem, groups, seconds / parts, seconds)
 
 
@@ -176,14 +174,14 @@ def _add(problem: Problem, groups: Choice, hit: int | float, miss: int | float) 
 
 
 def cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[int, int | float]]:
-    """The classes that end at a cut, and the bytes that are gathered there if they are split."""
+    """The classes that end at a cut, and the bytes that sharding them gathers there."""
     source, target = (
         None if node is None or not classes.divides(node) else classes[node]
         for node in (cut.source, cut.target)
     )
     if source == target:
         return
-    # On whichever side the split is, compilers gather the array and, backward, its cotangent.
+    # Compilers gather the array, and its cotangent in the backward pass, on either side.
     gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
     for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
         if one is not None:
@@ -191,23 +189,15 @@ def cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[in
 
 
 def gathers(graph: Graph, value: Value) -> int:
-    """How often an array is gathered in a step: layers of a scan are, again, on the way back."""
+    """How often an array is gathered in a step: layers of a scan also in the backward pass."""
     return 1 + (value.grad and not graph.stacks.isdisjoint(value.dims))
 
 
-def _store(
-    problem: Problem,
-    graph: Graph,
-    parameter: Parameter,
-    groups: Choice,
-    axes: Axes,
-    hardware: Hardware,
+def _add_gathers(
+    problem: Problem, graph: Graph, value: Value, groups: Choice, axes: Axes, hardware: Hardware
 ) -> None:
-    """An array that is stored split is gathered where it is used, forward and backward."""
-    size = parameter.value.bytes
-    passes = gathers(graph, parameter.value)
-    over_fsdp = passes * all_gather(axes.fsdp, size) / hardware.batch_bandwidth
-    over_model = passes * all_gather(axes.model, size) / hardware.model_bandwidth
-    if not parameter.covered:
-        over_fsdp = over_model = 0.0
+    """Adds the all-gathers of an array that is sharded in storage."""
+    size = gathers(graph, value) * value.bytes
+    over_fsdp = all_gather(axes.fsdp, size) / hardware.batch_bandwidth
+    over_model = all_gather(axes.model, size) / hardware.model_bandwidth
     _add(problem, groups, over_fsdp / axes.model, over_fsdp / axes.model + over_model)

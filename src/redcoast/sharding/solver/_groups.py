@@ -1,4 +1,4 @@
-"""Classes that play the same part in layers that repeat, as groups that decide alike."""
+"""Groups the corresponding classes of repeated layers, so that they are decided together."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ def group(
 ) -> dict[int, int]:
     """The group of each candidate, numbered in the order of the program."""
     colors = _colors(graph, classes, candidates, parameters)
-    # Those of the neighbours tell parts apart that look alike by themselves.
+    # The colors of neighbours distinguish classes that look alike by themselves.
     refined = {
         one: (colors[one], tuple(sorted(Counter(colors[o] for o in against[one]).items())))
         for one in candidates
@@ -26,23 +26,20 @@ def group(
     members: dict[Any, list[int]] = defaultdict(list)
     for one in candidates:
         members[refined[one]].append(one)
-    groups: dict[int, int] = {}
-    for alike in members.values():
-        for apart in _apart(alike, against):
-            groups.update(dict.fromkeys(apart, len(set(groups.values()))))
-    return groups
+    sets = [apart for alike in members.values() for apart in _without_conflicts(alike, against)]
+    return {one: number for number, apart in enumerate(sets) for one in apart}
 
 
 def _colors(
     graph: Graph, classes: Classes, candidates: Sequence[int], parameters: Sequence[Parameter]
 ) -> dict[int, int]:
-    """A number for each candidate, the same for those of the same parameters and prices."""
+    """A number for each candidate, equal for candidates with the same parameters and costs."""
     marks: dict[int, Counter[Any]] = {one: Counter() for one in candidates}
     for parameter in parameters:
         shape = tuple(sorted(parameter.value.shape))
         for node, size in zip(parameter.value.dims, parameter.value.shape, strict=True):
             if (one := classes[node]) in marks:
-                marks[one][("parameter", shape, size, parameter.covered)] += 1
+                marks[one][("parameter", shape, size, parameter.sharded)] += 1
     for found in graph.sums.values():
         if (one := classes[found.node]) in marks:
             marks[one][("sum", found.bytes, found.times, found.backward)] += 1
@@ -56,14 +53,14 @@ def _colors(
     }
 
 
-def _apart(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
-    """Sets of those alike without conflicts: one behind the other, they take turns."""
+def _without_conflicts(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
+    """Partitions classes that are alike into sets without conflicts."""
     sets: list[list[int]] = []
     for one in alike:
-        free = (s for s in sets if against[one].isdisjoint(s))
-        found = next(free, None)
-        if found is None:
-            sets.append([one])
+        for members in sets:
+            if against[one].isdisjoint(members):
+                members.append(one)
+                break
         else:
-            found.append(one)
+            sets.append([one])
     return sets

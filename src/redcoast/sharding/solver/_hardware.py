@@ -1,4 +1,4 @@
-"""What devices and their compiler can do: what weighs arithmetic against communication."""
+"""Speeds of devices, behaviour of their compiler, and bytes of ring collectives."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from jax.sharding import AbstractMesh, Mesh
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants by which plans are priced, by default about those of an A100 in a server.
+    """Hardware speeds for estimating the cost of a plan. Defaults approximate an A100 in a server.
 
     Only the ratios of the speeds decide which plan is cheapest.
 
     **Attributes:**
 
-    - `flops`: Attained floating point operations, per second.
+    - `flops`: Attained floating point operations per second.
     - `model_bandwidth`: Bytes that a device sends per second over the `model` axis.
-    - `batch_bandwidth`: The same over `data` and `fsdp`.
+    - `batch_bandwidth`: Bytes that a device sends per second over `data` and `fsdp`.
     - `memory_bandwidth`: Bytes read and written per second.
-    - `memory`: Bytes of memory. If no `Hardware` is given, what the devices say, if they do. `None`
-        if nobody knows: plans then count with 80 GB, and split whatever they can.
-    - `adds_first`: Whether the compiler adds partial sums before it reduces them over devices, so
-        that several uses of one value cost one all-reduce. XLA does for GPU and TPU.
-    - `scatters`: Whether it reduces a gradient that is stored split over all of them only to the
-        part that each device keeps (a reduce-scatter). XLA does for GPU and TPU.
+    - `memory`: Bytes of memory per device. If no `Hardware` is given, the memory that the devices
+        report. `None` means unknown: plans then assume 80 GB, and shard every large array.
+    - `adds_first`: Whether the compiler adds the gradients of several uses of one value before the
+        all-reduce, so that they cost only one. XLA does so for GPU and TPU.
+    - `scatters`: Whether the compiler uses a reduce-scatter for a gradient that is sharded over the
+        devices that it is summed over. XLA does so for GPU and TPU.
 
     !!! example
 
@@ -58,7 +58,7 @@ class Hardware:
 
 
 def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
-    """The default for a mesh: emulated devices have a compiler that does less."""
+    """The default for a mesh. XLA for CPU neither uses reduce-scatters nor adds gradients first."""
     if not isinstance(mesh, Mesh):
         return Hardware()
     cpu = mesh.devices.flat[0].platform == "cpu"
@@ -66,10 +66,10 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
 
 
 def device_memory(mesh: Mesh) -> int | None:
-    """Bytes that a program can have on each device, if the devices are there and say so."""
+    """Bytes of memory per device, or None if the devices do not report it."""
     try:
         found = mesh.local_devices[0].memory_stats()
-    except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # devices of elsewhere
+    except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
         found = None
     return (found or {}).get("bytes_limit")
 
@@ -88,7 +88,7 @@ def all_gather(count: int, size: int | float) -> int | float:
 
 
 def reduce_gradient(count: int, stored: int, size: int | float, hardware: Hardware) -> int | float:
-    """Bytes for the sum of a gradient over `count` devices, `stored` of which keep a part each."""
-    # Where only some of the devices keep different parts, XLA reduces all of it to all of them.
+    """Bytes to sum a gradient over `count` devices that store it as `stored` shards."""
+    # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
     scatters = hardware.scatters and stored == count
     return all_gather(count, size) if scatters else all_reduce(count, size)

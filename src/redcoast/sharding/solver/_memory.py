@@ -1,4 +1,4 @@
-"""How much memory a plan takes on each device, by a rough count, and how to stay in a budget."""
+"""Estimates of memory and arithmetic per device, and the search for a plan within a budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -7,43 +7,44 @@ from ..program._graph import Graph
 from ..tree._overrides import spec_parts
 from ..tree._rows import Row
 from ._classes import Classes
+from ._figures import Arithmetic, Memory
 from ._strategy import Decision, Program, batch_dims, parts, saved_bytes
 
 
-def arithmetic(decision: Decision, axes: Mapping[str, int]) -> dict[str, int | float]:
-    """Floating point operations of a step's contractions: all, and those of one device.
+def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
+    """Floating point operations of a step's contractions, in total and on one device.
 
-    Gradients and what is computed again for them are among them; loops without a known end count as
-    often as the planner takes them to run.
+    Gradients and rematerialisation are included. A `while` loop counts with the number of
+    iterations that the planner assumes.
     """
     shared = sharing(decision, axes)
     total = share = 0.0
     for work in decision.program.graph.works:
         total += work.flops
         share += work.flops / shared(work.dims)
-    return {"flops": total, "per_device": share}
+    return Arithmetic(total, share)
 
 
 def sharing(decision: Decision, axes: Mapping[str, int]) -> Callable[[Sequence[int]], int]:
-    """How many devices share what is done over some dimensions: 1 if each does all of it."""
-    classes, way = decision.classes, decision.way
-    batch = batch_dims(decision.program, parts(way.batch, axes))
+    """Returns a function that gives the number of devices that share the work over dimensions."""
+    classes, strategy = decision.classes, decision.strategy
+    batch = batch_dims(decision.program, parts(strategy.batch, axes))
     asked = asked_axes(decision.program.graph)
 
     def shared(dims: Sequence[int]) -> int:
         rows = [d for d in dims if batch.has(d)]
         split = [d for d in dims if classes.divides(d) and classes[d] in decision.chosen]
-        taken = {*(way.batch if rows else ()), *(way.model if split else ())}
-        # Of the other dimensions, what the program splits itself goes over the axes that are left.
+        taken = {*(strategy.batch if rows else ()), *(strategy.model if split else ())}
+        # The program's own constraints shard other dimensions over the remaining axes.
         own = {axis for d in {*dims} - {*rows, *split} for axis in asked.get(d, ())} - taken
-        count = batch.parts(dims) * (parts(way.model, axes) if split else 1)
+        count = batch.parts(dims) * (parts(strategy.model, axes) if split else 1)
         return count * prod(axes.get(axis, 1) for axis in own)
 
     return shared
 
 
 def asked_axes(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """The axes that a program itself splits dimensions over, and all those linked to them."""
+    """The axes of the program's own constraints, for each node that is linked to a constraint."""
     asked = {node: names for node, names in graph.asked.items() if names}
     if not asked:
         return {}
@@ -52,20 +53,18 @@ def asked_axes(graph: Graph) -> dict[int, tuple[str, ...]]:
     return {n: named[classes[n]] for n in range(len(graph.sizes)) if classes[n] in named}
 
 
-# So much of a device may be taken by an estimate, which leaves out what compilers add.
+# The part of the memory that an estimate may use: it does not include the compiler's temporaries.
 FILLED = 0.85
-# Of devices that do not say what they have: an A100.
-ASSUMED = 80e9
-Make = Callable[[Sequence[bool]], tuple[list[Row], Decision]]
+DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 
 
 def estimate(
     rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int
-) -> dict[str, int]:
-    """Bytes on each device: the arrays, their gradients and optimizer state, and activations.
+) -> Memory:
+    """Bytes per device of arrays, gradients, optimizer state, activations and constants.
 
-    `state_bytes` is how many bytes of optimizer state there are in all; it is split as the
-    parameters that are trained are. What the function closes over is on every device.
+    `state_bytes` is the size of the entire optimizer state, which is sharded like the trained
+    parameters. Arrays that the function closes over are replicated.
     """
     arrays = gradients = trained = 0.0
     for row, value in zip(rows, decision.program.parameters, strict=True):
@@ -73,29 +72,29 @@ def estimate(
         arrays += value.bytes / share
         gradients += value.grad * value.bytes / share
         trained += value.grad * value.bytes
-    found = {
-        "arrays": round(arrays),
-        "gradients": round(gradients),
-        "optimizer_state": round(state_bytes * gradients / max(1, trained)),
-        "activations": round(saved_bytes(decision, axes)),
-        "closed_over": sum(one.bytes for one in decision.program.constants),
-    }
-    return found | {"total": sum(found.values())}
+    parts = (
+        round(arrays),
+        round(gradients),
+        round(state_bytes * gradients / max(1, trained)),
+        round(saved_bytes(decision, axes)),
+        sum(one.bytes for one in decision.program.constants),
+    )
+    return Memory(*parts, total=sum(parts))
 
 
-def room(
+def activation_memory(
     program: Program,
     axes: Mapping[str, int],
-    covered: Sequence[bool],
+    sharded: Sequence[bool],
     memory: int | float,
     state_bytes: int,
 ) -> int | float:
-    """Bytes left on each device for activations, if large arrays are split as far as they go."""
+    """Bytes per device that are left for activations if `sharded` arrays use all devices."""
     devices = axes["fsdp"] * axes["model"]
     held = sum(one.bytes for one in program.constants)
     grads = trained = 0.0
-    for value, cover in zip(program.parameters, covered, strict=True):
-        part = value.bytes / (devices if cover else 1)
+    for value, is_sharded in zip(program.parameters, sharded, strict=True):
+        part = value.bytes / (devices if is_sharded else 1)
         held += part
         grads += value.grad * part
         trained += value.grad * value.bytes
@@ -103,26 +102,27 @@ def room(
 
 
 def fit_budget(
-    make: Make,
+    make: Callable[[Sequence[bool]], tuple[list[Row], Decision]],
     large: Sequence[bool],
     program: Program,
     axes: Mapping[str, int],
     budget: int,
     state_bytes: int,
 ) -> tuple[list[Row], Decision]:
-    """The plan that splits the fewest arrays, the largest ones, and stays in the budget."""
+    """The plan within the budget that shards the fewest arrays, the largest first."""
     sizes = [
         value.bytes if big else 0 for value, big in zip(program.parameters, large, strict=True)
     ]
     least = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         rows, decision = make([size >= bound for size in sizes])
-        least = estimate(rows, decision, axes, state_bytes)["total"]
+        least = estimate(rows, decision, axes, state_bytes).total
         if least <= budget:
             return rows, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
     raise ValueError(
-        f"The budget of {budget / 1e6:,.4g} MB for each device is too small: with everything split "
-        f"over the mesh {shown}, parameters, gradients, optimizer state and activations take about "
-        f"{least / 1e6:,.4g} MB. Use more devices, a larger `fsdp` or `model`, or a smaller batch."
+        f"The budget of {budget / 1e6:,.4g} MB for each device is too small. With all large arrays "
+        f"sharded over the mesh {shown}, parameters, gradients, optimizer state and activations "
+        f"take about {least / 1e6:,.4g} MB. Use more devices, a larger `fsdp` or `model`, or a "
+        "smaller batch."
     )

@@ -1,4 +1,4 @@
-"""Arrays for which `model` saves nothing but memory, whole where there is plenty of it."""
+"""Replicates arrays whose sharding over `model` only saves memory, if there is enough memory."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,55 +6,57 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._rows import OVERRIDE, Row
+from ..tree._reason import OVERRIDE
+from ..tree._rows import Row
 from ._memory import FILLED, estimate
-from ._strategy import USUAL, Decision, computed_dims, parts
+from ._strategy import DEFAULT, Decision, computed_dims, parts
 
-# So much of what an estimate leaves. Programs for accelerators were seen to take up to 1.4 times
-# the estimate (experiments/benchmarks/meshes.py), and what fits must go on fitting.
-_SPENT = 0.25
+# The part of the free memory that replicated arrays may use. Programs for accelerators used up to
+# 1.4 times the estimate (experiments/benchmarks/meshes.py), and must still fit.
+_FRACTION = 0.25
 
 
-def spare(
+def replicate(
     rows: Sequence[Row],
     decision: Decision,
     axes: Mapping[str, int],
     memory: int | float,
     state_bytes: int,
 ) -> tuple[Decision, frozenset[int]]:
-    """The places of arrays that need not be split over `model`, and a decision without them.
+    """Returns the decision without the arrays that are replicated over `model`, and their indices.
 
-    Each of them costs communication in every step, and no arithmetic is saved by that: what is only
-    stored split is gathered, and what is looked up in parts is added up. The smallest of them are
-    taken, as long as all together need a small part of the memory that is left. There are none
-    where the batch is split, since gradients are summed over it, whole ones or parts.
+    Sharding these arrays costs communication in every step and saves no arithmetic: arrays that are
+    only sharded in storage are all-gathered, and lookups in a sharded table are all-reduced. The
+    smallest are replicated first, as long as all of them use a small part of the free memory. If
+    the batch is sharded, none are replicated, because their gradients would be larger.
     """
-    if decision.way != USUAL or axes["model"] == 1 or parts(decision.way.batch, axes) > 1:
+    batch = parts(decision.strategy.batch, axes)
+    if decision.strategy != DEFAULT or axes["model"] == 1 or batch > 1:
         return decision, frozenset()
-    left = _SPENT * (FILLED * memory - estimate(rows, decision, axes, state_bytes)["total"])
+    left = _FRACTION * (FILLED * memory - estimate(rows, decision, axes, state_bytes).total)
     parameters = decision.program.parameters
     states = state_bytes / max(1, sum(value.grad * value.bytes for value in parameters))
 
-    def more(place: int) -> float:
-        """Bytes on each device for a whole array in the place of a part."""
+    def extra_bytes(place: int) -> float:
+        """Additional bytes per device if an array is replicated."""
         value = parameters[place]
         part = value.bytes / spec_parts(rows[place].spec, axes)
         return (axes["model"] - 1) * part * (1 + value.grad * (1 + states))
 
-    size = lambda places: sum(map(more, places))
-    spared: set[int] = set()
-    # Arrays that are alike, as those of layers, are treated alike.
-    for _, alike in groupby(sorted(_idle(rows, decision), key=size), key=size):
+    size = lambda places: sum(map(extra_bytes, places))
+    replicated: set[int] = set()
+    # Arrays of the same size, such as those of repeated layers, are treated alike.
+    for _, alike in groupby(sorted(_memory_only(rows, decision), key=size), key=size):
         places = [place for one in alike for place in one]
         left -= size(places)
         if left < 0:
             break
-        spared.update(places)
-    return _without(decision, spared), frozenset(spared)
+        replicated.update(places)
+    return _without(decision, replicated), frozenset(replicated)
 
 
 def _without(decision: Decision, places: set[int]) -> Decision:
-    """The decision if these arrays, and whatever is split with them, are not computed split."""
+    """The decision without tensor parallelism for these arrays and the classes they are in."""
     split = [(decision.program.parameters[place], decision.computed[place]) for place in places]
     classes = decision.classes
     chosen = decision.chosen - {classes[value.dims[d]] for value, d in split if d is not None}
@@ -62,8 +64,8 @@ def _without(decision: Decision, places: set[int]) -> Decision:
     return replace(decision, chosen=chosen, computed=computed)
 
 
-def _idle(rows: Sequence[Row], decision: Decision) -> list[list[int]]:
-    """Arrays, in sets that are split together, of which `model` only spares memory."""
+def _memory_only(rows: Sequence[Row], decision: Decision) -> list[list[int]]:
+    """Sets of arrays whose sharding over `model` only saves memory, each of one class."""
     classes, program = decision.classes, decision.program
     busy = [work.dims for work in program.graph.works] + list(program.graph.saved)
     needed = classes.of(node for dims in busy for node in dims if classes.divides(node))

@@ -1,5 +1,6 @@
-"""A tree of arrays as nodes with names, so that rules can look at neighbours."""
+"""The arrays of a tree as leaves with paths, and as a tree of nodes with names."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -10,10 +11,13 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+# Arrays with fewer elements per layer are not sharded: communication would cost more than it saves.
+LARGE = 4096
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array: where it is in the flattened tree, its path, and what it holds."""
+    """One array: its index in the flattened tree, path, shape and dtype."""
 
     index: int
     path: tuple[str, ...]
@@ -35,7 +39,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Node:
-    """A module, dict or list: `owner` is the object itself, `children` are in their own order."""
+    """A module, dict or list.
+
+    `owner` is the object itself. `ordered` is whether its children are applied in their order.
+    """
 
     path: tuple[str, ...]
     owner: Any
@@ -52,7 +59,7 @@ def is_inexact(leaf: Leaf) -> bool:
 
 
 def children_of(x: Any) -> list[tuple[Any, Any]]:
-    """The (key, child) pairs one level down; one pair with no key if `x` is a leaf."""
+    """The (key, child) pairs one level down, or one pair with the key None if `x` is a leaf."""
     pairs, _ = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     return [(keys[0] if keys else None, child) for keys, child in pairs]
 
@@ -62,7 +69,7 @@ def key_name(key: Any) -> str:
 
 
 def flat_leaves(tree: Any) -> list[Leaf | None]:
-    """One entry for each leaf in flattened order; None where the leaf is no array."""
+    """One entry for each leaf in flattened order: None if the leaf is not an array."""
     flat, _ = jtu.tree_flatten_with_path(tree)
     return [
         Leaf(i, tuple(map(key_name, path)), tuple(x.shape), x.dtype) if is_array(x) else None
@@ -70,10 +77,9 @@ def flat_leaves(tree: Any) -> list[Leaf | None]:
     ]
 
 
-def grow(tree: Any) -> Node:
-    """The nodes of `tree`; an array at the top hangs below a node without a name."""
-    counter = count()
-    top = _grow(tree, (), counter)
+def to_nodes(tree: Any) -> Node:
+    """The nodes of `tree`. A tree that is one array becomes a node with one child named ""."""
+    top = _to_nodes(tree, (), count())
     if isinstance(top, Leaf):
         return Node((), None, False, {"": top})
     return top if top is not None else Node((), tree, False)
@@ -87,47 +93,33 @@ def leaves_below(node: "Node | Leaf") -> Iterator[Leaf]:
             yield from leaves_below(child)
 
 
-def _grow(x: Any, path: tuple[str, ...], counter: Iterator[int]) -> Node | Leaf | None:
+def _to_nodes(x: Any, path: tuple[str, ...], counter: Iterator[int]) -> Node | Leaf | None:
     if x is None:
         return None
     pairs = children_of(x)
     if len(pairs) == 1 and pairs[0][0] is None:
         index = next(counter)
         return Leaf(index, path, tuple(x.shape), x.dtype) if is_array(x) else None
-    grown = {}
+    children = {}
     for key, child in pairs:
         name = key_name(key)
-        below = _grow(child, (*path, name), counter)
+        below = _to_nodes(child, (*path, name), counter)
         if below is not None:
-            grown[name] = below
+            children[name] = below
     keys = [key for key, _ in pairs]
-    return Node(path, x, _ordered(keys, grown), _in_order(keys, grown))
+    if all(isinstance(key, jtu.DictKey) for key in keys):
+        # JAX sorts dict keys as text, `10` before `2`.
+        children = dict(sorted(children.items(), key=lambda item: _natural(item[0])))
+    return Node(path, x, _is_ordered(keys, children), children)
 
 
-def _ordered(keys: list[Any], grown: dict[str, Any]) -> bool:
-    """Whether the order of the children is that in which they are applied."""
+def _is_ordered(keys: list[Any], children: dict[str, Any]) -> bool:
     if all(isinstance(key, (jtu.SequenceKey, jtu.FlattenedIndexKey)) for key in keys):
         return True
-    return bool(grown) and all(name.isdigit() for name in grown)
-
-
-def _in_order(keys: list[Any], grown: dict[str, Any]) -> dict[str, Any]:
-    """Dict keys arrive sorted as text (`10` before `2`): sort them by their numbers."""
-    if any(not isinstance(key, jtu.DictKey) for key in keys):
-        return grown
-    return dict(sorted(grown.items(), key=lambda item: _natural(item[0])))
+    return bool(children) and all(name.isdigit() for name in children)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    parts, digits = [], ""
-    for letter in name:
-        if letter.isdigit():
-            digits += letter
-            continue
-        if digits:
-            parts.append((int(digits), ""))
-            digits = ""
-        parts.append((-1, letter))
-    if digits:
-        parts.append((int(digits), ""))
-    return tuple(parts)
+    """A sort key that compares numbers in a name by their value, and after other characters."""
+    pieces = re.findall(r"\d+|\D", name)
+    return tuple((int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces)

@@ -1,4 +1,4 @@
-"""Specs for an optimizer's state: each array follows the parameter that it is about."""
+"""Specs for an optimizer's state: each array is sharded like its parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -7,17 +7,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ._leaves import Leaf
-
-SAME = "follows"  # how the reason of an array of its parameter's shape starts
+from ._reason import Reason
 
 
 def follow(
     states: Sequence[Leaf], parameters: Sequence[Leaf], specs: Mapping[int, P]
-) -> dict[int, tuple[P, str]]:
-    """The spec and the reason for each array of the state (by index).
+) -> dict[int, tuple[P, Reason]]:
+    """The spec of each array of the state (by index), and the reason for it.
 
-    An optimizer keeps its arrays in trees like the parameters', so that an array's path ends in
-    its parameter's. Of several parameters whose path it ends in, the longest is meant.
+    Optimizers keep their arrays in trees like the parameters', so the path of an array ends with
+    the path of its parameter. If it ends with several paths, the longest is used.
     """
     by_path = {leaf.path: leaf for leaf in parameters}
     return {state.index: _follow(state, by_path, specs) for state in states}
@@ -25,23 +24,26 @@ def follow(
 
 def _follow(
     state: Leaf, by_path: Mapping[tuple[str, ...], Leaf], specs: Mapping[int, P]
-) -> tuple[P, str]:
-    candidates = list(_parameters(state, by_path))
+) -> tuple[P, Reason]:
+    candidates = list(_candidates(state, by_path))
     for parameter, rest in candidates:
-        spec = _like(state, parameter, rest, specs[parameter.index])
+        spec = _matching_spec(state, parameter, rest, specs[parameter.index])
         if spec is not None:
-            return spec, f"{SAME} {parameter.name or 'the model'}"
+            return spec, Reason("follows", f"sharded like {parameter.name or 'the model'}")
     if not candidates or not candidates[0][0].path:
-        return P(), "belongs to no parameter" if state.shape else "scalar"
-    return P(), f"shape does not tell how it follows {candidates[0][0].name}"
+        text = "belongs to no parameter" if state.shape else "scalar"
+    else:
+        text = f"its sharding cannot be inferred from that of {candidates[0][0].name}"
+    return P(), Reason("replicated", text)
 
 
-def _parameters(
+def _candidates(
     state: Leaf, by_path: Mapping[tuple[str, ...], Leaf]
 ) -> Iterator[tuple[Leaf, tuple[str, ...]]]:
-    """The parameters that may be meant, the likeliest first, and what stands behind their path.
+    """The parameters that an array may belong to, the likeliest first, and the rest of its path.
 
-    SM3 numbers its accumulators by dimension. A model that is one array has the empty path.
+    The rest is a number for SM3, which numbers its accumulators by dimension. A model that is one
+    array has the empty path.
     """
     for path, rest in ((state.path, ()), (state.path[:-1], state.path[-1:])):
         if not rest or rest[0].isdigit():
@@ -51,7 +53,7 @@ def _parameters(
         yield by_path[()], ()
 
 
-def _like(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | None:
+def _matching_spec(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | None:
     shape, like = state.shape, parameter.shape
     entries = (*spec, *(None,) * (len(like) - len(spec)))
     if rest:
@@ -70,11 +72,12 @@ def _like(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P) -> P | N
 
 
 def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None:
-    """A row or column mean, as Adafactor keeps: the parameter's shape without one dimension."""
+    """The spec of an array with one dimension less, such as the row means of Adafactor."""
     removed = [d for d in range(len(like)) if like[:d] + like[d + 1 :] == state.shape]
     specs = {trim(entries[:d] + entries[d + 1 :]) for d in removed}
     if len(specs) > 1:
-        # Equal sizes leave it open which one is gone; Adafactor drops the two largest in turn.
+        # With equal sizes, the shape does not tell which dimension was removed. Adafactor removes
+        # the largest for its rows, and the second largest for its columns.
         order = [int(d) for d in np.argsort(like)]
         dropped = order[-1] if "v_row" in state.path else order[-2]
         adafactor = "v_row" in state.path or "v_col" in state.path
@@ -83,7 +86,7 @@ def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None
 
 
 def trim(entries: tuple) -> P:
-    """A spec without trailing Nones, since `P("model") != P("model", None)`."""
+    """A spec without trailing Nones, because `P("model") != P("model", None)`."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return P(*entries)

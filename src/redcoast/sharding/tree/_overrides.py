@@ -1,4 +1,4 @@
-"""Specs that the user gives for paths, checked in full before they are taken."""
+"""Checks and applies the specs that a user gives for paths."""
 
 import difflib
 import re
@@ -15,19 +15,19 @@ Override = tuple[str, P | tuple | None]
 def apply_overrides(
     leaves: Sequence[Leaf], overrides: Iterable[Override], axes: dict[str, int]
 ) -> dict[int, P]:
-    """The spec of each leaf (by index) that a pattern matches; the first pattern that does wins."""
+    """Returns the spec of each leaf that a pattern matches, by index. The first match decides."""
     specs: dict[int, P] = {}
     for override in overrides:
         if isinstance(override, str) or len(override) != 2:
             raise ValueError(
-                f"The override {override!r} is no pair. `overrides` is a list of pairs of a "
-                "pattern of paths and a `PartitionSpec` or `None`."
+                f"The override {override!r} is not a pair. `overrides` must be a list of pairs of "
+                "a pattern of paths and a `PartitionSpec` or `None`."
             )
         pattern, given = override
         spec = _spec(pattern, given, axes)
         matched = [leaf for leaf in leaves if _compiled(pattern).search(leaf.name)]
         if not matched:
-            raise ValueError(_nothing(pattern, leaves))
+            raise ValueError(_no_match(pattern, leaves))
         for leaf in matched:
             if leaf.index not in specs:
                 _check(leaf, pattern, spec, axes)
@@ -43,7 +43,7 @@ def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def spec_parts(spec: P, axes: Mapping[str, int]) -> int:
-    """Into how many parts a spec splits an array over a mesh with such axes."""
+    """The number of shards of an array with this spec."""
     return prod(axes[axis] for entry in spec for axis in spec_axes(entry))
 
 
@@ -63,12 +63,12 @@ def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
         if axis not in axes:
             known = ", ".join(repr(name) for name in axes)
             raise ValueError(
-                f"The override {pattern!r} names the mesh axis {axis!r}; the mesh has {known}."
+                f"The override {pattern!r} uses the mesh axis {axis!r}, but the mesh has {known}."
             )
         if used.count(axis) > 1:
             raise ValueError(
-                f"The override {pattern!r} uses the mesh axis {axis!r} twice in {spec}; an axis "
-                "can split one dimension of an array."
+                f"The override {pattern!r} uses the mesh axis {axis!r} twice in {spec}. An axis "
+                "can shard only one dimension of an array."
             )
     return spec
 
@@ -76,11 +76,11 @@ def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
 def _check(leaf: Leaf, pattern: str, spec: P, axes: dict[str, int]) -> None:
     if len(spec) > len(leaf.shape):
         raise ValueError(
-            f"The override {pattern!r} gives {spec} with {len(spec)} entries, but {leaf.name} has "
+            f"The override {pattern!r} has {spec} with {len(spec)} entries, but {leaf.name} has "
             f"shape {leaf.shape} with {len(leaf.shape)} dimensions."
         )
     for dim, entry in enumerate(spec):
-        parts = prod(axes[axis] for axis in spec_axes(entry))
+        parts = spec_parts(P(entry), axes)
         if leaf.shape[dim] % parts:
             raise ValueError(_indivisible(leaf, pattern, dim, spec_axes(entry), parts, axes))
 
@@ -91,16 +91,21 @@ def _indivisible(
     size = leaf.shape[dim]
     sizes = " x ".join(f"{name}={axes[name]}" for name in names)
     fits = [d for d in range(len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % parts == 0]
-    below = size // parts * parts
-    near = f"{below} or {below + parts}" if below else f"{parts}"
-    others = f", or splitting dimension {' or '.join(map(str, fits))}" if fits else ""
+    others = f" Dimension {' or '.join(map(str, fits))} is divisible." if fits else ""
     return (
-        f"The override {pattern!r} splits dimension {dim} of {leaf.name}, shape {leaf.shape}, over "
-        f"{sizes}; {size} is not a multiple of {parts}. A size of {near} would divide{others}."
+        f"The override {pattern!r} shards dimension {dim} of {leaf.name}, shape {leaf.shape}, over "
+        f"{sizes}, but {size} is not a multiple of {parts} ({multiples_near(size, parts)} would "
+        f"be).{others}"
     )
 
 
-def _nothing(pattern: str, leaves: Sequence[Leaf]) -> str:
+def multiples_near(size: int, n: int) -> str:
+    """The multiples of `n` around `size`, such as "48 or 52"."""
+    below = size // n * n
+    return f"{below} or {below + n}" if below else f"{n}"
+
+
+def _no_match(pattern: str, leaves: Sequence[Leaf]) -> str:
     names = [leaf.name for leaf in leaves]
     close = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
     return (

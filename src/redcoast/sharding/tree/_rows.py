@@ -1,31 +1,31 @@
-"""The spec and the reason for every array of a tree."""
+"""The spec of every array of a tree, and the reason for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from ._leaves import Leaf, children_of, flat_leaves, key_name
 from ._optimizer_state import follow
+from ._reason import Reason
 
-OVERRIDE = "override"  # the reason for what a user decided
-FSDP_TOO = "; fsdp: largest remaining dimension"
+Role = Literal["parameter", "optimizer state", "other"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One array of a plan; `role` is "parameter", "optimizer state" or "other"."""
+    """One array of a plan, its spec, and the reason for it."""
 
     leaf: Leaf
     spec: P
-    reason: str
-    role: str
+    reason: Reason
+    role: Role
 
 
 def plan_rows(tree: Any, model_rows: Callable[[Any], list[Row]]) -> list[Row]:
-    """A row for each array, in flattened order; those of the model are made by `model_rows`."""
+    """Returns a row for each array, in flattened order. `model_rows` makes those of the model."""
     model_part = model_of(tree)
     if model_part is tree:
         return model_rows(tree)
@@ -34,30 +34,27 @@ def plan_rows(tree: Any, model_rows: Callable[[Any], list[Row]]) -> list[Row]:
     outside = [leaf for leaf in flat_leaves(tree) if leaf is not None and leaf.path[0] != "model"]
     states = [leaf for leaf in outside if leaf.path[0] == "opt_state"]
     followed = follow(states, [row.leaf for row in model], specs)
-    rows = [replace(row, leaf=_shifted(row.leaf, _offset(tree))) for row in model]
+    offset = _leaves_before_model(tree)
+    rows = [replace(row, leaf=replace(row.leaf, index=row.leaf.index + offset)) for row in model]
     for leaf in outside:
         if leaf.index in followed:
             rows.append(Row(leaf, *followed[leaf.index], "optimizer state"))
         else:
-            rows.append(Row(leaf, P(), "one for the whole run", "other"))
+            text = "not a parameter" if leaf.shape else "scalar"
+            rows.append(Row(leaf, P(), Reason("replicated", text), "other"))
     return sorted(rows, key=lambda row: row.leaf.index)
 
 
 def model_of(tree: Any) -> Any:
-    """The model in the state of a run; any other tree is a model itself."""
+    """The model of a training state, or the tree itself if it is not a training state."""
     parts = {key_name(key): child for key, child in children_of(tree) if key is not None}
     return parts["model"] if {"model", "opt_state"} <= set(parts) else tree
 
 
-def _offset(tree: Any) -> int:
-    """How many leaves come before those of the model in a training state."""
+def _leaves_before_model(tree: Any) -> int:
     count = 0
     for key, child in children_of(tree):
         if key_name(key) == "model":
             break
         count += len(jax.tree.leaves(child))
     return count
-
-
-def _shifted(leaf: Leaf, offset: int) -> Leaf:
-    return replace(leaf, index=leaf.index + offset)

@@ -1,0 +1,59 @@
+"""Iterators that make the next items before the current one is used."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def map_in_threads(
+    make: Callable[[T], U], items: Iterable[T], *, workers: int, ahead: int, name: str
+) -> Generator[U, None, None]:
+    """Yields `make(item)` for each item, in order, and makes up to `ahead` results early in threads
+    called `name`."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
+    pending: deque[Any] = deque()
+    errors: list[Exception] = []
+    try:
+        for item in _until_error(items, errors):
+            pending.append(pool.submit(make, item))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+        if errors:
+            raise errors[0]
+    finally:
+        # The reader may stop early; results that are not finished are then of no use.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
+    """Yields the items before an error, which is stored, so that they can still be used."""
+    try:
+        yield from items
+    except Exception as error:
+        errors.append(error)
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yields each item after the next one has been made, and whether it is the last."""
+    before: list[T] = []
+    items = iter(items)
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            break
+        except Exception:
+            if before:  # an error of the next item does not concern it
+                yield before.pop(), False
+            raise
+        if before:
+            yield before.pop(), False
+        before.append(item)
+    if before:
+        yield before.pop(), True

@@ -1,0 +1,241 @@
+"""Evaluation in a training loop: the loss on other examples, and metrics of predictions."""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._errors import check_functions, check_integer, check_kind, noting
+from ..data._batches import Batches
+from ..data._collate import CollateFn
+from ..data._loading import Loaded, ordered_batches
+from ..data._sources import by_epoch, count_examples, fetch
+from ..distributed._heartbeat import doing
+from ..distributed._kv_store import decide, is_main
+from ..sharding import Plan
+from ..train._coupled import find_coupled, warn_of_batches
+from ..train._loss import LossFn
+from ..train._predict import PredictFn
+from ..train._step import TrainState
+from ._evaluate import (
+    OutputFn,
+    compile_loss,
+    compile_prediction,
+    run_evaluation,
+    run_prediction,
+    try_evaluation,
+)
+
+logger = logging.getLogger("redcoast")
+
+_NAME = "Evaluation.examples"  # in messages
+MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What a training loop evaluates, and how often.
+
+    **Arguments:**
+
+    - `examples`: anything with a length and an index.
+    - `every`: the number of steps between evaluations; by default `fit` evaluates at the end of
+        each epoch. It always evaluates at the end of training.
+    - `predict_fn`, `output_fn`: as for [`redcoast.predict_examples`][].
+    - `metric_fn`: `metric_fn(examples, outputs)` compares examples with predictions, and returns a
+        dict of numbers. It is called in process 0 only.
+    - `loss_fn`, `collate_fn`, `batch_size`: as for [`redcoast.evaluate`][]; in `fit`, by default
+        those of training. Pass them where the training loss has no meaning in an evaluation.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument has the wrong type or lacks another one.
+
+    !!! Example
+
+        ```python
+        state = rc.fit(
+            model, optimizer, examples,
+            collate_fn=collate_fn, loss_fn=loss_fn, batch_size=32, epochs=3,
+            evaluation=rc.Evaluation(test_examples, every=500),
+        )
+        ```
+    """
+
+    examples: Any
+    _: dataclasses.KW_ONLY
+    every: int | None = None
+    predict_fn: PredictFn | None = None
+    output_fn: OutputFn | None = None
+    metric_fn: MetricFn | None = None
+    loss_fn: LossFn | None = None
+    collate_fn: CollateFn | None = None
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        names = ("predict_fn", "output_fn", "metric_fn", "loss_fn", "collate_fn")
+        functions = {name: getattr(self, name) for name in names}
+        check_functions(**{name: fn for name, fn in functions.items() if fn is not None})
+        for name in ("every", "batch_size"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
+        if self.metric_fn is not None and self.predict_fn is None:
+            raise ValueError(
+                "`metric_fn` compares predictions with examples; pass `predict_fn` too."
+            )
+        if self.metric_fn is None and (self.predict_fn or self.output_fn) is not None:
+            name = "predict_fn" if self.predict_fn is not None else "output_fn"
+            raise ValueError(
+                f"`{name}` makes the outputs that `metric_fn` gets; pass `metric_fn` too."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledEvaluation:
+    """What [`redcoast.compile_evaluation`][] returns."""
+
+    evaluation: Evaluation
+    mesh: Mesh
+    mean_loss: Callable[..., Any] | None
+    prediction: Callable[..., Any] | None
+
+    def __call__(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
+        """The metrics of a model."""
+        metrics: dict[str, float] = {}
+        if self.mean_loss is not None:
+            with contextlib.closing(self._batches()) as batches:
+                metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
+            if metrics.get("weight", 1.0) == 0:
+                logger.warning("The evaluated examples have a total `weight` of 0: means are NaN.")
+        return metrics | self._compared(model, key, None, metrics)
+
+    def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
+        """The metrics of one batch: for the loss, of the first batch that has any weight."""
+        metrics: dict[str, float] = {}
+        if self.mean_loss is not None:
+            with contextlib.closing(self._batches()) as batches:
+                metrics = try_evaluation(self.mean_loss, model, batches, key)
+        return metrics | self._compared(model, key, 1, metrics)
+
+    def _compared(
+        self,
+        model: PyTree,
+        key: PRNGKeyArray | None,
+        count: int | None,
+        taken: dict[str, float],
+    ) -> dict[str, float]:
+        """What `metric_fn` returns for the predictions of so many batches, on all processes."""
+        metric_fn, output_fn = self.evaluation.metric_fn, self.evaluation.output_fn
+        if self.prediction is None or metric_fn is None:
+            return {}
+        batches: Any = itertools.islice(self._batches(), count)
+        options: Any = {"gather": "first"}
+        found = run_prediction(
+            self.prediction, model, batches, output_fn, self.mesh, key, **options
+        )
+        outputs = [output for _, output in found]
+        metrics: dict[str, float] = {}
+        if is_main():
+            examples = fetch(self.evaluation.examples, list(range(len(outputs))))
+            with noting("Raised by `metric_fn`, or in what it calls."), doing("`metric_fn`"):
+                metrics = _check_metrics(metric_fn(examples, outputs), taken)
+        return decide("the metrics of an evaluation", metrics)
+
+    def _batches(self) -> Generator[Loaded, None, None]:
+        given = self.evaluation
+        assert given.collate_fn is not None
+        assert given.batch_size is not None
+        options = {"batch_size": given.batch_size, "mesh": self.mesh}
+        return ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
+
+
+def compile_evaluation(
+    evaluation: Evaluation, plan: Plan, *, compute_dtype: Any = None
+) -> CompiledEvaluation:
+    """Compiles an evaluation of models that are sharded by a plan.
+
+    The model is not moved, and each program is compiled once.
+
+    **Arguments:**
+
+    - `evaluation`: a [`redcoast.Evaluation`][] with its `collate_fn`, `batch_size` and `loss_fn`.
+        Without a `loss_fn`, only the metrics of `metric_fn` are computed.
+    - `plan`: the plan of a [`redcoast.TrainState`][] or of a model, over devices.
+    - `compute_dtype`: as for [`redcoast.train_step`][].
+
+    **Returns:**
+
+    A function `(model, key=None) -> dict[str, float]`. It returns `loss` and all of `aux`, as
+    [`redcoast.evaluate`][] does, and what `metric_fn` returns, the same in all processes. Means
+    are NaN, and a warning is logged, if the examples have a total `weight` of 0.
+
+    **Raises:**
+
+    `ValueError` if there are no examples, or if a function that it needs is missing.
+
+    !!! Example
+
+        ```python
+        evaluation = rc.Evaluation(
+            test_examples, collate_fn=collate_fn, loss_fn=loss_fn, batch_size=32
+        )
+        metrics = rc.compile_evaluation(evaluation, plan)(state.model)
+        ```
+    """
+    check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
+    check_kind("plan", plan, Plan, "a `redcoast.Plan`")
+    given = evaluation
+    if given.collate_fn is None or given.batch_size is None:
+        raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
+    if given.loss_fn is None and given.metric_fn is None:
+        raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
+    assert isinstance(plan.mesh, Mesh)
+    of_epoch, _ = by_epoch(given.examples, name=_NAME)
+    state = plan.shardings
+    shardings = state.model if isinstance(state, TrainState) else state
+    mean_loss = prediction = None
+    if given.loss_fn is not None:
+        mean_loss = compile_loss(plan.constrain(given.loss_fn), shardings, plan.mesh, compute_dtype)
+    if given.predict_fn is not None:
+        planned = plan.constrain(given.predict_fn)
+        options: Any = {"gather": "first"}
+        prediction = compile_prediction(planned, shardings, plan.mesh, compute_dtype, **options)
+    examples = dataclasses.replace(given, examples=of_epoch(0))
+    return CompiledEvaluation(examples, plan.mesh, mean_loss, prediction)
+
+
+def warn_if_coupled(
+    evaluation: Evaluation, plan: Plan, model: PyTree, data: Batches, compute_dtype: Any
+) -> None:
+    """Warns if the examples of a batch depend on each other and there are several batches."""
+    count, size = count_examples(evaluation.examples, _NAME), evaluation.batch_size
+    if evaluation.loss_fn is None or size is None or (count or 0) <= size:
+        return
+    if evaluation.collate_fn is data.collate_fn:  # another one makes other batches
+        assert isinstance(plan.mesh, Mesh)
+        given = (evaluation.loss_fn, model, data.spec, plan.mesh, compute_dtype)
+        warn_of_batches(find_coupled(*given, training=False), size)
+
+
+def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:
+    if not isinstance(found, dict):
+        raise TypeError(
+            f"`metric_fn` returned {type(found).__name__}. It must return a dict of numbers."
+        )
+    for name, value in found.items():
+        if name in taken:
+            raise ValueError(
+                f"`metric_fn` returned a metric called {name!r}, which `loss_fn` reports already. "
+                "Give it another name."
+            )
+        if np.ndim(value) or np.asarray(value).dtype.kind not in "buif":
+            raise ValueError(
+                f"`metric_fn` returned {value!r} for {name!r}. Each metric must be one number."
+            )
+    return {name: float(value) for name, value in found.items()}

@@ -1,0 +1,147 @@
+"""Methods that several models share.
+
+A class imports them in its body instead of inheriting them. An assignment, such as
+`hidden = decoder_hidden`, would do the same, but mkdocstrings does not render it.
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._attention import Mask, causal_view, count_positions, real_tokens
+from ._cache import Cache, admit, cached_view, empty_cache
+from ._checks import check_length
+from ._cross_cache import CrossCache, DecoderMask, Memory, read_memory
+from ._einsum import product
+
+
+def decoder_call(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    *,
+    mask: Mask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    positions: Integer[Array, "#batch seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch seq vocab"]:
+    """Returns the logits of the next token at each position.
+
+    **Arguments:**
+
+    - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+    - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+      of real tokens do not depend on padding; those of padding tokens are meaningless.
+    - `segments`: for rows with several packed sequences, the number of the sequence that each
+      token belongs to. Tokens attend only to their own sequence.
+    - `positions`: the position of each token, by default counted over the real tokens of the
+      row or segment. If positions are learned, one of `config.positions` or more gives NaN.
+    - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+    **Raises:**
+
+    `ValueError` if positions are learned and a row is longer than `config.positions`, unless
+    `segments` or `positions` is given.
+    """
+    options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+    return self.unembed(self.hidden(tokens, **options))
+
+
+def decoder_hidden(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    *,
+    mask: Mask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    positions: Integer[Array, "#batch seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch seq width"]:
+    """Returns the final hidden states, from which `unembed` computes the logits.
+
+    The arguments are those of `__call__`.
+    """
+    if segments is None and positions is None:
+        check_length(self.config, tokens.shape[1])
+    real = real_tokens(tokens.shape, mask)
+    if positions is None:
+        positions = count_positions(real, segments)
+    window = getattr(self.config, "window", None)
+    visible = causal_view(real, segments=segments, window=window)
+    return self._run(tokens, positions, visible, None, key)[0]
+
+
+def decoder_init_cache(self: Any, batch: int, length: int) -> Cache:
+    """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
+    c = self.config
+    kv_heads = getattr(c, "kv_heads", c.heads)
+    return empty_cache(c.layers, batch, length, kv_heads, c.head_dim, self.embed.dtype)
+
+
+def decoder_decode(
+    self: Any, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+) -> tuple[Float[Array, "batch new width"], Cache]:
+    """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+    if mask is None:
+        check_length(self.config, tokens.shape[1])
+    cache = admit(cache, tokens.shape, mask)
+    window = getattr(self.config, "window", None)
+    view = cached_view(cache, tokens.shape[1], window=window)
+    return self._run(tokens, *view, cache, None)
+
+
+def tied_or_own_head(
+    self: Any, hidden: Float[Array, "batch seq width"]
+) -> Float[Array, "batch seq vocab"]:
+    """Returns the logits of hidden states."""
+    bias = getattr(self, "head_bias", None)
+    if self.head is None:
+        return product("bsd,vd->bsv", hidden, self.embed, bias)
+    return product("bsd,dv->bsv", hidden, self.head, bias)
+
+
+def encoder_decoder_call(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    decoder_tokens: Integer[Array, "batch decoder_seq"],
+    *,
+    mask: Mask | None = None,
+    decoder_mask: DecoderMask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch decoder_seq vocab"]:
+    """Returns the logits of the next token at each position of the decoder.
+
+    **Arguments:**
+
+    - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
+      `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
+    - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
+      side. The logits of real tokens do not depend on padding; those of padding tokens are
+      meaningless.
+    - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
+      sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
+      number.
+    - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+    **Raises:**
+
+    `ValueError` if the encoder and the decoder have different numbers of rows, if only one of them
+    has segments, or if positions are learned and a row without segments is longer than
+    `config.positions`.
+    """
+    options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
+    options |= {"segments": segments, "decoder_segments": decoder_segments}
+    return self.unembed(self.hidden(tokens, decoder_tokens, **options))
+
+
+def encoder_decoder_init_cache(
+    self: Any, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
+) -> CrossCache:
+    """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
+
+    The cache also holds the keys and values of `memory`, the output of `encode`. `memory_mask` is 1
+    at its real tokens.
+    """
+    c = self.config
+    own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+    return CrossCache(own, *read_memory(self.decoder.layers.cross, batch, memory, memory_mask))

@@ -1,0 +1,136 @@
+"""The shardings of a program's values that follow from a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..program._graph import Value
+from ..solver._classes import Classes
+from ..solver._cost import BatchDims
+from ..solver._memory import asked_axes
+from ..solver._strategy import Program, batch_dims, parts
+from ..tree._overrides import spec_axes
+from ._compute import Compute
+from ._sequence import sequence_classes
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """The sharding of each value: which of its dimensions are sharded over which axes.
+
+    `chosen` are the classes of dimensions that are tensor-parallel. `sequence` is the class that
+    is sharded over the same axes in values without a chosen one.
+    """
+
+    mesh: Mesh | AbstractMesh
+    classes: Classes
+    chosen: frozenset[int]
+    batch: BatchDims
+    batch_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
+    sequence: frozenset[int] = frozenset()
+    asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
+
+    def spec(self, value: Value) -> P:
+        """Returns a spec with the batch over its axes and a chosen class over `model_axes`."""
+        return self._spec(value, self.chosen)
+
+    def _spec(self, value: Value, chosen: frozenset[int]) -> P:
+        entries: list[Any] = [None] * len(value.dims)
+        free = {*self.batch_axes, *self.model_axes}
+        for d, node in enumerate(value.dims):  # each axis is used once
+            if self.batch.has(node) and free.issuperset(self.batch_axes):
+                entries[d] = self.batch_axes
+            elif self._is_in(node, chosen) and free.issuperset(self.model_axes):
+                entries[d] = self.model_axes
+            free.difference_update(entries[d] or ())
+        return P(*entries)
+
+    def _is_in(self, node: int, classes: frozenset[int]) -> bool:
+        return self.classes.divides(node) and self.classes[node] in classes
+
+    def constrain(self, x: Any, value: Value) -> Any:
+        """Constrains an array to the sharding of its value."""
+        # Between the tensor-parallel parts, the sequence is sharded instead.
+        parallel = any(self._is_in(node, self.chosen) for node in value.dims)
+        return self._constrain(x, value, self.chosen if parallel else self.sequence)
+
+    def constrain_operand(self, x: Any, value: Value) -> Any:
+        """Gathers the sequence of an operand of a contraction."""
+        return self._constrain(x, value, self.chosen) if self.sequence else x
+
+    def _constrain(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
+        if not value.shape or not isinstance(x, jax.Array):
+            return x
+        entries = zip(self._spec(value, chosen), value.dims, strict=True)
+        # XLA propagates the shardings that the program itself asks for.
+        asked = [P.UNCONSTRAINED if e is None and d in self.asked else e for e, d in entries]
+        return self._with_spec(x, P(*asked))
+
+    def _with_spec(self, x: Any, spec: P) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    @property
+    def batch_shards(self) -> int:
+        return self.batch.count
+
+    def batch_dim(self, value: Value) -> int | None:
+        """Returns the dimension that is sharded like the batch."""
+        return sharded_dim(self.spec(value), self.batch_axes)
+
+    def split_batch(self, x: Any, value: Value, at: int) -> Any:
+        """Reshapes the batch dimension `at` into two: shards, and the rows of each."""
+        shape, entries = x.shape, list(self.spec(value))
+        split = (*shape[:at], self.batch_shards, shape[at] // self.batch_shards, *shape[at + 1 :])
+        spec = P(*entries[: at + 1], None, *entries[at + 1 :])
+        return self._with_spec(jax.lax.reshape(x, split), spec)
+
+    def copies(self, x: Any, value: Value) -> Any:
+        """Repeats an array along a new leading dimension, once for each shard of the batch."""
+        repeated = jnp.broadcast_to(x[None], (self.batch_shards, *x.shape))
+        return self._with_spec(repeated, P(self.batch_axes, *self.spec(value)))
+
+
+def sharded_dim(spec: P, axes: Sequence[str]) -> int | None:
+    """Returns the dimension that a spec shards over exactly these axes, if any."""
+    # A spec stores a single axis as its name alone.
+    dims = (d for d, entry in enumerate(spec) if axes and spec_axes(entry) == axes)
+    return next(dims, None)
+
+
+def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Shardings:
+    """Derives the shardings of all values from the tensor-parallel arrays and the batch."""
+    classes = Classes(program.graph, parts(compute.model_axes, mesh.shape))
+    chosen = frozenset(
+        classes[value.dims[d]]
+        for value, d in zip(program.parameters, compute.dims, strict=True)
+        if d is not None and classes.divides(value.dims[d])
+    )
+    chosen |= _classes_of_constants(program, classes, compute)
+    # A batch that does not divide over all of its axes is split over fewer.
+    axes = compute.batch_axes
+    while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
+        axes = axes[:-1]
+    batch = batch_dims(program, parts(axes, mesh.shape))
+    asked = frozenset(asked_axes(program.graph))
+    found = Shardings(mesh, classes, chosen, batch, axes, compute.model_axes, asked=asked)
+    if not compute.sequence:
+        return found
+    return replace(found, sequence=sequence_classes(program, classes, chosen, batch))
+
+
+def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
+    """The classes of arrays closed over, matched to those of the plan by type and in order."""
+    left, found = list(compute.constants), set()
+    for constant, value in program.planned:
+        name, d = next((entry for entry in left if entry[0] == constant.name), ("", None))
+        if name:
+            left.remove((name, d))
+        if d is not None and classes.divides(value.dims[d]):
+            found.add(classes[value.dims[d]])
+    return frozenset(found)

@@ -1,0 +1,271 @@
+"""A plan's report as data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec as P
+
+from ..solver._figures import Arithmetic, Memory
+from ..tree._overrides import spec_axes, spec_parts
+from ..tree._reason import Reason
+from ..tree._rows import Role, Row
+
+TrafficKind = Literal["gradients", "activations", "parameters"]
+
+
+@dataclass(frozen=True)
+class PlannedArray:
+    """One array of a plan.
+
+    `parts` is the number of parts that it is sharded into, 1 if it is replicated.
+    `bytes_per_device` is the size of one part.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: P
+    reason: Reason
+    role: Role
+    parts: int
+    bytes: int
+    bytes_per_device: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is sharded over."""
+        return tuple(axis for entry in self.spec for axis in spec_axes(entry))
+
+
+@dataclass(frozen=True)
+class Total:
+    """How many arrays there are, their bytes, and those on each device."""
+
+    arrays: int
+    bytes: int
+    bytes_per_device: int
+
+    @property
+    def factor(self) -> float:
+        """How many times less there is on each device."""
+        return self.bytes / max(1, self.bytes_per_device)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sums over arrays, by their role."""
+
+    all: Total
+    parameters: Total
+    optimizer_state: Total
+    other: Total
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication with one cause: an estimate of the `bytes` of one device in a step.
+
+    `axes` are the mesh axes that it is over. `cause` names the collectives, and the arrays that
+    they are for.
+    """
+
+    axes: tuple[str, ...]
+    kind: TrafficKind
+    cause: str
+    bytes: int
+
+    @property
+    def axis(self) -> str:
+        """The axes as text, such as `"data x fsdp"`."""
+        return " x ".join(self.axes)
+
+
+@dataclass(frozen=True)
+class ClosedOver:
+    """A large array that the function closes over, and the axes that it is tensor-parallel over."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """An operation by which the examples of a batch depend on each other, and why.
+
+    `where` is the line of the user's code, such as `"train.py:12"`, or `""`.
+    """
+
+    operation: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Floating point operations that every device computes: with which arrays, and why."""
+
+    flops: float
+    arrays: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Hindrance:
+    """Tensor-parallel arrays that cannot be sharded along another dimension, and why."""
+
+    arrays: str
+    why: str
+
+
+@dataclass(frozen=True)
+class NotDone:
+    """Something that the mesh asks for and the plan does not do, and why.
+
+    `asked` is such as `"tensor parallelism over model=4"`. `forced_by` is a sentence, or `""` if
+    nothing forces it.
+    """
+
+    asked: str
+    why: str
+    forced_by: str
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """What a plan infers from the program of a function.
+
+    **Attributes:**
+
+    - `batch_axes`, `model_axes`: The mesh axes that the batch is split over, and those that arrays
+        are tensor-parallel over.
+    - `batch`: What happens to the batch, and why, as sentences; `""` without a batch.
+    - `batch_sizes`: The sizes of the batch dimension.
+    - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
+        their first dimension.
+    - `hindrances`: Arrays that could not be sharded along another dimension.
+    - `traffic`: The estimated communication of each device in a step, the largest cause first.
+    - `closed_over`: Arrays of a megabyte or more that the function closes over.
+    - `coupled`: The first operation by which examples depend on each other, if there is one.
+    - `unknown`: Primitives that the planner does not understand, and how often they occur.
+    - `arithmetic`, `repeated`: The floating point operations of a step, and those that every device
+        computes, if they are many.
+    - `memory`: An estimate of the memory in use on each device.
+    - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
+        devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
+    """
+
+    batch_axes: tuple[str, ...]
+    model_axes: tuple[str, ...]
+    batch: str
+    batch_sizes: tuple[int, ...]
+    not_rows: Mapping[str, int]
+    hindrances: tuple[Hindrance, ...]
+    traffic: tuple[Traffic, ...]
+    closed_over: tuple[ClosedOver, ...]
+    coupled: Coupling | None
+    unknown: Mapping[str, int]
+    arithmetic: Arithmetic
+    repeated: tuple[Repeated, ...]
+    memory: Memory
+    device_memory: int | float
+    device_memory_known: bool
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The figures of a plan, as data.
+
+    **Attributes:**
+
+    - `mesh`: The size of each mesh axis.
+    - `arrays`: For each array its `path`, `shape`, `dtype`, `spec`, `reason` (with a `kind` and a
+        `text`), `role`, `parts`, `bytes` and `bytes_per_device`.
+    - `totals`: The number of `arrays`, the `bytes` and the `bytes_per_device` of `all` of them and
+        of the `parameters`, the `optimizer_state` and `other` arrays.
+    - `program_or_none`: The same as `program`, and `None` for a plan made without a function.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import redcoast as rc
+
+        model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+        for array in plan.report.arrays:
+            print(array.path, array.spec, array.reason.kind, array.bytes_per_device)
+        print(sum(one.bytes for one in plan.report.program.traffic))
+        ```
+    """
+
+    mesh: Mapping[str, int]
+    arrays: tuple[PlannedArray, ...]
+    totals: Totals
+    program_or_none: ProgramReport | None = None
+
+    @property
+    def program(self) -> ProgramReport:
+        """What was inferred from the program of a function: `memory`, `traffic` and more.
+
+        A plan made without a function has no such figures, and raises `ValueError`.
+        """
+        if self.program_or_none is None:
+            raise ValueError(
+                "The plan was made without a function, so it has no estimates of memory, "
+                "arithmetic and communication. Pass `fn` and `args` to `plan_shardings`, or use "
+                "`program_or_none`."
+            )
+        return self.program_or_none
+
+    @property
+    def replicated(self) -> tuple[PlannedArray, ...]:
+        """The arrays that are replicated on every device."""
+        return tuple(array for array in self.arrays if array.parts == 1)
+
+    @property
+    def not_done(self) -> tuple[NotDone, ...]:
+        """What the mesh asks for and the plan does not do, with the reason."""
+        from ._not_done import find_not_done
+
+        return find_not_done(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as dicts and lists of text and numbers, for `json.dumps`."""
+        from ._json import report_to_json
+
+        return report_to_json(self)
+
+
+def make_report(
+    rows: Sequence[Row], axes: Mapping[str, int], program: ProgramReport | None = None
+) -> PlanReport:
+    """The report of a plan with these rows over a mesh with such axes."""
+    arrays = tuple(_array(row, axes) for row in rows)
+    roles = "parameter", "optimizer state", "other"
+    by_role = ([array for array in arrays if array.role == role] for role in roles)
+    totals = Totals(_total(arrays), *map(_total, by_role))
+    return PlanReport(dict(axes), arrays, totals, program)
+
+
+def _array(row: Row, axes: Mapping[str, int]) -> PlannedArray:
+    leaf, parts = row.leaf, spec_parts(row.spec, axes)
+    what = leaf.name, leaf.shape, str(leaf.dtype), row.spec, row.reason, row.role
+    return PlannedArray(*what, parts, leaf.bytes, leaf.bytes // parts)
+
+
+def _total(arrays: Sequence[PlannedArray]) -> Total:
+    sizes = sum(array.bytes for array in arrays), sum(array.bytes_per_device for array in arrays)
+    return Total(len(arrays), *sizes)

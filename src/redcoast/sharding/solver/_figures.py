@@ -1,0 +1,38 @@
+"""Estimates of memory and arithmetic, as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of the bytes in use on each device.
+
+    **Attributes:**
+
+    - `arrays`: The arrays of the model.
+    - `gradients`, `optimizer_state`: Those of the arrays that are trained.
+    - `activations`: What is kept for the backward pass.
+    - `closed_over`: Arrays that the function closes over, replicated on every device.
+    - `total`: The sum.
+    """
+
+    arrays: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    closed_over: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The floating point operations of contractions in a step.
+
+    **Attributes:**
+
+    - `flops`: Those of the function and its gradient.
+    - `per_device`: Those of one device.
+    """
+
+    flops: int | float
+    per_device: int | float

@@ -1,0 +1,78 @@
+"""Custom gradients, and trees without gradients."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ..core._pytree import show_path
+
+
+def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Float[Array, ""]:
+    """Returns a scalar with the value of `loss` and the gradient `gradient` for `model`.
+
+    Return it from a `loss_fn` to train with a custom gradient: the mean update of federated
+    clients, clipped and noised per-example gradients, or the estimate of an evolution strategy.
+
+    **Arguments:**
+
+    - `loss`: a floating scalar. Its own gradient is ignored.
+    - `model`: the model that `loss_fn` was called with.
+    - `gradient`: a tree like `model` with an array of the same shape for each floating array, and
+        `None` or anything else at other leaves. With `None`, that array gets no gradient.
+
+    **Returns:**
+
+    A scalar of the dtype of `loss`. If an element of `gradient` is NaN or infinite, it is NaN.
+
+    **Raises:**
+
+    `ValueError` if the gradient has another structure or shape than the model.
+
+    !!! Example
+
+        ```python
+        def loss_fn(model, batch, key):
+            loss, gradient = jax.value_and_grad(own_loss)(model, batch)
+            return rc.with_gradient(loss, model, jax.tree.map(jnp.sign, gradient))
+        ```
+    """
+    params = eqx.filter(model, eqx.is_inexact_array)
+    given = eqx.filter(gradient, eqx.is_inexact_array)
+    named = lambda tree: {
+        show_path(path, "the model"): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    found, arrays = named(given), named(params)
+    if other := [name for name in found if name not in arrays]:
+        raise ValueError(f"`gradient` has {other[0]}, which is not a floating array of `model`.")
+    total = jax.lax.stop_gradient(loss)
+    for name, g in found.items():
+        x = arrays[name]
+        if g.shape != x.shape:
+            raise ValueError(
+                f"`gradient` has shape {g.shape} at {name}, where `model` has {x.shape}."
+            )
+        # Zero in value. Products and a sum let the planner shard a gradient as its parameter.
+        zero = (x - jax.lax.stop_gradient(x)) * jax.lax.stop_gradient(g.astype(x.dtype))
+        total = total + jnp.sum(zero).real.astype(total.dtype)
+    return total
+
+
+def stop_gradient(tree: PyTree) -> PyTree:
+    """Returns a tree whose arrays are constants in differentiation, such as a target network.
+
+    **Arguments:**
+
+    - `tree`: any PyTree.
+
+    **Returns:**
+
+    The same tree, with `jax.lax.stop_gradient` on each array.
+
+    !!! Example
+
+        ```python
+        target = jax.vmap(rc.stop_gradient(model))(batch["x"])
+        ```
+    """
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_array(x) else x, tree)

@@ -1,0 +1,84 @@
+"""The state, the compiled step and the plan of a training loop, in one call."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..sharding import Plan
+from ._compile import CompiledStep, compile_step
+from ._loss import LossFn
+from ._plan import plan_step
+from ._step import TrainState, init_state, train_step
+
+
+class Prepared(NamedTuple):
+    """The result of [`redcoast.prepare`][].
+
+    **Attributes:**
+
+    - `state`: the state at step 0, sharded as planned.
+    - `step`: the compiled training step `(state, batch) -> (state, metrics)`.
+    - `plan`: the plan of the state and the loss.
+    """
+
+    state: TrainState
+    step: CompiledStep
+    plan: Plan
+
+
+def prepare(
+    init_fn: Callable[[PRNGKeyArray], PyTree],
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    batch: PyTree,
+    *,
+    key: PRNGKeyArray,
+    mesh: Mesh | None = None,
+    overrides: Sequence[tuple[str, Any]] = (),
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    trainable: PyTree = eqx.is_inexact_array,
+) -> Prepared:
+    """Plans and creates the state of a custom training loop, and compiles its training step.
+
+    It is [`redcoast.plan_step`][], [`redcoast.init_state`][] with the plan's shardings, and
+    [`redcoast.compile_step`][] of [`redcoast.train_step`][] with the constrained loss.
+
+    **Arguments:**
+
+    - `init_fn`: `init_fn(key) -> model`. Its arrays are created sharded.
+    - `optimizer`: an optax optimizer.
+    - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
+    - `batch`: a batch, or its shapes, batch dimension first.
+    - `key`: a JAX key.
+    - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
+    - `overrides`: as for [`redcoast.infer_shardings`][].
+    - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+
+    **Returns:**
+
+    A named tuple `(state, step, plan)`.
+
+    **Raises:**
+
+    `ValueError` or `TypeError`, as these functions do.
+
+    !!! Example
+
+        ```python
+        state, step, plan = rc.prepare(init_fn, optimizer, loss_fn, batch, key=key, mesh=mesh)
+        state, metrics = step(state, batch)
+        ```
+    """
+    options = {"accumulate": accumulate, "compute_dtype": compute_dtype, "trainable": trainable}
+    create = ft.partial(init_state, init_fn, optimizer, key=key, trainable=trainable)
+    abstract = eqx.filter_eval_shape(create)
+    plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
+    loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}
+    step = compile_step(ft.partial(train_step, **loss, **options), plan.shardings)
+    return Prepared(create(shardings=plan.shardings), step, plan)

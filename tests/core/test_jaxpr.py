@@ -1,0 +1,82 @@
+"""Reading and evaluating jaxprs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from redcoast.core._flops import multiply_adds
+from redcoast.core._jaxpr import (
+    bind_again,
+    called_jaxpr,
+    evaluate,
+    iter_equations,
+    scan_operands,
+    while_operands,
+)
+
+X = jnp.arange(3.0)
+
+
+def equation_of(fn, *args):
+    return jax.make_jaxpr(fn)(*args).jaxpr.eqns[-1]
+
+
+def test_evaluate_computes_the_function_and_forgets_what_is_not_needed():
+    def fn(x):
+        y = jnp.sin(x) * 2.0
+        return y + x, 1.0
+
+    jaxpr = jax.make_jaxpr(fn)(X).jaxpr
+    env = {jaxpr.invars[0]: X}
+    found = evaluate(jaxpr, env, lambda _, equation, operands: bind_again(equation, operands))
+    for a, b in zip(found, fn(X), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert list(env) == jaxpr.outvars[:1]
+
+
+def test_evaluate_with_other_values():
+    """The number of operations that each output depends on."""
+    jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)) + 1.0, x))(X).jaxpr
+    depth = lambda _, equation, operands: [max(operands) + 1] * len(equation.outvars)
+    assert evaluate(jaxpr, {jaxpr.invars[0]: 0}, depth, lambda literal: 0) == [3, 0]
+
+
+def test_equations_inside_others():
+    inner = lambda c, x: (jnp.sin(c) + x, None)
+    fn = lambda x: jax.lax.scan(inner, x, jnp.stack([x, x]))[0]
+    jaxpr = jax.make_jaxpr(fn)(X).jaxpr
+    names = lambda skip: {one.primitive.name for one in iter_equations(jaxpr, skip)}
+    assert {"scan", "sin"} <= names(())
+    assert "sin" not in names(("scan",))
+
+
+def test_called_jaxprs():
+    called = called_jaxpr(equation_of(jax.jit(lambda x: jnp.sin(x) + 1), X))
+    assert called is not None
+    assert called_jaxpr(equation_of(jnp.sin, X)) is None
+    scan = equation_of(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, length=2), X)
+    assert called_jaxpr(scan) is None
+
+
+def test_operands_of_loops():
+    scan = equation_of(lambda x, y: jax.lax.scan(lambda c, x: (c * y[0], x), x, y), X, X)
+    assert [len(part) for part in scan_operands(scan, scan.invars)] == [1, 1, 1]
+    loop = equation_of(
+        lambda x, y: jax.lax.while_loop(lambda c: c[0] < y[0], lambda c: c + y + x, x), X, X
+    )
+    assert [len(part) for part in while_operands(loop, loop.invars)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "count"),
+    [
+        (jnp.dot, [(4, 5), (5, 6)], 4 * 5 * 6),
+        (lambda x, k: jnp.convolve(x, k, mode="valid"), [(8,), (3,)], 6 * 3),
+        (jnp.add, [(4,), (4,)], None),
+    ],
+)
+def test_multiply_adds(fn, shapes, count):
+    jaxpr = jax.make_jaxpr(fn)(*map(jnp.ones, shapes)).jaxpr
+    found = [multiply_adds(one) for one in iter_equations(jaxpr)]
+    assert next((one for one in found if one is not None), None) == count

@@ -1,0 +1,49 @@
+"""The annotations of redcoast, checked at run time at a fraction of what jaxtyping alone takes.
+
+jaxtyping binds the arguments of every call to remember the sizes of arrays. Here it does so for the
+functions whose annotations name arrays. Those of other functions are checked by beartype alone.
+"""
+
+import collections
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import beartype
+import jaxtyping
+
+# A function inside another is made at each call, and its checks are compiled each time.
+MOST_TIMES = 3
+made = collections.Counter()
+beartyped = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))
+jaxtyped = jaxtyping.jaxtyped
+
+
+def check_annotations(f: Any = None, *, typechecker) -> Any:
+    """Replaces `jaxtyping.jaxtyped`, the decorator that `--jaxtyping-packages` inserts."""
+    if f is None:
+        return lambda f: check_annotations(f, typechecker=typechecker)
+    if inspect.isclass(f) and dataclasses.is_dataclass(f):
+        f.__init__ = check_annotations(f.__init__, typechecker=typechecker)
+        return f
+    # beartype would put a generator of its own around one, which closes it where it should throw.
+    plain = inspect.isfunction(f) and not inspect.isgeneratorfunction(f)
+    if not plain or any(map(names_arrays, f.__annotations__.values())):
+        return jaxtyped(f, typechecker=typechecker)
+    return beartyped_at_first(f)
+
+
+def beartyped_at_first(f):
+    made[f.__code__] += 1
+    return beartyped(f) if made[f.__code__] <= MOST_TIMES else f
+
+
+def names_arrays(annotation):
+    """Whether an annotation has axes anywhere; one that is a string may have."""
+    if isinstance(annotation, str) or hasattr(annotation, "dims"):
+        return True
+    if isinstance(annotation, list):
+        return any(map(names_arrays, annotation))
+    leaf = getattr(annotation, "leaftype", None)
+    return any(map(names_arrays, [*typing.get_args(annotation), *([leaf] if leaf else [])]))

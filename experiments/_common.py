@@ -1,17 +1,21 @@
-"""Shared by the experiments: options for several processes, run directories, and plots."""
+"""Shared by the experiments: options of a run, its directory, its optimizer and its results."""
 
 import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
+import tyro
+from _usage import mesh_sizes
 from jax.experimental.multihost_utils import broadcast_one_to_all
+from jax.sharding import Mesh
 
 import redcoast as rc
 
@@ -24,6 +28,54 @@ class Hosts:
     processes: int | None = None  # number of processes; by default from the launcher
     process_id: int | None = None  # index of this process, from 0; by default from the launcher
     local_devices: int | None = None  # number of CPU devices to emulate in each process
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of every experiment."""
+
+    mesh: str = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
+    directory: Path | None = None  # directory with one directory per run; by default runs/SCRIPT
+    resume: bool = False  # resume the newest run in the directory
+    wandb: bool = False  # log to Weights & Biases (to a local file without an account)
+    seed: int = 0  # random seed for the parameters, the data order and all else that is random
+    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run that has a directory, devices and a key."""
+
+    directory: Path
+    mesh: Mesh | Literal["auto"]
+    key: jax.Array
+    log: Callable[[dict[str, float], int], None]
+
+    @property
+    def fit_arguments(self) -> dict[str, Any]:
+        """The arguments of `redcoast.fit` that are the same in all experiments."""
+        checkpoints = rc.Checkpoints(self.directory)
+        return {"mesh": self.mesh, "key": self.key, "checkpoints": checkpoints, "log": self.log}
+
+
+def start(c: Any, name: str) -> Started:
+    """Starts a run of the experiment `name`, whose configuration `c` has a `Run` as `c.run`."""
+    rc.initialize(**vars(c.run.hosts))
+    mesh = read_mesh(c.run.mesh)
+    root = c.run.directory or Path("runs") / name
+    directory = run_directory(root, resume=c.run.resume, config=c)
+    log = rc.wandb_logger(project=name, config=c) if c.run.wandb else rc.console_logger(every=60)
+    return Started(directory, mesh, jax.random.key(c.run.seed), log)
+
+
+def read_mesh(text: str) -> Mesh | Literal["auto"]:
+    """Makes the mesh that `--mesh` describes, of the first devices if it needs fewer than all."""
+    if text == "auto":
+        return "auto"
+    sizes = {"data": -1} | mesh_sizes(text)
+    count = math.prod(sizes.values())
+    few = 0 < count < jax.device_count() and jax.process_count() == 1
+    return rc.make_mesh(**sizes, devices=jax.devices()[:count] if few else None)
 
 
 def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
@@ -61,26 +113,13 @@ def exit_if_stopped(steps_done: int, steps: int) -> None:
         raise SystemExit(os.EX_TEMPFAIL)
 
 
-def plot_metric(directory: Path, name: str) -> float:
-    """Plots a metric in training and validation to a PNG; returns its last value in validation."""
-    if jax.process_index() > 0:
-        return math.nan  # process 0 has the metrics
-    import matplotlib
-
-    matplotlib.use("Agg")  # there may be no display
-    from matplotlib import pyplot as plt
-
-    history = rc.read_metrics(directory / "metrics.jsonl")
-    figure, axes = plt.subplots()
-    for key, label, style in ((name, "training", "-"), (f"eval/{name}", "validation", "o-")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
-    axes.set(xlabel="step", ylabel=name.replace("_", " "))
-    axes.legend()
-    figure.savefig(directory / f"{name}.png", dpi=150)
-    plt.close(figure)
-    # A run that was interrupted early has no evaluation.
-    return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
+def report(directory: Path, **figures: float) -> None:
+    """Prints the results of a run, and writes them to `results.json` in its directory."""
+    if jax.process_index() == 0:
+        (directory / "results.json").write_text(json.dumps(figures, indent=2))
+    for name, figure in figures.items():
+        print_once(f"{name.replace('_', ' ').capitalize()}: {figure:.4g}")
+    print_once(f"Run: {directory}")
 
 
 def make_optimizer(c: Any, examples: int, **adamw: float) -> optax.GradientTransformation:

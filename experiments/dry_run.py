@@ -28,13 +28,11 @@ from _cells import gib, peak_gib
 from _fitting import dry_run_to_fit
 from _reach import longest_sequence, read_chip, sizes_of
 from _table1 import print_table1
-from _usage import refuse
+from _usage import mesh_sizes, refuse
 from _workload import make_workload, state_bytes
 
 import redcoast as rc
 from redcoast.dryrun._target import Target, parse_target
-
-AXES = ("data", "fsdp", "model")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,8 @@ def attempt(c: Config, target: Target, seq: int | None, *, suggest: bool = False
     are tried, unless --mesh is given.
     """
     workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
-    rows, mesh = rows_of(c, target), read_mesh(c.mesh)
+    rows = rows_of(c, target)
+    mesh = None if c.mesh is None else mesh_sizes(c.mesh)
     # None and not "float32": the library never suggests lowering a dtype that was given.
     dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
     options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": dtype}
@@ -169,16 +168,6 @@ def rows_of(c: Config, target: Target) -> int:
     if rows < 1:
         refuse(f"--batch must be at least 1, but is {rows}.")
     return rows
-
-
-def read_mesh(text: str | None) -> dict[str, int] | None:
-    """Parses sizes such as `data=1,fsdp=4,model=2`."""
-    if text is None:
-        return None
-    pairs = [part.split("=") for part in text.split(",")]
-    if any(len(p) != 2 or not p[1].isdigit() or p[0] not in AXES for p in pairs):
-        refuse(f"--mesh must have the form data=1,fsdp=4,model=2, but is {text}.")
-    return {axis: int(size) for axis, size in pairs}
 
 
 def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:

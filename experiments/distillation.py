@@ -21,8 +21,8 @@ import redcoast as rc
 class Config:
     data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
     labels: int = 100  # number of images with a label for the student; the teacher has all labels
-    teacher_width: int = 256  # width of the teacher's hidden layers
-    width: int = 32  # width of the student's hidden layers
+    teacher_width: int = 256  # width of the teacher's hidden layer
+    width: int = 32  # width of the student's hidden layer
     temperature: float = 4.0  # by which logits are divided, to soften the teacher's predictions
     weight: float = 0.9  # weight of the teacher's predictions; that of the labels is 1 - weight
     batch_size: int = 64  # global batch size in images
@@ -37,7 +37,8 @@ def main(c: Config) -> None:
     examples = [*zip(images, labels, strict=True)]
     train, test = train_test_split(examples, test_size=0.2, random_state=c.run.seed)
     labelled, unlabelled = train[: c.labels], [(x, -1) for x, _ in train[c.labels :]]
-    network = lambda width: eqx.nn.MLP(images[0].size, len(names), width, 2, key=run.key)
+    make = eqx.filter_jit(eqx.nn.MLP)
+    network = lambda width: make(images[0].size, len(names), width, 1, key=run.key)
 
     def collate_fn(examples):
         images, labels = map(np.stack, zip(*examples, strict=True))
@@ -78,20 +79,21 @@ def main(c: Config) -> None:
     plain = fit(network(c.width), repeated, label_loss, **apart("plain"))
     # As a part of the model, the frozen teacher is sharded like the student.
     both = {"student": network(c.width), "teacher": teacher}
-    trainable = {"student": True, "teacher": False}
-    evaluation = rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn)
-    options = {"trainable": trainable, "evaluation": evaluation}
+    options = {"trainable": {"student": True, "teacher": False}}
+    options |= {"evaluation": rc.Evaluation(test, predict_fn=predict_fn, metric_fn=metric_fn)}
     distilled = fit(both, labelled + unlabelled, distillation_loss, **options)
 
     plot_metric(run.directory, "loss")
-    models = {"accuracy": distilled, "plain_accuracy": plain, "teacher_accuracy": teacher}
-    predict = lambda model: rc.predict_examples(model, test, **functions, predict_fn=predict_fn)
-    outputs = {name: predict(model) for name, model in models.items()}
-    best = [(p, np.argsort(-p)) for p in outputs["teacher_accuracy"][:32]]
-    titles = [", ".join(f"{names[k]}: {p[k]:.0%}" for k in order[:2]) for p, order in best]
-    pictures = [x.transpose(1, 2, 0) for x, _ in test[:32]]
+    models = distilled | {"plain": plain}
+    predict_all = lambda models, batch, key: {x: predict_fn(models[x], batch, key) for x in models}
+    outputs = rc.predict_examples(models, test, **functions, predict_fn=predict_all)
+    soft = [output["teacher"] for output in outputs[:16]]
+    titles = [", ".join(f"{names[k]}: {p[k]:.0%}" for k in np.argsort(-p)[:2]) for p in soft]
+    pictures = [x.transpose(1, 2, 0) for x, _ in test[:16]]
     save_pictures(run.directory / "teacher.png", pictures, titles)
-    report(run.directory, **{name: metric_fn(test, x)["accuracy"] for name, x in outputs.items()})
+    accuracy = {x: metric_fn(test, [y[x] for y in outputs])["accuracy"] for x in models}
+    gain = accuracy["student"] - accuracy["plain"]
+    report(run.directory, **{f"{x}_accuracy": y for x, y in accuracy.items()}, gain=gain)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 import redcoast as rc
 
-SMALL = {"width": 8, "batch_size": 40, "steps": 2}
+SMALL = {"width": 8, "batch_size": 24, "steps": 2}
 
 
 @pytest.fixture

@@ -42,9 +42,10 @@ def test_a_run_reports_accuracy_and_epsilon(experiment, config, tmp_path):
         plot.verify()
 
 
-def test_a_batch_larger_than_the_data_is_refused(experiment, config):
-    with pytest.raises(SystemExit, match="at most 1437, the number of examples"):
-        experiment.main(config(batch_size=2000))
+@pytest.mark.parametrize("options", [{"batch_size": 2000}, {"clip": math.inf}])
+def test_options_without_a_meaning_are_refused(experiment, config, options):
+    with pytest.raises(SystemExit, match="up to 1437, and with noise a finite --clip"):
+        experiment.main(config(**options))
 
 
 def test_each_example_is_sampled_independently(experiment, config, monkeypatch):

@@ -55,7 +55,7 @@ def only_run(directory):
 
 
 SCRIPTS = ["language_modeling", "image_classification", "finetune", "serve_prompt"]
-SCRIPTS += ["differential_privacy", "distillation"]
+SCRIPTS += ["differential_privacy", "distillation", "text_to_image"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

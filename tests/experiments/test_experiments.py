@@ -55,7 +55,8 @@ def only_run(directory):
 
 
 SCRIPTS = ["language_modeling", "image_classification", "finetune", "serve_prompt"]
-SCRIPTS += ["differential_privacy", "distillation", "text_to_image"]
+SCRIPTS += ["differential_privacy", "distillation", "text_classification", "text_to_image"]
+SCRIPTS += ["text_to_text"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -11,7 +11,7 @@ import tyro
 from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
 from _corpus import read_texts, windows
 from _plots import plot_metric
-from tokenizers import ByteLevelBPETokenizer
+from _tokenizers import train_tokenizer
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
@@ -84,9 +84,9 @@ def make_tokenizer(c: Config, texts: list[str]):
     """Returns functions that encode and decode text, and the vocabulary size."""
     if c.tokenizer == "bytes":
         return str.encode, lambda tokens: bytes(tokens).decode(errors="replace"), 256
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=c.vocab, show_progress=False)
-    return lambda text: bpe.encode(text).ids, bpe.decode, bpe.get_vocab_size()
+    bpe = train_tokenizer(texts, c.vocab)
+    encode = lambda text: bpe.encode(text, add_special_tokens=False).ids
+    return encode, bpe.decode, bpe.get_vocab_size()
 
 
 if __name__ == "__main__":

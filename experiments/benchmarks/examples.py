@@ -59,7 +59,17 @@ EXAMPLES = (
     Example(
         "image_classification", "accuracy", 0.97, "predictions.png", {"mnist/main.py": (108, 80)}
     ),
+    Example(
+        "text_classification",
+        "accuracy",
+        0.5,
+        "samples.txt",
+        {"classification_regression/main.py": (179, 154)},
+    ),
+    Example("text_to_text", "chrf", 26, "samples.txt", {"text_to_text/main.py": (196, 170)}),
+    Example("image_to_text", "rouge_l", 0.7, "captions.png", {"image_to_text/main.py": (206, 179)}),
     Example("text_to_image", "accuracy", 0.9, "samples.png", {"text_to_image/main.py": (269, 238)}),
+    Example("contrastive", "image_to_text_recall_at_1", 0.4, "nearest_names.png"),
     Example(
         "differential_privacy",
         "accuracy",
@@ -220,7 +230,7 @@ def measure(name: str, seeds: list[int], out: Path, results: dict[str, Any]) -> 
         shutil.rmtree(directory, ignore_errors=True)
         cell["seeds"][str(seed)] = found = run(name, seed, directory)
         print(f"{name}, seed {seed}: {found}", flush=True)
-        if seed == 0:
+        if seed == 0 and example.picture.endswith(".png"):
             (picture,) = directory.glob(f"*/{example.picture}")
             shutil.copy(picture, DOCS / "images" / f"{name}.png")
 

@@ -1,6 +1,5 @@
 """Runs small versions of the experiments, as a user would."""
 
-import importlib
 import json
 import os
 import re
@@ -36,13 +35,6 @@ def run(script, *options):
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """Imports a script."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
-
-
-@pytest.fixture
 def texts(tmp_path):
     """A folder with texts, one of them in a subfolder."""
     folder = tmp_path / "texts"
@@ -62,7 +54,14 @@ def only_run(directory):
     return found
 
 
-SCRIPTS = ["language_modeling", "image_classification", "finetune", "serve_prompt"]
+SCRIPTS = [
+    "contrastive",
+    "finetune",
+    "image_classification",
+    "image_to_text",
+    "language_modeling",
+    "serve_prompt",
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

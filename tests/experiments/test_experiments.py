@@ -54,9 +54,19 @@ def only_run(directory):
     return found
 
 
-SCRIPTS = ["language_modeling", "image_classification", "finetune", "serve_prompt"]
-SCRIPTS += ["differential_privacy", "distillation", "text_classification", "text_to_image"]
-SCRIPTS += ["text_to_text"]
+SCRIPTS = [
+    "contrastive",
+    "differential_privacy",
+    "distillation",
+    "finetune",
+    "image_classification",
+    "image_to_text",
+    "language_modeling",
+    "serve_prompt",
+    "text_classification",
+    "text_to_image",
+    "text_to_text",
+]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

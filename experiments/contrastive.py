@@ -1,0 +1,110 @@
+"""Trains CLIP: an image and a text encoder that match images of characters with their names."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _glyphs import read_glyphs
+from _plots import plot_metric, save_pictures
+
+import redcoast as rc
+from redcoast.models import ViT, ViTConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int = 32  # height and width of the images, in pixels
+    width: int = 64  # size of the residual streams and of the space that images and names share
+    layers: int = 2  # number of layers of the image encoder
+    batch_size: int = 64  # global batch size in pairs, whose images and names are all compared
+    steps: int = 1200  # number of training steps
+    learning_rate: float = 2e-3  # peak learning rate after the warmup
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "contrastive")
+    fonts = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold")
+    glyphs = read_glyphs(c.size, first_words=["latin"], fonts=fonts)
+    # An eighth of the names is held out, with all their images. They come first.
+    held_out = sorted({x.name for x in glyphs})[::8]
+    names = held_out + sorted({x.name for x in glyphs} - {*held_out})
+    train, test = ([x for x in glyphs if (x.name in held_out) == out] for out in (False, True))
+    mean, std = (np.float32(f([x.image for x in train])) for f in (np.mean, np.std))
+    words = sorted({word for name in names for word in name.split()})
+    texts = np.array([[word in name.split() for word in words] for name in names], np.float32)
+
+    def init_fn(key):
+        a, b = jax.random.split(key)
+        sizes: Any = {"width": c.width, "layers": c.layers, "heads": 2, "hidden": 4 * c.width}
+        sizes |= {"head": "classification", "labels": c.width}  # projects to the shared space
+        square, patch = (c.size, c.size), (c.size // 4, c.size // 4)
+        images = ViT(ViTConfig(**sizes, image=square, patch=patch, channels=1), key=a)
+        texts = eqx.nn.MLP(len(words), c.width, 4 * c.width, depth=1, key=b)  # of bags of words
+        scale = jnp.float32(np.log(1 / 0.07))  # the inverse of the temperature
+        return {"images": images, "texts": texts, "log_scale": scale}
+
+    def compare(model, images, texts, key=None):
+        found = model["images"](images, key=key), jax.vmap(model["texts"])(texts)
+        x, y = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in found)
+        return jnp.minimum(jnp.exp(model["log_scale"]), 100.0) * (x @ y.T)  # scaled cosines
+
+    def collate_fn(glyphs):
+        ids = np.array([names.index(x.name) for x in glyphs], np.int32)
+        images = (np.stack([x.image for x in glyphs])[:, None] - mean) / std
+        return {"images": images, "texts": texts[ids], "ids": ids}
+
+    def loss_fn(model, batch, key):
+        # The loss of the global batch, though its rows are on several devices: each image is
+        # compared with the names of all devices. With `accumulate=k` in `rc.fit`, negatives would
+        # come only from the microbatch, a k-th of the batch, so it would be another loss.
+        logits = compare(model, batch["images"], batch["texts"], key)
+        # A name may be in the batch in several fonts: all are positives, equally likely.
+        positive = (batch["ids"][:, None] == batch["ids"][None]).astype(logits.dtype)
+        targets = positive / jnp.sum(positive, axis=1, keepdims=True)
+        losses = [optax.softmax_cross_entropy(x, targets) for x in (logits, logits.T)]
+        return jnp.mean(jnp.stack(losses))
+
+    def predict_fn(model, batch, key):
+        return compare(model, batch["images"], texts[: len(held_out)])
+
+    def test_loss_fn(model, batch, key):
+        # Compares with all held-out names, so that it does not depend on the batch size.
+        logits = predict_fn(model, batch, key)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"]).mean()
+
+    def metric_fn(glyphs, rows):
+        scores = np.stack(rows)  # of all test images (rows) and all held-out names (columns)
+        right = np.array([[x.name == name for name in held_out] for x in glyphs])
+        ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
+        return {f"{way}_recall_at_{k}": recall(*x, k) for way, x in ways.items() for k in (1, 5)}
+
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    measured = {"predict_fn": predict_fn, "metric_fn": metric_fn, "loss_fn": test_loss_fn}
+    evaluation = rc.Evaluation(test, every=c.steps // 4 or 1, **measured)
+    options = {"steps": c.steps, "evaluation": evaluation, **run.fit_arguments}
+    optimizer = make_optimizer(c, len(train))
+    state = rc.fit(init_fn, optimizer, train, **functions, loss_fn=loss_fn, **options)
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    rows = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    titles = ["\n".join(held_out[i] for i in np.argsort(-row)[:3]) for row in rows[::25]]
+    save_pictures(run.directory / "nearest_names.png", [x.image for x in test[::25]], titles)
+    report(run.directory, **metric_fn(test, rows), chance_at_1=1 / len(held_out))
+
+
+def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
+    """Returns the fraction of rows in which one of the k highest scores is right."""
+    best = np.argsort(-scores, axis=1)[:, :k]
+    return float(np.take_along_axis(right, best, axis=1).any(axis=1).mean())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,137 @@
+"""Trains an image captioner, a ViT and a GPT-2, to write the names of characters or of emoji."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _glyphs import read_glyphs
+from _packages import fetch_npm
+from _plots import plot_metric, save_pictures
+from _published import read_tokenizer
+from PIL import Image
+from rouge_score.rouge_scorer import RougeScorer
+from sklearn.neighbors import KNeighborsClassifier
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+import redcoast as rc
+from redcoast import losses
+from redcoast.models import Captioner, CaptionerConfig, GPT2Config, ViTConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    data: Literal["characters", "emoji"] = "characters"  # of matplotlib's fonts, or of npm (62 MB)
+    weights: Path | None = None  # Hugging Face directory of a ViT and GPT-2 captioner to fine-tune
+    size: int = 32  # height and width of the images, in pixels (that of the weights, if given)
+    width: int = 64  # size of the residual streams of a new model
+    layers: int = 2  # number of layers of the encoder and of the decoder of a new model
+    beams: int = 1  # number of beams of beam search (1: greedy decoding)
+    batch_size: int = 32  # global batch size in images
+    steps: int = 2000  # number of training steps
+    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "image_to_text")
+    pretrained = rc.load_pretrained(c.weights) if c.weights else None
+    size = pretrained.config.encoder.image[0] if pretrained else c.size
+    train, test = split(read_pairs(c.data, size))
+    tokenizer = read_tokenizer(c.weights) if c.weights else make_tokenizer(train)
+    config = pretrained.config if pretrained else make_config(c, tokenizer.get_vocab_size())
+    around = lambda tokens: [config.decoder_start, *tokens, config.eos[0]]
+    texts = {name: around(tokenizer.encode(name).ids) for _, name in train + test}
+    length = max(map(len, texts.values())) - 1  # without the token that captions start with
+    # Published captioners take pixels from -1 to 1.
+    mean, std = (0.5, 0.5) if pretrained else (f([x for x, _ in train]) for f in (np.mean, np.std))
+
+    def collate_fn(pairs):
+        images, names = zip(*pairs, strict=True)
+        padded = [texts[name] + [-1] * (length + 1 - len(texts[name])) for name in names]
+        pixels = (np.stack(images).transpose(0, 3, 1, 2) - np.float32(mean)) / np.float32(std)
+        return {"pixels": pixels, "tokens": np.array(padded, np.int32)}
+
+    def loss_fn(model, batch, key):
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        logits = model(batch["pixels"], jnp.maximum(inputs, 0), key=key)
+        loss = losses.cross_entropy(logits, targets, mask=targets >= 0)
+        return loss, {"weight": jnp.sum(targets >= 0)}
+
+    def predict_fn(model, batch, key):
+        return rc.generate(model, batch["pixels"], max_new_tokens=length, beams=c.beams)
+
+    def metric_fn(pairs, captions):
+        both = [(name, caption) for (_, name), caption in zip(pairs, captions, strict=True)]
+        scores = [RougeScorer(["rougeL"]).score(*x)["rougeL"].fmeasure for x in both]
+        exact = [name == caption for name, caption in both]
+        return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(scores))}
+
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    prediction = {"predict_fn": predict_fn, "output_fn": tokenizer.decode_batch}
+    state = rc.fit(
+        pretrained or (lambda key: Captioner(config, key=key)),
+        make_optimizer(c, len(train)),
+        train,
+        **functions,
+        loss_fn=loss_fn,
+        steps=c.steps,
+        evaluation=rc.Evaluation(test, every=c.steps // 4 or 1, **prediction, metric_fn=metric_fn),
+        **run.fit_arguments,
+    )
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    captions = rc.predict_examples(state.model, test, **functions, **prediction)
+    shown = [*zip(test, captions, strict=True)][:: -(-len(test) // 32)]
+    titles = [f"{x}\n(is {name})".replace(" with ", "\nwith ") for (_, name), x in shown]
+    save_pictures(run.directory / "captions.png", [image for (image, _), _ in shown], titles)
+    nearest = KNeighborsClassifier(1).fit([x.ravel() for x, _ in train], [x for _, x in train])
+    baseline = metric_fn(test, nearest.predict([x.ravel() for x, _ in test]))["rouge_l"]
+    report(run.directory, **metric_fn(test, captions), rouge_l_of_the_nearest_image=baseline)
+
+
+def read_pairs(data: str, size: int) -> list[tuple[np.ndarray, str]]:
+    """Returns pairs of an image, (size, size, 3) from 0 to 1, and its name."""
+    if data == "characters":
+        fonts = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold")
+        glyphs = read_glyphs(size, first_words=["latin"], fonts=fonts)
+        return [(np.repeat(x.image[..., None], 3, axis=2), x.name) for x in glyphs]
+    folder, pairs = fetch_npm("emoji-datasource-twitter@16.0.0") / "package", []
+    for entry in json.loads((folder / "emoji.json").read_text("utf-8")):
+        image = Image.open(folder / "img/twitter/64" / entry["image"]).convert("RGBA")
+        image = image.convert("RGBa").resize((size, size))  # transparent pixels become black
+        pairs.append((np.asarray(image, np.float32)[..., :3] / 255, entry["name"].lower()))
+    return pairs
+
+
+def split(pairs):
+    """Holds out an eighth of the names with all their images, so captions have to be composed."""
+    held_out = {*sorted({name for _, name in pairs})[::8]}
+    train = [pair for pair in pairs if pair[1] not in held_out]
+    # No model could write a word that is in no name of the training set.
+    words = {word for _, name in train for word in name.split()}
+    return train, [x for x in pairs if x[1] in held_out and words.issuperset(x[1].split())]
+
+
+def make_tokenizer(pairs) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<end>"], show_progress=False)  # token 0
+    tokenizer.train_from_iterator((name for _, name in pairs), trainer)
+    return tokenizer
+
+
+def make_config(c: Config, vocab: int) -> CaptionerConfig:
+    sizes: Any = {"width": c.width, "layers": c.layers, "heads": 2, "hidden": 4 * c.width}
+    encoder = ViTConfig(**sizes, image=(c.size, c.size), patch=(c.size // 4, c.size // 4))
+    decoder = GPT2Config(vocab, **sizes, positions=32, cross_attention=True)
+    return CaptionerConfig(encoder, decoder, decoder_start=0, eos=(0,))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,179 @@
+"""Trains a text-to-image diffusion model to draw characters in the style that a caption asks for.
+
+The captions of the evaluation, such as "bold italic serif latin capital letter q", are new, though
+their words are not. A classifier trained on real images judges the samples. With `--symbol Ж`, the
+newest model is fine-tuned on five images of a symbol (DreamBooth): 300 steps are enough.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _glyphs import read_glyphs
+from _images import read_images
+from _plots import plot_metric, save_pictures
+from sklearn.model_selection import train_test_split
+from sklearn.svm import SVC
+
+import redcoast as rc
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = "glyphs"  # glyphs, digits (scikit-learn), mnist (PyPI), or a folder of folders
+    names: str = r"latin capital letter \w"  # Unicode names of the glyphs, a regular expression
+    size: Literal[8, 16, 32] = 16  # height and width of glyphs and of images of a folder, in pixels
+    symbol: str = ""  # character to teach to the newest model, such as Ж
+    width: int = 128  # size of the residual stream
+    guidance: float = 2.0  # guidance weight of the samples (1: no guidance)
+    batch_size: int = 32  # global batch size in images
+    steps: int = 2000  # number of training steps
+    learning_rate: float = 3e-3  # peak learning rate after the warmup
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "text_to_image")
+    if c.data == "glyphs":  # examples are pairs of an image and a caption
+        examples = draw(c.names, (1, c.size, c.size))
+    else:
+        images, labels, names = read_images(c.data, c.size)
+        examples = [(x, f"an image of {names[y]}") for x, y in zip(images, labels, strict=True)]
+    classes = lambda examples: [caption.split()[-1] for _, caption in examples]
+    shape, split = examples[0][0].shape, {"test_size": 0.2, "random_state": c.run.seed}
+    train, test = train_test_split(examples, stratify=classes(examples), **split)
+    vocabulary = sorted({word for _, text in examples for word in [*text.split(), "symbol"]})
+    model = lambda key: (Denoiser(c.width, shape, len(vocabulary) + 1, key),) * 2
+    known, test = train[:5000], test[:128]
+    if c.symbol:
+        model = load_model(run.directory.parent, eqx.filter_eval_shape(model, run.key))
+        symbols = draw(unicodedata.name(c.symbol).lower(), shape, "symbol")
+        shown, unseen = train_test_split(symbols, train_size=5, random_state=c.run.seed)
+        known, test = known + shown, unseen + test
+        train = train + shown * (len(train) // 5)  # half of the batch preserves what was learned
+    judge = SVC(C=10).fit([x.ravel() for x, _ in known], classes(known))
+
+    def collate_fn(examples):
+        images, captions = zip(*examples, strict=True)
+        ids = [[vocabulary.index(w) + 1 for w in x.split() if w in vocabulary] for x in captions]
+        words = np.array([(x + [0] * 8)[:8] for x in ids], np.int32)  # 8 words; 0 is no word
+        return {"images": 2 * np.stack(images) - 1, "words": words}
+
+    def loss_fn(model, batch, key):
+        (net, average), images = model, batch["images"]
+        keys = jax.random.split(key, 3)
+        # By an angle from 0 to a right angle, images turn to noise; the velocity is predicted.
+        angle = jax.random.uniform(keys[0], (len(images),), maxval=jnp.pi / 2)
+        cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
+        noise = jax.random.normal(keys[1], images.shape)
+        # A tenth of the captions is dropped, because guidance needs predictions without caption.
+        words = jnp.where(jax.random.bernoulli(keys[2], 0.9, (len(images), 1)), batch["words"], 0)
+        velocity = jax.vmap(net)(cos * images + sin * noise, angle, words)
+        loss = jnp.mean((velocity - (cos * noise - sin * images)) ** 2)
+        return loss, {}, (net, rc.moving_average(average, net, 0.995))
+
+    def predict_fn(model, batch, key):
+        noise = jax.random.normal(key, batch["images"].shape)
+        return jnp.clip(ddim(model[1], noise, batch["words"], c.guidance, 25) / 2 + 0.5, 0, 1)
+
+    def metric_fn(examples, images):
+        right = judge.predict([x.ravel() for x in images]) == classes(examples)
+        new = np.array(classes(examples)) == "symbol"
+        accuracy = {"accuracy": right[~new].mean()}
+        return accuracy | ({"symbol_accuracy": right[new].mean()} if c.symbol else {})
+
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    state = rc.fit(
+        model,
+        make_optimizer(c, len(train)),
+        train,
+        **functions,
+        loss_fn=loss_fn,
+        steps=c.steps,
+        trainable=(True, False),
+        evaluation=rc.Evaluation(test, every=c.steps),
+        **run.fit_arguments,
+    )
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    images = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn, key=run.key)
+    pictures = [x.transpose(1, 2, 0) for x in images[:48]]
+    titles = [caption.replace(" latin ", "\nlatin ") for _, caption in test]
+    save_pictures(run.directory / "samples.png", pictures, titles)
+    real = metric_fn(test, [x for x, _ in test])["accuracy"]
+    report(run.directory, **metric_fn(test, images), accuracy_of_real_images=real)
+
+
+def ddim(net, noise, words, guidance, steps):
+    """Turns noise back to images, with classifier-free guidance."""
+    turn = jnp.pi / 2 / steps
+
+    def body(x, angle):
+        given, free = (jax.vmap(net, (0, None, 0))(x, angle, w) for w in (words, 0 * words))
+        return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (given - free)), None
+
+    return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0, -1))[0]
+
+
+class Denoiser(eqx.Module):
+    """A transformer: 4 x 4 patches attend to one another and to the words of the caption."""
+
+    layers: dict
+
+    def __init__(self, width: int, shape: tuple[int, ...], words: int, key: jax.Array):
+        keys = jax.random.split(key, 6)
+        attention = lambda key: eqx.nn.MultiheadAttention(4, width, key=key)
+        mlp = lambda size, key: eqx.nn.MLP(size, width, 2 * width, 1, jax.nn.silu, key=key)
+        patch, threes = shape[1] // 4, jax.random.split(keys[5], (2, 3))
+        self.layers = {
+            "positions": 0.1 * jax.random.normal(keys[0], (16 + 8, width)),  # of patches and words
+            "words": eqx.nn.Embedding(words, width, key=keys[1]),
+            "time": mlp(32, keys[2]),
+            "first": eqx.nn.Conv2d(shape[0], width, patch, patch, key=keys[3]),
+            "last": eqx.nn.ConvTranspose2d(width, shape[0], patch, patch, key=keys[4]),
+            "blocks": [(attention(a), attention(b), mlp(width, d)) for a, b, d in threes],
+        }
+
+    def __call__(self, image, angle, words):
+        waves = angle * jnp.geomspace(1, 100, 16)
+        time = self.layers["time"](jnp.concatenate([jnp.sin(waves), jnp.cos(waves)]))
+        words = jax.vmap(self.layers["words"])(words) + self.layers["positions"][16:]
+        patches = self.layers["first"](image)
+        x = patches.reshape(-1, 16).T + self.layers["positions"][:16] + time[None]
+        for attend, read, mlp in self.layers["blocks"]:
+            x = x + attend(*[jax.nn.standardize(x)] * 3)
+            x = x + read(jax.nn.standardize(x), words, words)
+            x = x + jax.vmap(mlp)(jax.nn.standardize(x))
+        return self.layers["last"](x.T.reshape(patches.shape))
+
+
+def draw(names: str, shape: tuple[int, ...], called: str = ""):
+    """Draws the characters of these names in all fonts, with captions of style and name."""
+    glyphs = read_glyphs(shape[1], first_words=names.split()[:1])
+    glyphs = [x for x in glyphs if re.fullmatch(names, x.name)]
+    if len(glyphs) < 10:
+        raise SystemExit(f"Only {len(glyphs)} images of letters or digits are named {names!r}.")
+    styles = ["bold", "italic", "oblique", "sans", "serif", "mono"]
+    style = lambda x: "".join(f"{word} " for word in styles if word[:3].title() in x.font)
+    return [(np.broadcast_to(x.image, shape), style(x) + (called or x.name)) for x in glyphs]
+
+
+def load_model(root, like):
+    """Loads the model of the newest run without a symbol."""
+    runs = [x.parent for x in root.glob("*/config.json") if '"symbol": ""' in x.read_text()]
+    found = sorted(file for run in runs for file in run.glob("checkpoints/[0-9]*"))
+    if not found:
+        raise SystemExit(f"There is no model in {root}. Train one without --symbol first.")
+    return rc.load_checkpoint(found[-1], like, subtree="model")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

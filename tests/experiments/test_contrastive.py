@@ -2,13 +2,19 @@ import json
 import math
 
 import numpy as np
+import pytest
 from PIL import Image
 
 import redcoast as rc
 
 
-def test_names_and_images_are_matched(script, monkeypatch, tmp_path):
-    clip, run = script("contrastive"), script("_common").Run(mesh="2x4", directory=tmp_path)
+@pytest.fixture
+def clip(script):
+    return script("contrastive")
+
+
+def test_names_and_images_are_matched(clip, script, monkeypatch, tmp_path):
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
     # Ten names in two fonts, of which two are held out.
     few = lambda size, first_words, fonts: script("_glyphs").read_glyphs(
         size, first_words=["digit"], fonts=fonts[:2]
@@ -32,7 +38,7 @@ def test_names_and_images_are_matched(script, monkeypatch, tmp_path):
             picture.verify()
 
 
-def test_recall_is_the_fraction_of_rows_with_a_right_one_among_the_best(script):
+def test_recall_is_the_fraction_of_rows_with_a_right_one_among_the_best(clip):
     rng = np.random.default_rng(0)
     scores, right = rng.normal(size=(40, 9)), rng.random((40, 9)) < 0.2
     for k in (1, 3, 9):
@@ -40,4 +46,4 @@ def test_recall_is_the_fraction_of_rows_with_a_right_one_among_the_best(script):
         for row, good in zip(scores, right, strict=True):
             best = sorted(range(9), key=lambda i: -row[i])[:k]
             found += any(good[i] for i in best)
-        assert script("contrastive").recall(scores, right, k) == found / 40
+        assert clip.recall(scores, right, k) == found / 40

@@ -3,11 +3,17 @@ import json
 import math
 
 import numpy as np
+import pytest
 from PIL import Image
 
 import redcoast as rc
 
 NAMES = [f"letter {x} with {y}" for x, y in it.product("abcd", ["acute", "bar", "dot", "hook"])]
+
+
+@pytest.fixture
+def captions(script):
+    return script("image_to_text")
 
 
 def read_few(size, **options):
@@ -21,15 +27,15 @@ class Glyph:
         self.image, self.name = image, name
 
 
-def test_captions_are_trained_and_shown(script, monkeypatch, tmp_path):
-    captions, run = script("image_to_text"), script("_common").Run(mesh="2x4", directory=tmp_path)
+def test_captions_are_trained_and_shown(captions, script, monkeypatch, tmp_path):
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)
     small = {"size": 8, "width": 16, "layers": 1, "batch_size": 8, "steps": 2}
     captions.main(captions.Config(**small, run=run))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     assert results.keys() == {"exact_match", "rouge_l", "rouge_l_of_the_nearest_image"}
-    # The words of another name are those of its first or of its last word at the most.
+    # Names have words in common, but no name of the test is in the training set.
     assert 0 < results["rouge_l_of_the_nearest_image"] < 1
     history = rc.read_metrics(directory / "metrics.jsonl")
     assert [entry["step"] for entry in history] == [1, 2]
@@ -40,18 +46,18 @@ def test_captions_are_trained_and_shown(script, monkeypatch, tmp_path):
             picture.verify()
 
 
-def test_test_names_are_new_and_made_of_known_words(script):
+def test_test_names_are_new_and_made_of_known_words(captions):
     # Every eighth of the 17 names is held out, from the first on, whose words are not known.
     pairs = [(None, name) for name in [*NAMES, "an unknown"]]
-    train, test = script("image_to_text").split(pairs)
+    train, test = captions.split(pairs)
     names = {name for _, name in train}
     assert len(train) == 14
     assert [name for _, name in test] == ["letter b with hook", "letter d with hook"]
     assert not names & {name for _, name in test}
 
 
-def test_words_are_tokens_and_zero_ends(script):
-    tokenizer = script("image_to_text").make_tokenizer([(None, name) for name in NAMES])
+def test_words_are_tokens_and_zero_ends(captions):
+    tokenizer = captions.make_tokenizer([(None, name) for name in NAMES])
     tokens = tokenizer.encode("letter b with dot").ids
     assert len(tokens) == 4
     assert min(tokens) == 1
@@ -59,8 +65,8 @@ def test_words_are_tokens_and_zero_ends(script):
     assert tokenizer.get_vocab_size() == 1 + 2 + 4 + 4
 
 
-def test_transparent_pixels_of_emoji_become_black(script, monkeypatch, tmp_path):
-    captions, files = script("image_to_text"), tmp_path / "package" / "img" / "twitter" / "64"
+def test_transparent_pixels_of_emoji_become_black(captions, monkeypatch, tmp_path):
+    files = tmp_path / "package" / "img" / "twitter" / "64"
     files.mkdir(parents=True)
     pixels = np.full((2, 2, 4), 255, np.uint8)
     pixels[0, 0, 3] = 0

@@ -38,6 +38,13 @@ def thorough(session: nox.Session) -> None:
 
 
 @nox.session
+def experiments(session: nox.Session) -> None:
+    """Every experiment in full, with three seeds, on several meshes. Arguments go to pytest."""
+    install(session, "tests")
+    session.run("pytest", "-m", "experiments", *session.posargs)
+
+
+@nox.session
 def parity(session: nox.Session) -> None:
     """The models against those of Hugging Face's transformers. Arguments go to pytest."""
     install(session, "tests")

@@ -32,7 +32,7 @@ def read_glyphs(size: int, *, first_words: Sequence[str], fonts: Sequence[str] =
     """
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = {font: folder / f"{font}.ttf" for font in fonts if (folder / f"{font}.ttf").exists()}
-    covered = {font: {*TTFont(file).getBestCmap()} for font, file in files.items()}
+    covered = {font: {*(TTFont(file).getBestCmap() or ())} for font, file in files.items()}
     glyphs, seen = [], set()
     # At this size, the tallest letters with two accents fill the image.
     drawn_with = {

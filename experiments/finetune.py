@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from _common import Hosts, exit_if_stopped, make_optimizer, print_once, run_directory
+from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
@@ -32,29 +32,22 @@ class Config:
     learning_rate: float = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
     remat: Literal["none", "dots", "full"] = "dots"  # what to rematerialise in the backward pass
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype (parameters are float32)
-    data: int = -1  # number of data-parallel groups (-1: all remaining devices)
-    fsdp: int = 1  # number of devices to shard parameters, optimizer state and batch over (FSDP)
-    model: int = 1  # number of devices for tensor parallelism
-    directory: Path = Path("runs/finetune")  # directory with one directory per run
     prompt: str = "def read_lines(path"  # prompt for the samples
     new_tokens: int = 48  # length of the samples in tokens
-    wandb: bool = False  # log to Weights & Biases (to a local file without an account)
-    seed: int = 0  # random seed for the adapters, the data order and dropout
-    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
-    rc.initialize(**vars(c.hosts))
-    mesh = rc.make_mesh(data=c.data, fsdp=c.fsdp, model=c.model)
-    directory = run_directory(c.directory, resume=False, config=c)
-    key = jax.random.key(c.seed)
+    run = start(c, "finetune")
+    # With --mesh auto, `fit` chooses the mesh, and moves the weights to it.
+    mesh = rc.make_mesh(data=1, fsdp=-1) if run.mesh == "auto" else run.mesh
 
     # Each device reads only its own slices of the weights.
     weights = c.weights or smollm2()
     tokenizer = read_tokenizer(weights)
     model = rc.load_pretrained(weights, mesh=mesh, dtype=jnp.float32, remat=c.remat)
     if c.lora:
-        model = lora.add_adapters(model, c.rank, targets=c.targets, key=key)
+        model = lora.add_adapters(model, c.rank, targets=c.targets, key=run.key)
     trainable = lora.trainable(model) if c.lora else eqx.is_inexact_array
 
     # Examples are windows of tokens, with a mask of the tokens to learn.
@@ -70,7 +63,7 @@ def main(c: Config) -> None:
     collate_fn = lambda rows: tuple(map(np.stack, zip(*rows, strict=True)))
     measured = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": c.batch_size}
     before = rc.evaluate(model, valid, mesh=mesh, **measured)["loss"]
-    report("before", before, model, tokenizer, c)
+    show_sample("before", model, tokenizer, c)
 
     state = rc.fit(
         model,
@@ -78,20 +71,19 @@ def main(c: Config) -> None:
         train,
         **measured,
         steps=c.steps,
-        mesh=mesh,
-        key=key,
         trainable=trainable,
         evaluation=rc.Evaluation(valid),
-        checkpoints=rc.Checkpoints(directory),
-        log=rc.wandb_logger(project="finetune", config=c) if c.wandb else rc.console_logger(),
         accumulate=c.accumulate,
         compute_dtype=jnp.dtype(c.dtype),
+        **run.fit_arguments,
     )
 
     exit_if_stopped(int(state.step), c.steps)
     after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
-    report("after", after, state.model, tokenizer, c)
-    save(state.model, tokenizer, directory, c)
+    show_sample("after", state.model, tokenizer, c)
+    save(state.model, tokenizer, run.directory, c)
+    perplexities = {"perplexity_before": math.exp(before), "perplexity_after": math.exp(after)}
+    report(run.directory, **perplexities)
 
 
 def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
@@ -105,11 +97,11 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
     return [(x, x >= 0) for x in train], [(x, x >= 0) for x in valid[:64]]
 
 
-def report(when: str, loss: float, model, tokenizer, c: Config) -> None:
+def show_sample(when: str, model, tokenizer, c: Config) -> None:
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
-    print_once(f"Validation perplexity {when}: {math.exp(loss):.2f}\nSample {when}:\n{text}\n")
+    print_once(f"Sample {when}:\n{text}\n")
 
 
 def save(model, tokenizer, directory: Path, c: Config) -> None:

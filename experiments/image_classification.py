@@ -69,7 +69,8 @@ def main(c: Config) -> None:
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "loss")
     predicted = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    print_once(metrics.classification_report([y for _, y in test], predicted, target_names=names))
+    table = metrics.classification_report([y for _, y in test], predicted, target_names=names)
+    print_once(str(table))
     titles = [
         f"{names[y]}, predicted {names[p]}" for (_, y), p in zip(test, predicted, strict=True)
     ]

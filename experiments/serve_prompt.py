@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from _common import Hosts, broadcast_text, print_once
 from _published import chat_template, read_tokenizer, smollm2
+from _usage import mesh_sizes
 
 import redcoast as rc
 
@@ -21,8 +22,7 @@ class Config:
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
     top_p: float = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens
-    fsdp: int = 1  # number of devices to shard the parameters over (FSDP)
-    model: int = 1  # number of devices for tensor parallelism
+    mesh: str = "data=-1"  # such as fsdp=4 or model=4: how the parameters are sharded
     seed: int = 0  # random seed for sampling
     hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
 
@@ -31,7 +31,7 @@ def main(c: Config) -> None:
     rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
-    mesh = rc.make_mesh(fsdp=c.fsdp, model=c.model)
+    mesh = rc.make_mesh(**mesh_sizes(c.mesh))
     model = rc.load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=jnp.float32)
 
     chat = [{"role": "system", "content": c.system}] if c.system else []

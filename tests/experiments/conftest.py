@@ -1,4 +1,4 @@
-"""What tests of the experiments share."""
+"""Fixtures for the tests of the experiments."""
 
 import importlib
 

@@ -8,7 +8,7 @@ import pytest
 # Seconds of processor time that a test of the default suite may take, on a machine that counts to
 # ten million in `COUNTING` seconds.
 MOST, LET_PASS, COUNTING = 3.0, 2.5, 0.25
-ELSEWHERE = ("integration", "thorough", "weights", "faults", "hosts", "fuzz")
+ELSEWHERE = ("integration", "thorough", "weights", "faults", "hosts", "fuzz", "experiments")
 
 
 def processor_time():

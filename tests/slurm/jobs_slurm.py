@@ -63,7 +63,7 @@ def test_job_that_is_told_to_stop_is_requeued_and_goes_on(slurm, texts, tmp_path
     (folder / "experiments").symlink_to(ROOT / "experiments")
     sizes = ["--nodes=1", f"--ntasks-per-node={tasks}", "--time=10"]
     script = ROOT / "experiments" / "language_modeling.sbatch"
-    options = ["--text", texts, *SMALL, "--local-devices", 2, "--fsdp", 2 * tasks]
+    options = ["--text", texts, *SMALL, "--local-devices", 2, "--mesh", f"fsdp={2 * tasks}"]
     job = run("sbatch", "--parsable", *sizes, script, *options, env=slurm, cwd=folder).strip()
     output = lambda: (folder / f"language_modeling-{job}.out").read_text()
     shown = lambda: run("scontrol", "show", "job", job, env=slurm)

@@ -1,0 +1,269 @@
+"""Runs the experiments with several seeds, and writes the table of docs/examples.md.
+
+    python experiments/benchmarks/examples.py --names contrastive --seeds 0 1 2
+    python experiments/benchmarks/examples.py --names            # only writes the table
+
+Results are kept in `runs/examples/results.json`. The step time is that of `rc.fit` on one device,
+divided by that of a hand-written `jax.jit` loop on batches that are already collated: 1 means that
+`fit` costs nothing. `--redco` counts the lines of a clone of https://github.com/tanyuqian/redco.
+"""
+
+import dataclasses
+import importlib
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import equinox as eqx
+import jax
+import optax
+import tyro
+from collectives_docs import between_marks
+
+import redcoast as rc
+
+SCRIPTS = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(SCRIPTS))
+REPEATS, WARM_UP, TIMED = 3, 5, 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """An experiment, the figure that it is judged by, and what Redco has for the same task."""
+
+    name: str
+    figure: str  # a key of its results.json
+    threshold: float  # what each seed has to reach
+    picture: str  # the file of a run directory that the gallery shows
+    # Redco's files for the task, with their numbers of lines and of lines with code.
+    redco: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    lower_is_better: bool = False
+
+    def reached(self, results: dict[str, float]) -> bool:
+        found = results[self.figure]
+        return found <= self.threshold if self.lower_is_better else found >= self.threshold
+
+
+EXAMPLES = (
+    Example(
+        "image_classification", "accuracy", 0.97, "predictions.png", {"mnist/main.py": (108, 80)}
+    ),
+    Example(
+        "text_classification",
+        "accuracy",
+        0.5,
+        "samples.txt",
+        {"classification_regression/main.py": (179, 154)},
+    ),
+    Example("text_to_text", "chrf", 26, "samples.txt", {"text_to_text/main.py": (196, 170)}),
+    Example("image_to_text", "rouge_l", 0.7, "captions.png", {"image_to_text/main.py": (206, 179)}),
+    Example("text_to_image", "accuracy", 0.9, "samples.png", {"text_to_image/main.py": (269, 238)}),
+    Example("contrastive", "image_to_text_recall_at_1", 0.4, "nearest_names.png"),
+    Example(
+        "differential_privacy",
+        "accuracy",
+        0.87,
+        "accuracy_by_epsilon.png",
+        {
+            "differential_private_training/main.py": (126, 95),
+            "differential_private_training/dp_utils.py": (88, 70),
+        },
+    ),
+    Example("distillation", "gain", 0.05, "teacher.png"),
+)
+
+
+def count_lines(text: str) -> tuple[int, int]:
+    """The number of lines, and of those with code: neither empty, nor comment, nor docstring."""
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    code: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+            if [x.type for x in statement] != [tokenize.STRING]:  # which is a docstring
+                for x in statement:
+                    code.update(range(x.start[0], x.end[0] + 1))
+            statement = []
+        elif token.type not in ignored:
+            statement.append(token)
+    return text.count("\n"), len(code)
+
+
+def run(name: str, seed: int, directory: Path, *options: str) -> dict[str, float]:
+    """Runs an experiment in a process of its own; returns its results and how long it took."""
+    script = str(SCRIPTS / f"{name}.py")
+    command = [sys.executable, script, "--directory", str(directory), "--seed", str(seed), *options]
+    begin, before = time.perf_counter(), os.times()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    used = os.times()
+    (results,) = directory.glob("*/results.json")
+    processor = sum(used[2:4]) - sum(before[2:4])
+    spent = {"minutes": (time.perf_counter() - begin) / 60, "processor_minutes": processor / 60}
+    return json.loads(results.read_text()) | spent
+
+
+def step_time_ratio(name: str) -> float:
+    """The time of a step of `rc.fit`, divided by that of a hand-written loop; the median of a few
+    turns, in which both take turns."""
+    found = fit_arguments(name)
+    ratios = [time_of_fit(found) / time_of_loop(found) for _ in range(REPEATS)]
+    return statistics.median(ratios)
+
+
+def fit_arguments(name: str) -> dict[str, Any]:
+    """The arguments with which an experiment calls `rc.fit`."""
+
+    class Called(BaseException):
+        pass
+
+    def record(model, optimizer, examples, **arguments):
+        raise Called({"model": model, "optimizer": optimizer, "examples": examples} | arguments)
+
+    module = importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as directory, mock.patch.object(rc, "fit", record):
+        try:
+            module.main(tyro.cli(module.Config, args=["--mesh", "1", "--directory", directory]))
+        except Called as called:
+            return called.args[0]
+    raise SystemExit(f"{name} did not call `rc.fit`.")
+
+
+def time_of_fit(found: dict[str, Any]) -> float:
+    """Seconds of a step of `fit`, without evaluation and checkpoints."""
+    times: list[float] = []
+    log = [rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())]
+    changed = {"evaluation": None, "checkpoints": None, "log": log, "steps": WARM_UP + TIMED}
+    arguments = found | changed
+    essential = [arguments.pop(name) for name in ("model", "optimizer", "examples")]
+    rc.fit(*essential, **arguments)
+    return (times[-1] - times[WARM_UP - 1]) / TIMED
+
+
+def time_of_loop(found: dict[str, Any]) -> float:
+    """Seconds of a step of a hand-written loop over batches that are already collated."""
+    batches = collated(found)
+    model, optimizer, key = found["model"], found["optimizer"], found["key"]
+    model = model(key) if not eqx.is_array(model) and callable(model) else model
+    trainable, frozen = eqx.partition(model, found.get("trainable", eqx.is_inexact_array))
+    opt_state = optimizer.init(trainable)
+
+    def loss_of(trainable: Any, frozen: Any, batch: Any, key: Any) -> Any:
+        result = found["loss_fn"](eqx.combine(trainable, frozen), batch, key)
+        return result[0] if isinstance(result, tuple) else result
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(constant: Any, trainable: Any, opt_state: Any) -> Any:
+        value, gradient = eqx.filter_value_and_grad(loss_of)(trainable, *constant)
+        updates, opt_state = optimizer.update(gradient, opt_state, trainable)
+        return optax.apply_updates(trainable, updates), opt_state, value
+
+    begin = 0.0
+    trainable = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainable)
+    for i in range(WARM_UP + TIMED):
+        constant = (frozen, batches[i % len(batches)], jax.random.fold_in(key, i))
+        trainable, opt_state, value = step(constant, trainable, opt_state)
+        if i + 1 == WARM_UP:
+            jax.block_until_ready(value)
+            begin = time.perf_counter()
+    jax.block_until_ready(trainable)
+    return (time.perf_counter() - begin) / TIMED
+
+
+def collated(found: dict[str, Any]) -> list[Any]:
+    """The first batches of the run, on the device."""
+    names = ("collate_fn", "batch_size", "mesh", "key")
+    options: dict[str, Any] = {name: found[name] for name in names} | {"steps": WARM_UP + TIMED}
+    return [batch.arrays for batch in rc.batches(found["examples"], **options)]
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    head = ["experiment", "lines", "Redco", "threshold", "seeds 0, 1, 2", "minutes", "step time"]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    rows += [table_row(example, results.get(example.name, {})) for example in EXAMPLES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def table_row(example: Example, measured: dict[str, Any]) -> list[str]:
+    lines = count_lines((SCRIPTS / f"{example.name}.py").read_text("utf-8"))
+    theirs = [sum(column) for column in zip(*example.redco.values(), strict=True)]
+    seeds = [run for _, run in sorted(measured.get("seeds", {}).items())]
+    return [
+        f"[`{example.name}.py`](#{example.name.replace('_', '-')})",
+        "{} ({})".format(*lines),
+        "{} ({})".format(*theirs) if theirs else "",
+        f"{example.figure.replace('_', ' ')} {'≤' if example.lower_is_better else '≥'} "
+        f"{example.threshold:g}",
+        ", ".join(f"{run[example.figure]:.3g}" for run in seeds),
+        f"{statistics.median(run['processor_minutes'] for run in seeds):.1f}" if seeds else "",
+        f"{measured['step']:.2f}" if "step" in measured else "",
+    ]
+
+
+def check_redco(clone: Path) -> None:
+    """Exits if Redco's files in a clone do not have the numbers of lines that are recorded."""
+    for example in EXAMPLES:
+        for file, recorded in example.redco.items():
+            found = count_lines((clone / "examples" / file).read_text("utf-8"))
+            print(f"{file}: {found[0]} lines, {found[1]} with code")
+            if found != recorded:
+                raise SystemExit(f"Recorded are {recorded}. Correct {__file__}.")
+
+
+def measure(name: str, seeds: list[int], out: Path, results: dict[str, Any]) -> None:
+    """Adds the results of an experiment, and copies the picture of the first seed to the docs."""
+    (example,) = (example for example in EXAMPLES if example.name == name)
+    cell = results.setdefault(name, {"seeds": {}})
+    for seed in seeds:
+        directory = out / name / str(seed)
+        shutil.rmtree(directory, ignore_errors=True)
+        cell["seeds"][str(seed)] = found = run(name, seed, directory)
+        print(f"{name}, seed {seed}: {found}", flush=True)
+        if seed == 0 and example.picture.endswith(".png"):
+            (picture,) = directory.glob(f"*/{example.picture}")
+            shutil.copy(picture, DOCS / "images" / f"{name}.png")
+
+
+def main(
+    names: list[str] | None = None,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    step_times: bool = True,
+    out: Path = Path("runs/examples"),
+    redco: Path | None = None,
+) -> None:
+    """Measures experiments, and writes the table of docs/examples.md.
+
+    Args:
+        names: The experiments to run; by default all.
+        seeds: The seeds to run them with.
+        step_times: Also compare the time of a step with a hand-written loop.
+        out: Directory for the runs and their results.
+        redco: A clone of Redco, whose lines are counted.
+    """
+    if redco is not None:
+        check_redco(redco)
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for name in [example.name for example in EXAMPLES] if names is None else names:
+        measure(name, list(seeds), out, results)
+        if step_times:
+            results[name]["step"] = step_time_ratio(name)
+        file.write_text(json.dumps(results, indent=1))
+    page = DOCS / "examples.md"
+    page.write_text(between_marks(page.read_text("utf-8"), "table", table(results)), "utf-8")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

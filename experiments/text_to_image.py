@@ -120,7 +120,7 @@ def ddim(net, noise, words, guidance, steps):
         given, free = (jax.vmap(net, (0, None, 0))(x, angle, w) for w in (words, 0 * words))
         return jnp.cos(turn) * x - jnp.sin(turn) * (free + guidance * (given - free)), None
 
-    return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0, -1))[0]
+    return jax.lax.scan(body, noise, turn * jnp.arange(steps, 0.0, -1))[0]
 
 
 class Denoiser(eqx.Module):

@@ -11,14 +11,14 @@ import pytest
 
 def test_short_run_leaves_samples(script, tmp_path):
     module, common = script("text_to_image"), script("_common")
-    run = common.Run(mesh="2x4", directory=tmp_path)
-    config = module.Config(data="digits", width=16, batch_size=8, steps=2, run=run)
+    small = {"names": "digit (one|two)", "size": 8, "width": 16, "batch_size": 8, "steps": 2}
+    config = module.Config(**small, run=common.Run(mesh="2x4", directory=tmp_path))
     module.main(config)
     (directory,) = tmp_path.iterdir()
     assert {"samples.png", "loss.png", "checkpoints"} <= {x.name for x in directory.iterdir()}
     results = json.loads((directory / "results.json").read_text())
     assert np.isfinite(list(results.values())).all()
-    assert results["accuracy_of_real_images"] > 0.9
+    assert results["accuracy_of_real_images"] > 0.7
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

@@ -1,5 +1,7 @@
 """Trains an encoder-decoder, T5 or BART, to write one text from another by beam search."""
 
+import ast
+import contextlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,24 +28,24 @@ from redcoast.models import T5, Bart, BartConfig, T5Config, shift_right
 
 @dataclass(frozen=True)
 class Config:
-    data: Literal["functions", "bible"] = "functions"  # names to parameters, or old to new English
+    data: Literal["code", "bible"] = "code"  # code to its syntax tree, or old to modern English
     model: Literal["t5", "bart"] = "t5"  # architecture (without weights)
     weights: Path | None = None  # Hugging Face directory to fine-tune
-    seq: int = 16  # maximum length in tokens (use about 64 for the bible)
+    seq: int = 32  # maximum length in tokens (use about 64 for the bible)
     vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
-    width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
+    width: int = 96  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of layers in the encoder and in the decoder (without weights)
     beams: int = 4  # number of beams in beam search
     tests: int = 512  # number of test examples
-    batch_size: int = 64  # global batch size in examples
-    steps: int = 500  # number of training steps
+    batch_size: int = 32  # global batch size in examples
+    steps: int = 600  # number of training steps
     learning_rate: float = 2e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
     run = start(c, "text_to_text")
-    pairs = read_functions() if c.data == "functions" else read_bible()
+    pairs = read_conditions() if c.data == "code" else read_bible()
     train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
     if c.weights:
         tokenizer = read_tokenizer(c.weights)
@@ -102,13 +104,15 @@ def make_model(c: Config, key: jax.Array) -> T5 | Bart:
     return Bart(BartConfig(*sizes, positions=c.seq, **tokens), key=key)
 
 
-def read_functions() -> list[tuple[str, str]]:
-    """Returns names of functions in Python's standard library, each with its parameters."""
+def read_conditions() -> list[tuple[str, str]]:
+    """Returns conditions in Python's standard library, each with its abstract syntax tree."""
     text = "\n".join(text for part in read_texts(None) for text in part)
-    found = re.findall(
-        r"^ *def ([^_]\w*)\((?:self, |cls, )?(.+)\)(?: -> .*)?:$", text, re.MULTILINE
-    )
-    return sorted({(name, x) for name, x in found if x not in ("self", "cls") and len(x) < 50})
+    pairs = set()
+    for condition in re.findall(r"^ *(?:el)?if (.{4,30}):$", text, re.MULTILINE):
+        with contextlib.suppress(SyntaxError):
+            tree = ast.dump(ast.parse(condition, mode="eval").body, annotate_fields=False)
+            pairs.add((condition, re.sub(r", Load\(\)|(?<=\w)\(\)", "", tree)))
+    return sorted(pairs)
 
 
 def read_bible() -> list[tuple[str, str]]:
@@ -117,11 +121,11 @@ def read_bible() -> list[tuple[str, str]]:
     for version in ("kjv", "web"):
         (path,) = fetch(f"pythonbible-{version}==0.0.2").rglob("plain_text_readers_bible.py")
         _, text, tables = path.read_text("utf-8").split('"""')
-        # Two tables, of where each verse begins and of where it ends.
         rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
-        first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        spans = [(verse, int(i), int(j)) for (verse, i), (_, j) in zip(first, last, strict=True)]
-        versions.append({verse: " ".join(text[i:j].split()) for verse, i, j in spans})
+        # Two tables, of where each verse begins and of where it ends.
+        spans = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
+        verses = {verse: text[int(i) : int(j)] for (verse, i), (_, j) in spans}
+        versions.append({verse: " ".join(text.split()) for verse, text in verses.items()})
     old, new = versions
     return [(old[verse], new[verse]) for verse in old if verse in new]
 

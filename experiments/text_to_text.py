@@ -1,6 +1,7 @@
 """Trains an encoder-decoder, T5 or BART, to write one text from another by beam search."""
 
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,6 @@ import numpy as np
 import optax
 import tyro
 from _common import Run, exit_if_stopped, make_optimizer, report, start
-from _corpus import read_texts
 from _packages import fetch
 from _plots import plot_metric
 from _published import read_tokenizer
@@ -26,28 +26,30 @@ from redcoast.models import T5, Bart, BartConfig, T5Config, shift_right
 
 @dataclass(frozen=True)
 class Config:
-    data: Literal["functions", "bible"] = "functions"  # names to parameters, or old to new English
+    data: Literal["characters", "bible"] = "characters"  # names to parts, or old to new English
     model: Literal["t5", "bart"] = "t5"  # architecture (without weights)
     weights: Path | None = None  # Hugging Face directory to fine-tune
-    seq: int = 16  # maximum length in tokens (use about 64 for the bible)
+    seq: int = 32  # maximum length in tokens (use about 64 for the bible)
     vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
-    width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
+    width: int = 96  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of layers in the encoder and in the decoder (without weights)
     beams: int = 4  # number of beams in beam search
     tests: int = 512  # number of test examples
-    batch_size: int = 64  # global batch size in examples
-    steps: int = 500  # number of training steps
+    batch_size: int = 32  # global batch size in examples
+    steps: int = 600  # number of training steps
     learning_rate: float = 2e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
     run = start(c, "text_to_text")
-    pairs = read_functions() if c.data == "functions" else read_bible()
+    pairs = read_characters() if c.data == "characters" else read_bible()
     train, test = train_test_split(pairs, test_size=c.tests, random_state=c.run.seed)
     if c.weights:
-        tokenizer = read_tokenizer(c.weights)
-        model = rc.load_pretrained(c.weights, dtype=jnp.float32)
+        tokenizer, model = (
+            read_tokenizer(c.weights),
+            rc.load_pretrained(c.weights, dtype=jnp.float32),
+        )
     else:
         tokenizer = train_tokenizer((x for pair in train for x in pair), c.vocab, start=False)
         model = lambda key: make_model(c, key)
@@ -97,18 +99,19 @@ def score(texts, references) -> dict[str, float]:
 def make_model(c: Config, key: jax.Array) -> T5 | Bart:
     sizes = (c.vocab, c.width, c.layers, c.layers, c.width // 32, 4 * c.width)
     tokens = {"decoder_start": PAD, "pad": PAD, "eos": (END,)}
-    if c.model == "t5":
-        return T5(T5Config(*sizes, **tokens), key=key)
-    return Bart(BartConfig(*sizes, positions=c.seq, **tokens), key=key)
+    bart = BartConfig(*sizes, positions=c.seq, **tokens)
+    return T5(T5Config(*sizes, **tokens), key=key) if c.model == "t5" else Bart(bart, key=key)
 
 
-def read_functions() -> list[tuple[str, str]]:
-    """Returns names of functions in Python's standard library, each with its parameters."""
-    text = "\n".join(text for part in read_texts(None) for text in part)
-    found = re.findall(
-        r"^ *def ([^_]\w*)\((?:self, |cls, )?(.+)\)(?: -> .*)?:$", text, re.MULTILINE
-    )
-    return sorted({(name, x) for name, x in found if x not in ("self", "cls") and len(x) < 50})
+def read_characters() -> list[tuple[str, str]]:
+    """Returns names of Unicode characters, each with the names of what it is composed of."""
+    pairs = []
+    for character in map(chr, range(0x20000)):
+        codes = re.findall(r"\b[0-9A-F]{4,}", unicodedata.decomposition(character))
+        parts = ", ".join(unicodedata.name(chr(int(code, 16)), "") for code in codes)
+        pairs.append((unicodedata.name(character, ""), parts))
+    # The names of Chinese and Korean characters are numbers or sounds.
+    return [(x.lower(), y.lower()) for x, y in pairs if y and not re.search("CJK|HANGUL", x + y)]
 
 
 def read_bible() -> list[tuple[str, str]]:
@@ -117,11 +120,11 @@ def read_bible() -> list[tuple[str, str]]:
     for version in ("kjv", "web"):
         (path,) = fetch(f"pythonbible-{version}==0.0.2").rglob("plain_text_readers_bible.py")
         _, text, tables = path.read_text("utf-8").split('"""')
-        # Two tables, of where each verse begins and of where it ends.
         rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
-        first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        spans = [(verse, int(i), int(j)) for (verse, i), (_, j) in zip(first, last, strict=True)]
-        versions.append({verse: " ".join(text[i:j].split()) for verse, i, j in spans})
+        # Two tables, of where each verse begins and of where it ends.
+        spans = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
+        verses = {verse: text[int(i) : int(j)] for (verse, i), (_, j) in spans}
+        versions.append({verse: " ".join(text.split()) for verse, text in verses.items()})
     old, new = versions
     return [(old[verse], new[verse]) for verse in old if verse in new]
 

@@ -6,14 +6,24 @@ from itertools import product
 
 import pytest
 
+
+@pytest.fixture
+def module(script):
+    return script("text_classification")
+
+
 TEXTS = {f"{a} {b} text about {c}": k % 2 for k, (a, b, c) in enumerate(product("abcd", repeat=3))}
 
 
 @pytest.mark.parametrize(
-    ("task", "figures"), [("classification", {"accuracy", "f1"}), ("regression", {"spearman"})]
+    ("task", "figures"),
+    [
+        ("classification", {"accuracy", "f1"}),
+        pytest.param("regression", {"spearman"}, marks=pytest.mark.thorough),
+    ],
 )
-def test_texts_are_classified_and_rated(task, figures, script, monkeypatch, tmp_path):
-    module, common = script("text_classification"), script("_common")
+def test_texts_are_classified_and_rated(task, figures, module, script, monkeypatch, tmp_path):
+    common = script("_common")
     rating = task == "regression"
     data = {text: float(y) if rating else y for text, y in TEXTS.items()}
     names = ["rating"] if rating else ["even", "odd"]
@@ -33,8 +43,7 @@ def test_texts_are_classified_and_rated(task, figures, script, monkeypatch, tmp_
     assert (directory / "loss.png").is_file()
 
 
-def test_operators_are_masked(script, monkeypatch):
-    module = script("text_classification")
+def test_operators_are_masked(module, monkeypatch):
     text = """
     if x is not None and y == 3:
         return a < b

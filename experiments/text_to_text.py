@@ -123,10 +123,8 @@ def read_bible() -> list[tuple[str, str]]:
         rows = re.findall(r"^ {8}(\d+): (\d+),$", tables, re.MULTILINE)
         # Two tables, of where each verse begins and of where it ends.
         spans = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
-        verses = {verse: text[int(i) : int(j)] for (verse, i), (_, j) in spans}
-        versions.append({verse: " ".join(text.split()) for verse, text in verses.items()})
-    old, new = versions
-    return [(old[verse], new[verse]) for verse in old if verse in new]
+        versions.append({v: " ".join(text[int(i) : int(j)].split()) for (v, i), (_, j) in spans})
+    return [(old, versions[1][v]) for v, old in versions[0].items() if v in versions[1]]
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def config(experiment, script, tmp_path):
     return lambda **options: experiment.Config(**SMALL | options, run=run)
 
 
+@pytest.mark.seconds(10)  # a whole run
 def test_a_run_reports_accuracy_and_epsilon(experiment, config, tmp_path):
     experiment.main(config())
     (directory,) = tmp_path.iterdir()

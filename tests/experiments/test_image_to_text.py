@@ -27,6 +27,7 @@ class Glyph:
         self.image, self.name = image, name
 
 
+@pytest.mark.seconds(10)  # a whole run
 def test_captions_are_trained_and_shown(captions, script, monkeypatch, tmp_path):
     run = script("_common").Run(mesh="2x4", directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 
+@pytest.mark.seconds(10)  # a whole run
 def test_short_run_leaves_samples(script, tmp_path):
     module, common = script("text_to_image"), script("_common")
     small = {"names": "digit (one|two)", "size": 8, "width": 16, "batch_size": 8, "steps": 2}

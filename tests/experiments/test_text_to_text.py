@@ -15,6 +15,7 @@ def module(script):
     return script("text_to_text")
 
 
+@pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
 def test_short_run_leaves_samples(beams, module, script, monkeypatch, tmp_path):
     common = script("_common")

@@ -33,11 +33,13 @@ def pytest_runtest_call(item):
     # More is let pass, as what a session imports and traces but once is paid by the test that comes
     # first, and as a busy machine makes each second of processor time worth less.
     elsewhere = any(item.get_closest_marker(name) for name in ELSEWHERE)
-    if used > LET_PASS * MOST and item.path.name.startswith("test_") and not elsewhere:
+    marker = item.get_closest_marker("seconds")
+    most = marker.args[0] if marker else MOST
+    if used > LET_PASS * most and item.path.name.startswith("test_") and not elsewhere:
         factor = slowness()
-        if used > LET_PASS * MOST * factor:
+        if used > LET_PASS * most * factor:
             pytest.fail(
-                f"This test took {used:.1f} s of processor time, where {MOST:g} s are the most "
+                f"This test took {used:.1f} s of processor time, where {most:g} s are the most "
                 "that one of the default suite may take on a quiet machine. Make it "
                 "smaller, or mark it `thorough` or `integration`.",
                 pytrace=False,

@@ -58,14 +58,13 @@ def main(c: Config) -> None:
         sources, targets = zip(*examples, strict=True)
         tokens, mask = encode(tokenizer, sources, c.seq)
         labels, real = encode(tokenizer, targets, c.seq)
-        return {"tokens": tokens, "mask": mask, "labels": np.where(real, labels, -1)}
+        return {"tokens": tokens, "mask": mask, "labels": labels, "real": real > 0}
 
     def loss_fn(model, batch, key):
-        labels = batch["labels"]
-        inputs = shift_right(labels, start=model.config.decoder_start)
+        inputs = shift_right(batch["labels"], start=model.config.decoder_start)
         logits = model(batch["tokens"], inputs, mask=batch["mask"], key=key)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.mean(losses, where=labels >= 0), {"weight": jnp.sum(labels >= 0)}
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return jnp.mean(losses, where=batch["real"]), {"weight": jnp.sum(batch["real"])}
 
     def predict_fn(model, batch, key):
         tokens, mask = batch["tokens"], batch["mask"]

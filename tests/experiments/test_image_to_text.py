@@ -27,6 +27,7 @@ class Glyph:
         self.image, self.name = image, name
 
 
+@pytest.mark.integration  # three programs are traced and compiled: for training and for captions
 def test_captions_are_trained_and_shown(captions, script, monkeypatch, tmp_path):
     run = script("_common").Run(mesh="2x4", directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)

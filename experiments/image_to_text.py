@@ -15,7 +15,7 @@ from _plots import plot_metric, save_pictures
 from _published import read_tokenizer
 from PIL import Image
 from rouge_score.rouge_scorer import RougeScorer
-from sklearn.neighbors import KNeighborsClassifier
+from sklearn.metrics import pairwise_distances_argmin
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import redcoast as rc
@@ -90,8 +90,8 @@ def main(c: Config) -> None:
     shown = [*zip(test, captions, strict=True)][:: -(-len(test) // 32)]
     titles = [f"{x}\n(is {name})".replace(" with ", "\nwith ") for (_, name), x in shown]
     save_pictures(run.directory / "captions.png", [image for (image, _), _ in shown], titles)
-    nearest = KNeighborsClassifier(1).fit([x.ravel() for x, _ in train], [x for _, x in train])
-    baseline = metric_fn(test, nearest.predict([x.ravel() for x, _ in test]))["rouge_l"]
+    flat = ([image.ravel() for image, _ in pairs] for pairs in (test, train))
+    baseline = metric_fn(test, [train[i][1] for i in pairwise_distances_argmin(*flat)])["rouge_l"]
     report(run.directory, **metric_fn(test, captions), rouge_l_of_the_nearest_image=baseline)
 
 

@@ -2,7 +2,7 @@
 
 The captions of the evaluation, such as "bold italic serif latin capital letter q", are new, though
 their words are not. A classifier trained on real images judges the samples. With `--symbol Ж`, the
-newest model is fine-tuned on five images of a symbol (DreamBooth): 300 steps are enough.
+newest model is fine-tuned on five images of a symbol (DreamBooth), for instance with `--steps 300`.
 """
 
 import re

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from problem import arrays, make_model
 
 import redcoast as rc
@@ -94,6 +96,29 @@ def test_without_like_it_is_a_nested_dict_of_numpy_arrays(tmp_path):
     np.testing.assert_array_equal(
         nested["opt_state"]["0"]["mu"]["layers"]["1"]["bias"], state.opt_state[0].mu.layers[1].bias
     )
+
+
+def test_arrays_without_elements(tmp_path):
+    """Orbax saves none of them."""
+    tree = {
+        "weights": jnp.ones(3),
+        "none": {"left": jnp.zeros((0, 8), jnp.bfloat16), "keys": jax.random.key(0)[None][:0]},
+    }
+    rc.save_checkpoint(tmp_path / "saved", tree)
+    sharded = NamedSharding(rc.make_mesh(data=2, model=4), P(None, "model"))
+    like = tree | {"none": tree["none"] | {"left": jax.device_put(tree["none"]["left"], sharded)}}
+    loaded = rc.load_checkpoint(tmp_path / "saved", like)
+    assert jax.tree.structure(loaded) == jax.tree.structure(tree)
+    left, keys = loaded["none"]["left"], loaded["none"]["keys"]
+    assert (left.shape, left.dtype, left.sharding) == ((0, 8), jnp.bfloat16, sharded)
+    assert (keys.shape, keys.dtype) == ((0,), tree["none"]["keys"].dtype)
+    plain = rc.load_checkpoint(tmp_path / "saved", subtree="none")
+    assert plain["left"].shape == (0, 8)
+    other = tree | {"none": tree["none"] | {"left": jnp.zeros((0, 9), jnp.bfloat16)}}
+    with pytest.raises(ValueError, match=r"none/left is bfloat16\[0, 8\] in the checkpoint"):
+        rc.load_checkpoint(tmp_path / "saved", other)
+    with pytest.raises(ValueError, match="no arrays with elements"):
+        rc.save_checkpoint(tmp_path / "other", tree["none"])
 
 
 def test_orbax_alone_reads_it(tmp_path):

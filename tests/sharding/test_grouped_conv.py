@@ -125,3 +125,21 @@ def test_fit_trains_them_as_one_device_does():
 
     one = losses(rc.make_mesh(devices=jax.devices()[:1]))
     np.testing.assert_allclose(losses(rc.make_mesh(data=2, model=4)), one, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "wrong"), [({"data": 2, "model": 4}, True), ({}, False)])
+def test_without_constraints_only_where_gradients_are_right(sizes, wrong, monkeypatch):
+    def fail(call, *args):
+        raise TypeError("This operation is not known.")
+
+    params, batch = make(8)
+    plan = rc.plan_shardings(params, rc.make_mesh(**sizes), fn=loss_fn, args=(batch, None))
+    monkeypatch.setattr("redcoast.sharding.constrain._interpreter._run", fail)
+    compute = lambda: plan.constrain(loss_fn)(params, batch, None)
+    if wrong:
+        with pytest.raises(RuntimeError, match="Use a mesh with model=1"):
+            compute()
+    else:
+        with pytest.warns(UserWarning, match="cannot be re-evaluated"):
+            found = compute()
+        np.testing.assert_allclose(found, loss_fn(params, batch, None), rtol=1e-6)

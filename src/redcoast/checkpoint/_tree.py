@@ -26,6 +26,7 @@ from ._orbax import (
     check_size,
     get,
     make_checkpointer,
+    nest,
     orbax_args,
     read_arrays,
     reading,
@@ -60,8 +61,8 @@ def save_checkpoint(
 
     **Raises:**
 
-    `ValueError` if `path` exists already, or if the tree has no arrays. `TypeError` if an array or
-    a value of the metadata has a type that cannot be saved.
+    `ValueError` if `path` exists already, or if no array of the tree has elements. `TypeError` if
+    an array or a value of the metadata has a type that cannot be saved.
 
     !!! Example
 
@@ -84,8 +85,8 @@ def arrays_and_document(
 ) -> tuple[dict[Names, Any], dict[str, Any]]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
     flat = flatten_arrays(tree)
-    if not flat:
-        raise ValueError("The tree has no arrays, so there is nothing to save.")
+    if not any(x.size for x in flat.values()):
+        raise ValueError("The tree has no arrays with elements, so there is nothing to save.")
     flat = {_full((), names): x for names, x in flat.items()}
     for names, x in flat.items():
         if not _is_key(x) and x.dtype.kind in "OSU":
@@ -94,15 +95,21 @@ def arrays_and_document(
                 "saved."
             )
     keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
+    arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
+    # Orbax does not save arrays without elements: their shapes are in the document.
     document = {
         "format": FORMAT,
         "versions": dict(_versions()),
         "prng_keys": keys,
         "checksums": ALGORITHM,
+        "empty": {
+            "/".join(p): {"shape": x.shape, "dtype": x.dtype.name}
+            for p, x in arrays.items()
+            if x.size == 0
+        },
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
-    arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
-    return arrays, document
+    return {p: x for p, x in arrays.items() if x.size}, document
 
 
 def _as_number(x: Any) -> Any:
@@ -172,8 +179,9 @@ def load_arrays(
 ) -> PyTree:
     """Loads a checkpoint whose files have been checked and whose metadata has been read."""
     verified = document.get("checksums") is not None
+    empty = _empty_arrays(path, document)
     with reading(path, verified=verified):
-        everything = saved_arrays(path)
+        everything = saved_arrays(path) | empty
     prefix = tuple(subtree.strip("/").split("/")) if subtree else ()
     saved = {p: x for p, x in everything.items() if p[: len(prefix)] == prefix}
     if not saved:
@@ -182,20 +190,51 @@ def load_arrays(
     if like is None:
         check_size(path, saved)
         with reading(path, verified=verified):
-            inner = get(read_arrays(path, dict.fromkeys(saved)), prefix)
+            inner = get(nest(_read(path, dict.fromkeys(saved), empty)), prefix)
         return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
     _check_same(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
+    wanted = {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
     with reading(path, verified=verified):
-        found = read_arrays(
-            path, {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
-        )
-    read = {p: get(found, _full(prefix, p)) for p in flat}
+        found = _read(path, wanted, empty)
+    read = {p: found[_full(prefix, p)] for p in flat}
     for p in (p for p, x in flat.items() if _is_key(x)):
         impl = document["prng_keys"].get("/".join(_full(prefix, p)))
         read[p] = jax.random.wrap_key_data(read[p], impl=impl)
     return jax.tree_util.tree_map_with_path(lambda p, x: read.get(_names(p), x), like)
+
+
+def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.ndarray]:
+    """The arrays of a checkpoint that have no elements, from its JSON document."""
+    try:
+        return {
+            tuple(name.split("/")): np.zeros(array["shape"], jnp.dtype(array["dtype"]))
+            for name, array in document.get("empty", {}).items()
+            if 0 in array["shape"]
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"The checkpoint {path} is damaged: its list of empty arrays cannot be read ({error})."
+        ) from error
+
+
+def _read(
+    path: Path, wanted: Mapping[Names, Any], empty: Mapping[Names, np.ndarray]
+) -> dict[Names, Any]:
+    """Reads arrays, each with its sharding; those without elements are not in the files."""
+    stored = {names: place for names, place in wanted.items() if names not in empty}
+    tree = read_arrays(path, stored) if stored else {}
+    found = {names: get(tree, names) for names in stored}
+    for names in wanted.keys() & empty.keys():
+        _, sharding = wanted[names] or (None, None)
+        x = empty[names]
+        found[names] = (
+            x
+            if sharding is None
+            else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+        )
+    return found
 
 
 def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from ...core._pytree import join
 from ...core._tracing import traced_over
+from ...distributed._mesh import batch_shards
 from ..program._trace import trace_over
 from ..solver._strategy import follow_program
 from ._compute import Compute
@@ -46,7 +47,9 @@ class Constrained:
         try:
             results = run_constrained(program.scope, shardings, arrays, [True] * traced.arrays)
         except CannotRebind as error:
-            if has_grouped(traced.jaxpr.jaxpr):
+            # With one of the two sizes 1, no axis is unused, and the compiler is right.
+            risky = self.mesh.shape["model"] > 1 and batch_shards(self.mesh) > 1
+            if risky and has_grouped(traced.jaxpr.jaxpr):
                 raise RuntimeError(
                     f"The function cannot be constrained, because its `{error}` cannot be "
                     "re-evaluated. Without constraints, the gradients of its grouped convolutions "

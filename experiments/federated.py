@@ -128,7 +128,8 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=evaluation,
-        **run.fit_arguments,
+        # An epoch is one round, and not every round is saved.
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=50)),
     )
 
     exit_if_stopped(int(state.step), c.steps)

@@ -89,14 +89,16 @@ def main(c: Config) -> None:
     plot_metric(run.directory, "loss")
     scores = np.array(rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn))
     interval = 1.96 * scores.std(axis=0) / np.sqrt(len(scores))  # 95 % confidence
-    simple = np.mean([baseline(*jax.tree.map(lambda x: x[0], collate_fn([x]))) for x in test])
+    simple = float(
+        np.mean([baseline(*jax.tree.map(lambda x: x[0], collate_fn([x]))) for x in test])
+    )
     if jax.process_index() == 0:  # as figures 2 and 3 of the paper
         axes = plt.figure().add_subplot(xlabel="gradient steps on the task", ylabel=score.__name__)
         axes.errorbar(range(6), scores.mean(axis=0), interval, capsize=3, label="MAML")
         axes.axhline(simple, linestyle="--", label=baseline.__name__.replace("_", " "))
         axes.legend()
         plt.savefig(run.directory / "scores.png", dpi=150)
-    figures = {"interval_after_5_steps": float(interval[5]), baseline.__name__: float(simple)}
+    figures = {"interval_after_5_steps": float(interval[5]), baseline.__name__: simple}
     report(run.directory, **metric_fn(test, scores), **figures)
 
 

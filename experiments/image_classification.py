@@ -69,7 +69,8 @@ def main(c: Config) -> None:
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "loss")
     predicted = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    table = metrics.classification_report([y for _, y in test], predicted, target_names=names)
+    shown = {"target_names": names, "zero_division": 0}  # also of classes that are never predicted
+    table = metrics.classification_report([y for _, y in test], predicted, **shown)
     print_once(str(table))
     titles = [
         f"{names[y]}, predicted {names[p]}" for (_, y), p in zip(test, predicted, strict=True)

@@ -28,6 +28,13 @@ def test_less_and_a_slower_machine_pass(request, used, slow):
     assert run(request.node, used, slow) == "done"
 
 
+def test_a_test_may_name_its_own_budget(request):
+    request.node.add_marker(pytest.mark.seconds(10))
+    assert run(request.node, 24.9) == "done"
+    with pytest.raises(pytest.fail.Exception, match=r"took 25\.1 s .* where 10 s are the most"):
+        run(request.node, 25.1)
+
+
 @pytest.mark.parametrize("name", budget.ELSEWHERE)
 def test_other_sessions_take_as_long_as_they_do(request, name):
     request.node.add_marker(name)

@@ -168,7 +168,9 @@ def time_of_loop(found: dict[str, Any]) -> float:
     batches = collated(found)
     model, optimizer, key = found["model"], found["optimizer"], found["key"]
     model = model(key) if inspect.isfunction(model) else model
-    trainable, frozen = eqx.partition(model, found.get("trainable", eqx.is_inexact_array))
+    chosen = eqx.filter(model, found.get("trainable", eqx.is_inexact_array))
+    is_trained = lambda x: eqx.is_inexact_array(x) and any(x is y for y in jax.tree.leaves(chosen))
+    trainable, frozen = eqx.partition(model, is_trained)
     opt_state = optimizer.init(trainable)
 
     def loss_of(trainable: Any, frozen: Any, batch: Any, key: Any) -> Any:

@@ -12,6 +12,7 @@ from .checkpoint._tree import save_checkpoint as save_checkpoint
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches
+from .distributed._arrays import batch_shardings as batch_shardings
 from .distributed._initialize import initialize as initialize
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh

@@ -1,9 +1,10 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import redcoast as rc
@@ -80,6 +81,17 @@ def test_a_batch_is_split_where_it_divides():
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     assert batch_sharding(mesh, 8).spec == P(("data", "fsdp"))
     assert batch_sharding(mesh, 6).spec == P()
+
+
+def test_what_counts_rows_is_split_like_a_batch():
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    tree = {"buffer": np.zeros((8, 3)), "size": jnp.int32(0), "name": "cart"}
+    found = rc.batch_shardings(tree, mesh)
+    assert found["buffer"] == NamedSharding(mesh, P(("data", "fsdp")))
+    assert found["size"] == NamedSharding(mesh, P())
+    assert found["name"] is None
+    with jax.set_mesh(mesh):
+        assert rc.batch_shardings(tree) == found
 
 
 def test_the_ambient_mesh_takes_precedence_over_the_default():

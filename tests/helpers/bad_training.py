@@ -31,10 +31,13 @@ LOSSES = {
     "four": (lambda m, b, k: (1, 2, 3, 4), ValueError, "`loss_fn`.*tuple of length 4"),
     "aux": (lambda m, b, k: (jnp.sum(b["x"]), 3), TypeError, "second.*type int"),
     "reserved": (lambda m, b, k: (jnp.sum(b["x"]), {"loss": 1}), ValueError, "'loss'"),
-    "array": (lambda m, b, k: (jnp.sum(b["x"]), {"a": b["x"]}), ValueError, r"aux\['a'\]"),
     "text": (lambda m, b, k: (jnp.sum(b["x"]), {"a": "b"}), TypeError, r"aux\['a'\].*str"),
     "other model": (lambda m, b, k: (jnp.sum(b["x"]), {}, 3), ValueError, "different structure"),
 }
+
+
+def loss_with_array(model, batch, key):
+    return loss_fn(model, batch, key)[0], {"a": batch["x"]}
 
 
 def loop_batches(**options):
@@ -68,6 +71,7 @@ ROWS = {
     ],
     "train_step": [
         *[(lambda d, f=f: step(f), error, words) for f, error, words in LOSSES.values()],
+        (lambda d: step(loss_with_array, accumulate=2), ValueError, r"aux\['a'\] of shape"),
         (lambda d: step(accumulate=0), ValueError, "`accumulate` is 0"),
         (lambda d: step(accumulate=3), ValueError, "accumulate=3.*does not divide"),
         (lambda d: step(accumulate=2.0), TypeError, r"`accumulate` is 2\.0"),
@@ -157,6 +161,13 @@ ROWS = {
             "number of steps",
         ),
     ],
+    "batch_shardings": [
+        (
+            lambda d: rc.batch_shardings({"reward": jnp.ones((6, 2))}, rc.make_mesh(data=4, fsdp=2)),
+            ValueError,
+            r"reward has shape \(6, 2\), .*a multiple of 8",
+        ),
+    ],
     "with_gradient": [
         (
             lambda d: rc.with_gradient(jnp.float32(0), {"a": jnp.ones(2)}, {"b": jnp.ones(2)}),
@@ -204,6 +215,7 @@ ROWS = {
         (lambda d: fit(batch_size=8.0), TypeError, r"`batch_size` is 8\.0"),
         (lambda d: fit(steps=0), ValueError, "`steps` is 0"),
         (lambda d: fit(steps=2.5), TypeError, r"`steps` is 2\.5"),
+        (lambda d: fit(loss_fn=loss_with_array), ValueError, r"aux\['a'\] of shape"),
         (lambda d: fit(epochs=-1, steps=None), ValueError, "`epochs` is -1"),
         (lambda d: fit(epochs=1), ValueError, "epochs=1.*steps=2"),
         (lambda d: fit(steps=None), ValueError, "how long"),

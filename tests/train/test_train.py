@@ -582,7 +582,6 @@ def test_an_optimizer_state_of_other_leaves_raises():
         (lambda l: jnp.stack([l, l]), ValueError, r"shape \(2,\).*mean"),
         (lambda l: jnp.int32(1), ValueError, "int32"),
         (lambda l: 1.0, TypeError, "float"),
-        (lambda l: (l, {"a": jnp.ones(3)}), ValueError, r"aux\['a'\] of shape \(3,\)"),
         (lambda l: (l, {"loss": l}), ValueError, "Use another name"),
         (lambda l: (l, l), TypeError, "dict of scalar"),
         (lambda l: (l, {}, 1, 2), ValueError, "tuple of length 4"),
@@ -592,6 +591,21 @@ def test_an_optimizer_state_of_other_leaves_raises():
 def test_what_loss_fn_must_not_return(out, error, words):
     with pytest.raises(error, match=words):
         stepper(loss=lambda m, b, k: out(loss_fn(m, b, k)[0]))(start(), BATCH)
+
+
+def test_a_custom_loop_gets_arrays_of_the_loss():
+    """Such as the errors of the examples, for prioritised replay."""
+
+    def loss(model, batch, key):
+        value = loss_fn(model, batch, key)[0]
+        return value, {"errors": jnp.full((4, 2), value)}
+
+    _, metrics = eqx.filter_jit(stepper(loss=loss))(start(), BATCH)
+    assert metrics["errors"].shape == (4, 2)
+    assert (metrics["errors"] == metrics["loss"]).all()
+    # The mean over microbatches would not be the errors of the batch.
+    with pytest.raises(ValueError, match=r"aux\['errors'\] of shape \(4, 2\).*without `accumulate`"):
+        stepper(loss=loss, accumulate=2)(start(), BATCH)
 
 
 def test_the_returned_model_must_keep_its_shapes():

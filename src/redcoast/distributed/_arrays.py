@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
-from ._mesh import batch_sharding
+from ..core._pytree import ARRAYS, show_path
+from ._mesh import ambient_or_default, batch_sharding, batch_shards
 
 
 def own_rows(mesh: Mesh, rows: int) -> list[int]:
@@ -64,6 +65,53 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
         return x if sharding is None else put(x, sharding)
 
     return jax.tree.map(place, arrays)
+
+
+def batch_shardings(
+    tree: PyTree[Any], mesh: Mesh | None = None
+) -> PyTree[NamedSharding | None]:
+    """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
+
+    Use it for what a custom training loop keeps besides its models, such as the environments and
+    the replay buffer of reinforcement learning, whose first dimension counts environments, or a
+    state for each client of federated learning. Each device then computes with its own rows.
+
+    **Arguments:**
+
+    - `tree`: any PyTree. Its arrays may be abstract (`jax.ShapeDtypeStruct`).
+    - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
+
+    **Returns:**
+
+    A tree of the same structure with a `NamedSharding` for each array and `None` for each leaf that
+    is not an array. Arrays without dimensions are replicated.
+
+    **Raises:**
+
+    `ValueError` if the first dimension of an array is not divisible by data x fsdp.
+
+    !!! Example
+
+        ```python
+        buffer = {"reward": jnp.zeros((8, 10_000)), "size": jnp.zeros((), jnp.int32)}
+        shardings = rc.batch_shardings(buffer, rc.make_mesh())
+        buffer = jax.device_put(buffer, shardings)
+        ```
+    """
+    mesh = ambient_or_default(mesh)
+    shards = batch_shards(mesh)
+
+    def place(path: Any, x: Any) -> NamedSharding | None:
+        if not isinstance(x, ARRAYS):
+            return None
+        if x.ndim and x.shape[0] % shards:
+            raise ValueError(
+                f"{show_path(path, 'The array')} has shape {x.shape}, but its first dimension is "
+                f"split over data x fsdp = {shards} devices. Use a multiple of {shards}."
+            )
+        return batch_sharding(mesh, x.shape[0]) if x.ndim else NamedSharding(mesh, P())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:

@@ -23,6 +23,7 @@ from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._kv_store import agree, is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
+from ..tracking._metrics import check_scalars
 from ..train._compile import compile_call
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn, evaluate_loss
@@ -240,6 +241,7 @@ def _evaluation(
 ) -> tuple[dict[str, Any], Any]:
     model = eqx.nn.inference_mode(model)
     loss, aux, weight, _ = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+    check_scalars(aux)
     return {**aux, "loss": loss}, weight
 
 

@@ -47,16 +47,29 @@ def pack_metrics(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def packed(state: Any, *args: Any) -> tuple[Any, PackedMetrics]:
         state, metrics = step(state, *args)
+        check_scalars(metrics)
         values = [x.astype(jnp.result_type(float)) for x in metrics.values()]
         return state, PackedMetrics(tuple(metrics), jnp.stack(values))
 
     return packed
 
 
+def check_scalars(metrics: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if the loss returned metrics that are not scalars."""
+    for name, value in metrics.items():
+        if jnp.ndim(value):
+            raise ValueError(
+                f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
+                "scalars: reduce it, or return it from `predict_fn`. A custom training loop can "
+                "use arrays that `redcoast.train_step` returns, without `accumulate`."
+            )
+
+
 def read_step_metrics(metrics: PackedMetrics | Mapping[str, Any]) -> dict[str, float]:
     """Waits for a step and returns its metrics as Python floats."""
     if isinstance(metrics, PackedMetrics):
         return dict(zip(metrics.names, np.asarray(metrics.values).tolist(), strict=True))
+    check_scalars(metrics)
     return {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 
 

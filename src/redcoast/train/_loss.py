@@ -127,13 +127,8 @@ def _check_aux(aux: Any) -> None:
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
-                "scalars: numbers, or arrays of shape ()."
-            )
-        if jnp.ndim(value):
-            raise ValueError(
-                f"`loss_fn` returned aux[{name!r}] of shape {jnp.shape(value)}. Metrics must be "
-                "scalars: reduce it, or return it from `predict_fn`. A custom step, compiled with "
-                "`redcoast.compile_step`, can also return arrays."
+                "scalars: numbers, or arrays of shape (). A custom training loop may also use "
+                "other arrays."
             )
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
 from ..core._pytree import join, partition_trainable, show_path, split
+from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
@@ -138,7 +139,8 @@ def train_step(
     - `state`: a [`redcoast.TrainState`][].
     - `batch`: PyTree of arrays, batch dimension first.
     - `loss_fn`: `loss_fn(model, batch, key)` returns the mean loss, a scalar; or `(loss, aux)`,
-        with a dict of scalar metrics; or `(loss, aux, model)`, with updated non-trainable leaves
+        with a dict of scalar metrics, and in custom loops of other arrays, such as the errors of
+        the examples; or `(loss, aux, model)`, with updated non-trainable leaves
         such as running averages. `aux["weight"]` is the size of what the loss averages over, for
         example the number of tokens; the default is the number of examples.
     - `optimizer`: the optax optimizer that `state` was created with. Optimizers that use the loss
@@ -251,6 +253,7 @@ def loss_and_grads(
         rest = eqx.combine(arrays, static)
         microkey = jax.random.fold_in(key, index)
         (loss, (aux, weight, rest)), grads = value_and_grad(params, rest, microbatch, microkey)
+        check_scalars(aux)
         sums = jax.tree.map(lambda x: _weighted(widen(x), weight), (loss, aux, grads))
         return eqx.filter(rest, eqx.is_array), (sums, weight)
 

@@ -1,0 +1,41 @@
+"""A replay buffer on the devices, whose first dimension counts lanes, as that of a batch does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+Arrays = dict[str, Any]
+
+
+def empty_buffer(lanes: int, steps: int, **shapes: tuple[int, ...]) -> Arrays:
+    """Creates a buffer for the newest `steps` transitions of each lane, given the shapes of what
+    is kept of a transition, such as `reward=()`."""
+    kept = {name: jnp.zeros((lanes, steps, *shape)) for name, shape in shapes.items()}
+    return {"kept": kept, "added": jnp.int32(0)}  # the number of transitions added to each lane
+
+
+def add(buffer: Arrays, transitions: Arrays) -> Arrays:
+    """Adds transitions of shape `lanes steps ...`, in place of the oldest ones if it is full.
+
+    The number of steps has to divide that of the buffer.
+    """
+    capacity, count = (next(iter(x.values())).shape[1] for x in (buffer["kept"], transitions))
+    start = buffer["added"] % capacity
+
+    def write(old: jax.Array, new: Any) -> jax.Array:
+        new = jnp.asarray(new, old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
+
+    kept = {name: write(old, transitions[name]) for name, old in buffer["kept"].items()}
+    return {"kept": kept, "added": buffer["added"] + count}
+
+
+def sample(buffer: Arrays, rows: int, key: PRNGKeyArray) -> Arrays:
+    """Draws transitions of shape `lanes rows ...`: as many of each lane, from its own device."""
+    lanes, capacity = next(iter(buffer["kept"].values())).shape[:2]
+    filled = jnp.minimum(buffer["added"], capacity)
+    drawn = jax.random.randint(key, (lanes, rows), 0, filled)
+    pick = jax.vmap(lambda x, index: x[index])
+    return {name: pick(x, drawn) for name, x in buffer["kept"].items()}

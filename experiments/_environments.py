@@ -14,6 +14,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _usage import refuse
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
@@ -30,6 +31,30 @@ class Environment:
     step: Callable[[Any, Any], tuple[Float[Array, " physics"], Float[Array, ""], Bool[Array, ""]]]
     observe: Callable[[Float[Array, " physics"]], Float[Array, " observation"]]
     limit: int  # number of steps after which an episode is truncated
+
+
+def sizes(name: str, *, discrete: bool, on_device: bool) -> tuple[int, int]:
+    """The number of numbers in an observation, and of discrete actions or of numbers in an action.
+
+    Refuses environments that do not exist, or whose spaces are of another kind.
+    """
+    if on_device and name not in ENVIRONMENTS:
+        refuse(
+            f"Of the environments, {', '.join(ENVIRONMENTS)} are written in JAX, but not {name}."
+        )
+    try:
+        env = gymnasium.make(name)
+    except gymnasium.error.Error as error:
+        refuse(f"--environment {name} cannot be created: {error}")
+    observed, action = env.observation_space, env.action_space
+    is_discrete = isinstance(action, gymnasium.spaces.Discrete)
+    if is_discrete != discrete or len(observed.shape or ()) != 1:
+        kind = "discrete" if discrete else "continuous"
+        refuse(
+            f"--environment {name} has the observations {observed} and the actions {action}, but "
+            f"this experiment needs vectors as observations, and {kind} actions."
+        )
+    return observed.shape[0], int(action.n) if is_discrete else action.shape[0]
 
 
 def start_lanes(environment: Environment, key: PRNGKeyArray, lanes: int) -> Arrays:
@@ -129,14 +154,15 @@ def scaled(env: gymnasium.Env) -> gymnasium.Env:
     return gymnasium.wrappers.RescaleAction(env, -one, one)
 
 
-def mean_return(name: str, act: Callable[[np.ndarray], Any], *, episodes: int, seed: int) -> float:
-    """The mean return of episodes of a gymnasium environment, in which `act` chooses actions."""
-    lanes = HostLanes(name, episodes, seed)
-    while np.isnan(lanes.finished).any():
-        before = lanes.finished
-        lanes.step(np.asarray(act(lanes.observation)))
-        lanes.finished = np.where(np.isnan(before), lanes.finished, before)  # of first episodes
-    return float(lanes.finished.mean())
+def mean_return(name: str, policy: Policy, *, episodes: int, key: PRNGKeyArray) -> float:
+    """The mean return of a policy in episodes of a gymnasium environment."""
+    seed = int(jax.random.randint(key, (), 0, 2**31 - episodes))
+    lanes, first = HostLanes(name, episodes, seed), np.full(episodes, np.nan)
+    while np.isnan(first).any():
+        key, _ = jax.random.split(key)
+        lanes.step(np.asarray(policy(lanes.observation, key)))
+        first = np.where(np.isnan(first), lanes.finished, first)
+    return float(first.mean())
 
 
 def _cart_pole_step(physics: Array, action: Array) -> tuple[Array, Array, Array]:

@@ -22,7 +22,8 @@ def plot_metric(directory: Path, name: str) -> float:
     figure, axes = plt.subplots()
     for key, label, style in ((name, "training", "-"), (f"eval/{name}", "validation", "o-")):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel=name.replace("_", " "))
     axes.legend()
     figure.savefig(directory / f"{name}.png", dpi=150)

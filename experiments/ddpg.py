@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
-from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, start_lanes
+from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, sizes, start_lanes
 from _learner import on_one_device, prepare, run_learner, scan_steps
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
@@ -43,20 +43,18 @@ class Config:
 
 
 def main(c: Config) -> None:
-    if c.on_device and c.environment not in ENVIRONMENTS:
-        refuse(f"--on-device has {', '.join(ENVIRONMENTS)}, but not {c.environment}.")
+    size, count = sizes(c.environment, discrete=False, on_device=c.on_device)
     if c.batch_size % c.lanes or c.buffer % (c.lanes * c.rollout):
         refuse("--batch-size must be divisible by --lanes, and --buffer by lanes x rollout.")
     run = start(c, "ddpg")
     host = HostLanes(c.environment, c.lanes, c.run.seed)
-    space, size = host.envs.single_action_space, host.observation.shape[1]
     optimizer = optax.adam(c.learning_rate)
-    functions = ft.partial(init_fn, c, size, space.shape[0]), optimizer, loss_fn
+    functions = ft.partial(init_fn, c, size, count), optimizer, loss_fn
     buffer = empty_buffer(
         c.lanes,
         c.buffer // c.lanes,
         observation=(size,),
-        action=space.shape,
+        action=(count,),
         reward=(),
         next_observation=(size,),
         terminated=(),
@@ -100,8 +98,8 @@ def main(c: Config) -> None:
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, plan.mesh)
-    act = eqx.filter_jit(lambda observation: actions(model, observation))
-    found = mean_return(c.environment, act, episodes=c.episodes, seed=c.run.seed + 1)
+    act = eqx.filter_jit(lambda x, key: actions(model, x))
+    found = mean_return(c.environment, act, episodes=c.episodes, key=run.key)
     report(run.directory, mean_return=found)
 
 

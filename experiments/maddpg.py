@@ -18,6 +18,7 @@ from _common import Run, Started, exit_if_stopped, report, start
 from _learner import on_one_device, prepare, run_learner, scan_steps
 from _plots import plt
 from _replay import add, empty_buffer, sample
+from _usage import refuse
 from mpe2 import simple_spread_v3
 
 import redcoast as rc
@@ -35,13 +36,18 @@ class Config:
     discount: float = 0.95  # by which a reward counts less for each step that it is later
     decay: float = 0.98  # of the moving averages that are the target networks
     width: int = 64  # width of the hidden layers
-    steps: int = 300  # number of episodes in each lane
+    steps: int = 400  # number of episodes in each lane
     learning_rate: float = 1e-3  # learning rate of all networks
     episodes: int = 200  # number of episodes after training, of which the mean return is reported
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
+    if c.batch_size % c.lanes or c.buffer % (c.lanes * EPISODE):
+        refuse(
+            f"--batch-size must be divisible by --lanes {c.lanes}, and --buffer by lanes x "
+            f"{EPISODE}, the steps of an episode."
+        )
     run = start(c, "maddpg")
     models = {name: train(c, run, name) for name in ("central", "independent")}
     policies = {name: lambda x, key, m=model: act(m, x) for name, model in models.items()}
@@ -57,7 +63,8 @@ def main(c: Config) -> None:
 
 def train(c: Config, run: Started, critics: str) -> dict:
     """Trains the agents, each with a `central` or an `independent` critic; returns the networks."""
-    run = dataclasses.replace(run, directory=run.directory / critics)
+    if critics == "independent":
+        run = dataclasses.replace(run, directory=run.directory / critics)
     inputs = (OBSERVED + 2) * (AGENTS if critics == "central" else 1)
     shapes = {"observation": (AGENTS, OBSERVED), "action": (AGENTS, 2), "reward": (AGENTS,)}
     shapes["next_observation"] = shapes["observation"]
@@ -183,9 +190,8 @@ def plot_returns(directory, random):
     if jax.process_index() > 0:  # process 0 has the metrics
         return
     axes = plt.figure().add_subplot(xlabel="episodes in each lane", ylabel="return of an episode")
-    for name in ("central", "independent"):
-        history = rc.read_metrics(directory / name / "metrics.jsonl")
-        returns = [x["return"] for x in history]
+    for name, of_run in (("central", directory), ("independent", directory / "independent")):
+        returns = [x["return"] for x in rc.read_metrics(of_run / "metrics.jsonl")]
         axes.plot(np.convolve(returns, np.full(10, 0.1), "valid"), label=f"{name} critics")
     axes.axhline(random, linestyle="--", color="gray", label="random actions")
     axes.legend()

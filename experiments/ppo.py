@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
-from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, start_lanes
+from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, sizes, start_lanes
 from _learner import on_one_device, prepare, run_learner
 from _plots import plot_metric
 from _usage import refuse
@@ -39,13 +39,11 @@ class Config:
 
 
 def main(c: Config) -> None:
-    if c.on_device and c.environment not in ENVIRONMENTS:
-        refuse(f"--on-device has {', '.join(ENVIRONMENTS)}, but not {c.environment}.")
+    size, actions = sizes(c.environment, discrete=True, on_device=c.on_device)
     if c.rollout % c.minibatches:
         refuse(f"--rollout {c.rollout} is not divisible by --minibatches {c.minibatches}.")
     run = start(c, "ppo")
     host = HostLanes(c.environment, c.lanes, c.run.seed)
-    size, actions = host.observation.shape[1], int(host.envs.single_action_space.n)
     rate = optax.linear_schedule(c.learning_rate, 0, c.steps * c.epochs * c.minibatches)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate))
     functions = ft.partial(init_fn, c, size, actions), optimizer, ft.partial(loss_fn, c)
@@ -84,8 +82,8 @@ def main(c: Config) -> None:
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, plan.mesh)
-    best = eqx.filter_jit(lambda observation: jnp.argmax(log_policy(model, observation), axis=-1))
-    found = mean_return(c.environment, best, episodes=c.episodes, seed=c.run.seed + 1)
+    best = eqx.filter_jit(lambda x, key: jnp.argmax(log_policy(model, x), axis=-1))
+    found = mean_return(c.environment, best, episodes=c.episodes, key=run.key)
     report(run.directory, mean_return=found)
 
 

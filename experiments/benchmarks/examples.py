@@ -51,6 +51,11 @@ class Example:
     # Redco's files for the task, with their numbers of lines and of lines with code.
     redco: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     lower_is_better: bool = False
+    plot: str = "loss.png"  # the plot of the training
+    curve: str = ""  # the metric that curves.py draws for each seed
+    # With discrete actions, or thousands of updates, rounding changes what follows: the meshes are
+    # compared in float64 then, with these options.
+    double: tuple[str, ...] | None = None
     fits_before: int = 0  # calls of `rc.fit` before the one whose step is timed
 
     def reached(self, results: dict[str, float]) -> bool:
@@ -86,6 +91,44 @@ EXAMPLES = (
         },
     ),
     Example("distillation", "gain", 0.05, "teacher.png", fits_before=1),  # of the teacher
+    Example(
+        "ppo",
+        "mean_return",
+        475,
+        "return.png",
+        {
+            "reinforcement_learning/ppo_main.py": (82, 56),
+            "reinforcement_learning/ppo_agent.py": (170, 128),
+            "reinforcement_learning/ppo_pipeline.py": (63, 34),
+        },
+        plot="return.png",
+        curve="return",
+        double=("--on-device",),
+    ),
+    Example(
+        "ddpg",
+        "mean_return",
+        -250,
+        "return.png",
+        {
+            "reinforcement_learning/ddpg_main.py": (85, 59),
+            "reinforcement_learning/ddpg_agent.py": (159, 122),
+            "reinforcement_learning/ddpg_pipeline.py": (94, 59),
+        },
+        plot="return.png",
+        curve="return",
+        double=("--on-device",),
+    ),
+    Example(
+        "maddpg",
+        "central_return",
+        -18,
+        "returns.png",
+        plot="returns.png",
+        curve="return",
+        double=(),
+    ),
+    Example("evolution", "mean_return", 475, "return.png", plot="return.png", curve="return"),
 )
 
 

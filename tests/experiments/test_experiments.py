@@ -56,14 +56,18 @@ def only_run(directory):
 
 SCRIPTS = [
     "contrastive",
+    "ddpg",
     "differential_privacy",
     "distillation",
+    "evolution",
     "federated",
     "finetune",
     "image_classification",
     "image_to_text",
     "language_modeling",
+    "maddpg",
     "maml",
+    "ppo",
     "serve_prompt",
     "text_classification",
     "text_to_image",

@@ -39,16 +39,18 @@ def test_every_seed_reaches_the_threshold(example, seed, tmp_path):
     results = run(example.name, seed, tmp_path)
     assert example.reached(results), results
     (directory,) = tmp_path.iterdir()
-    with Image.open(directory / "loss.png") as plot:
+    with Image.open(directory / example.plot) as plot:
         plot.verify()
     assert (directory / "plan.txt").is_file()
     assert (directory / example.picture).is_file()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_are_the_same_on_every_mesh(name, tmp_path):
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_losses_are_the_same_on_every_mesh(example, tmp_path, monkeypatch):
+    options = ["--steps", SHORT, *(example.double or ())]
+    monkeypatch.setenv("JAX_ENABLE_X64", str(example.double is not None))
     losses = {
-        mesh: run_short(name, tmp_path / mesh, "--mesh", mesh, "--steps", SHORT)[1]
+        mesh: run_short(example.name, tmp_path / mesh, "--mesh", mesh, *options)[1]
         for mesh in ("1", "8", "2x4")
     }
     assert [*losses["1"]] == [*range(1, SHORT + 1)]

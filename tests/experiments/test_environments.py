@@ -1,0 +1,147 @@
+"""The environments of the experiments: those in JAX against gymnasium's."""
+
+import re
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def environments(script):
+    return script("_environments")
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
+def test_physics_rewards_and_ends_are_gymnasiums(environments, name):
+    environment, reference = environments.ENVIRONMENTS[name], gymnasium.make(name).unwrapped
+    step, observe = jax.jit(environment.step), jax.jit(environment.observe)
+    rng, ends = np.random.default_rng(0), 0
+    reference.reset(seed=0)
+    physics = jnp.asarray(reference.state, jnp.float32)
+    for _ in range(100):
+        action = rng.integers(2) if name == "CartPole-v1" else rng.uniform(-1, 1, 1)
+        given = action if name == "CartPole-v1" else 2 * action  # its torque is from -2 to 2
+        seen, reward, terminated, _, _ = reference.step(given)
+        physics, found, ended = step(physics, jnp.asarray(action))
+        np.testing.assert_allclose(observe(physics), seen, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found, reward, rtol=1e-3, atol=1e-4)
+        assert ended == terminated
+        if terminated:
+            ends += 1
+            reference.reset()
+        # The pendulum is chaotic near the top: both start each step from the same state.
+        physics = jnp.asarray(reference.state, jnp.float32)
+    assert ends > 1 or name == "Pendulum-v1"
+
+
+def test_episodes_start_from_gymnasiums_distribution(environments):
+    for name, environment in environments.ENVIRONMENTS.items():
+        reference, spec = gymnasium.make(name), gymnasium.spec(name)
+        found = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 2000))
+        states = []
+        for seed in range(500):
+            reference.reset(seed=seed)
+            states.append(reference.unwrapped.state)
+        for statistic in (np.min, np.mean, np.max):
+            expected = statistic(states, axis=0)
+            scale = np.ptp(states, axis=0)
+            assert (np.abs(statistic(found, axis=0) - expected) < 0.06 * scale).all()
+        assert environment.limit == spec.max_episode_steps
+
+
+def test_an_episode_that_ends_is_followed_by_the_next(environments):
+    environment = environments.ENVIRONMENTS["CartPole-v1"]
+    step = jax.jit(lambda *args: environments.step_lanes(environment, *args))
+    lanes = environments.start_lanes(environment, jax.random.key(0), 3)
+    assert np.isnan(lanes["finished"]).all()
+    returns = np.zeros(3)
+    for i in range(60):
+        before = lanes
+        lanes, found = step(lanes, jnp.array([1, 1, i % 2]), jax.random.key(i))
+        np.testing.assert_array_equal(found["observation"], before["physics"])
+        returns += 1
+        ended = np.asarray(found["ended"])
+        # What the last transition led to is not the first observation of the next episode.
+        outside = np.abs(found["next_observation"][:, 2]) > 12 * np.pi / 180
+        np.testing.assert_array_equal(ended, outside)
+        assert (np.abs(lanes["physics"][ended]) < 0.05).all()
+        np.testing.assert_array_equal(np.asarray(lanes["finished"])[ended], returns[ended])
+        returns[ended] = 0
+    assert np.isfinite(lanes["finished"][:2]).all()
+
+
+def test_a_time_limit_truncates(environments):
+    environment = environments.ENVIRONMENTS["Pendulum-v1"]
+    lanes = environments.start_lanes(environment, jax.random.key(0), 2)
+    policy = lambda observations, key: jnp.zeros((2, 1))
+    run = jax.jit(lambda lanes, key: environments.rollout(environment, policy, lanes, key, 201))
+    lanes, found = run(lanes, jax.random.key(0))
+    assert found["reward"].shape == (2, 201)
+    assert not found["terminated"].any()
+    assert np.flatnonzero(found["ended"][0]).tolist() == [199]
+    np.testing.assert_allclose(lanes["finished"], found["reward"][:, :200].sum(axis=1), rtol=1e-5)
+
+
+def test_lanes_on_the_host_make_the_same_transitions(environments):
+    lanes = environments.HostLanes("CartPole-v1", 3, seed=0)
+    single = gymnasium.make("CartPole-v1")
+    seen, _ = single.reset(seed=0)  # the first lane's seed
+    total, ends = 0.0, 0
+    for _ in range(60):
+        found = lanes.step(np.ones(3, int))
+        after, reward, terminated, truncated, _ = single.step(1)
+        np.testing.assert_array_equal(found["observation"][0], seen)
+        np.testing.assert_array_equal(found["next_observation"][0], after)
+        assert found["ended"][0] == (terminated or truncated)
+        total, seen = total + reward, after
+        if terminated or truncated:
+            assert lanes.finished[0] == total
+            total, ends, seen = 0.0, ends + 1, single.reset()[0]
+    assert ends > 2
+
+
+def test_continuous_actions_are_scaled_to_those_of_the_environment(environments):
+    lanes = environments.HostLanes("Pendulum-v1", 1, seed=0)
+    single = gymnasium.make("Pendulum-v1")
+    single.reset(seed=0)
+    found = lanes.step(np.full((1, 1), 0.5, np.float32))
+    np.testing.assert_allclose(found["reward"], single.step(np.float32([1.0]))[1], rtol=1e-5)
+
+
+def test_the_mean_return_is_that_of_first_episodes(environments):
+    """Short episodes, which a lane repeats while others go on, do not count more than once."""
+    policy = lambda observations, key: np.ones(len(observations), int)
+    found = environments.mean_return("CartPole-v1", policy, episodes=5, key=jax.random.key(3))
+    seed = int(jax.random.randint(jax.random.key(3), (), 0, 2**31 - 5))
+    returns = []
+    for i in range(5):
+        env = gymnasium.make("CartPole-v1")
+        env.reset(seed=seed + i)
+        returns.append(next(n for n in range(1, 500) if env.step(1)[2]))
+    assert len(set(returns)) > 1
+    assert found == pytest.approx(np.mean(returns))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("CartPole-v9", {"discrete": True}, "CartPole-v9 cannot be created"),
+        ("Acrobot-v1", {"discrete": True, "on_device": True}, "but not Acrobot-v1"),
+        ("Pendulum-v1", {"discrete": True}, "Box.*discrete actions"),
+        ("CartPole-v1", {"discrete": False}, "Discrete.*continuous actions"),
+        ("FrozenLake-v1", {"discrete": True}, "vectors as observations"),
+    ],
+)
+def test_environments_that_do_not_suit_are_refused(environments, capsys, name, options, words):
+    with pytest.raises(SystemExit):
+        environments.sizes(name, **{"on_device": False} | options)
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_the_sizes_are_those_of_the_spaces(environments):
+    assert environments.sizes("CartPole-v1", discrete=True, on_device=True) == (4, 2)
+    assert environments.sizes("Acrobot-v1", discrete=True, on_device=False) == (6, 3)
+    assert environments.sizes("Pendulum-v1", discrete=False, on_device=True) == (3, 1)

@@ -1,0 +1,76 @@
+"""The gradient of the evolution strategy, and a run."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import redcoast as rc
+
+
+@pytest.fixture
+def experiment(script):
+    return script("evolution")
+
+
+@pytest.fixture
+def config(experiment, script, tmp_path):
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    given = {"pairs": 16, "width": 4, "steps": 2, "episodes": 2}
+    return lambda **options: experiment.Config(**given | options, run=run)
+
+
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
+def test_a_run_reports_the_return(experiment, config, tmp_path, environment):
+    experiment.main(config(environment=environment))
+    (directory,) = tmp_path.iterdir()
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    assert [-x["loss"] for x in history] == [x["return"] for x in history]
+    low, high = (8, 500) if environment == "CartPole-v1" else (-2000, 0)
+    assert low <= json.loads((directory / "results.json").read_text())["mean_return"] <= high
+    assert (directory / "return.png").is_file()
+
+
+def test_other_environments_are_refused(experiment, config, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(environment="Acrobot-v1"))
+    assert "CartPole-v1, Pendulum-v1 are written in JAX, but not" in capsys.readouterr().err
+
+
+def test_the_gradient_is_that_of_the_expected_return(experiment, script, config, monkeypatch):
+    """In an environment of one step, whose return is a linear function of the action."""
+    seen = []
+
+    def fit(init_fn, optimizer, examples, *, loss_fn, **options):
+        seen.append((init_fn, loss_fn))
+        raise KeyboardInterrupt
+
+    environments = script("_environments")
+    slope = jnp.array([3.0])
+    one = environments.Environment(
+        reset=lambda key: jnp.ones(3),
+        step=lambda physics, action: (physics, slope @ action, jnp.bool_(True)),
+        observe=lambda physics: physics,
+        limit=1,
+    )
+    monkeypatch.setitem(environments.ENVIRONMENTS, "Pendulum-v1", one)
+    monkeypatch.setattr(rc, "fit", fit)
+    pairs, deviation = 4000, 0.02
+    with pytest.raises(KeyboardInterrupt):
+        experiment.main(config(environment="Pendulum-v1", deviation=deviation))
+    ((init_fn, loss_fn),) = seen
+    policy = init_fn(jax.random.key(0))
+    given = (policy, jnp.arange(pairs), jax.random.key(1))
+    found = eqx.filter_jit(eqx.filter_grad(loss_fn, has_aux=True))(*given)[0]
+    expected = eqx.filter_grad(lambda p: -slope @ jnp.tanh(p(jnp.ones(3))))(policy)
+    found, expected = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(eqx.filter(t, eqx.is_array))])
+        for t in (found, expected)
+    )
+    # Ranks keep the direction of the gradient, and not its length.
+    cosine = found @ expected / np.linalg.norm(found) / np.linalg.norm(expected)
+    assert cosine > 0.98

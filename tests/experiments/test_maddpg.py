@@ -1,0 +1,108 @@
+"""What the agents of MADDPG and their critics know, and a run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpe2 import simple_spread_v3
+
+import redcoast as rc
+
+SMALL = {"lanes": 8, "updates": 2, "batch_size": 16, "buffer": 400, "width": 8, "episodes": 2}
+
+
+@pytest.fixture
+def experiment(script):
+    return script("maddpg")
+
+
+@pytest.fixture
+def config(experiment, script, tmp_path):
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    return lambda **options: experiment.Config(**SMALL | {"steps": 2} | options, run=run)
+
+
+@pytest.mark.seconds(10)  # a whole run
+def test_a_run_compares_critics_with_random_actions(experiment, config, tmp_path):
+    experiment.main(config())
+    (directory,) = tmp_path.iterdir()
+    results = json.loads((directory / "results.json").read_text())
+    assert results.keys() == {"central_return", "independent_return", "random_return"}
+    assert all(-100 < x < 0 for x in results.values())
+    for of_run in (directory, directory / "independent"):
+        assert len(rc.read_metrics(of_run / "metrics.jsonl")) == 2
+    assert (directory / "returns.png").is_file()
+
+
+def test_a_batch_that_lanes_do_not_divide_is_refused(experiment, config, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(batch_size=12))
+    assert "divisible by --lanes 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("critics", "known"), [("central", 3), ("independent", 1)])
+def test_a_critic_knows_all_agents_or_its_own(experiment, config, critics, known):
+    model = experiment.init_fn(config(), 20 * known, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    seen, taken = (jnp.asarray(rng.normal(size=(3, n)), jnp.float32) for n in (18, 2))
+    by_seen, by_taken = jax.jacobian(experiment.values, (1, 2))(model, seen, taken)
+    for gradient in (by_seen, by_taken):
+        depends = np.abs(np.asarray(gradient)).sum(axis=-1) > 0  # (value of, agent)
+        expected = np.ones((3, 3)) if critics == "central" else np.eye(3)
+        np.testing.assert_array_equal(depends, expected)
+
+
+def test_an_agent_acts_on_its_own_observation(experiment, config):
+    model = experiment.init_fn(config(), 60, jax.random.key(0))
+    seen = jnp.asarray(np.random.default_rng(0).normal(size=(3, 18)), jnp.float32)
+    gradient = jax.jacobian(experiment.actions, 1)(model, seen)
+    depends = np.abs(np.asarray(gradient)).sum(axis=(1, 3)) > 0
+    np.testing.assert_array_equal(depends, np.eye(3))
+
+
+def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experiment, config):
+    """The actors' part of the loss, against a loop over agents and rows."""
+    model = experiment.init_fn(config(), 60, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    shapes = {"observation": (2, 4, 3, 18), "action": (2, 4, 3, 2), "target": (2, 4, 3)}
+    batch = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    found = jax.jit(lambda batch: experiment.loss_fn(model, batch, None))(batch)
+    errors, gains, sizes = [], [], []
+    for row in np.ndindex(2, 4):
+        seen, taken, target = (np.asarray(batch[name][row]) for name in shapes)
+        errors.append((np.asarray(experiment.values(model, seen, taken)) - target) ** 2)
+        chosen = np.asarray(experiment.actions(model, seen))
+        sizes.append(chosen**2)
+        for agent in range(3):
+            mixed = taken.copy()
+            mixed[agent] = chosen[agent]
+            gains.append(float(experiment.values(model, seen, mixed)[agent]))
+    expected = np.mean(errors) - 3 * np.mean(gains) + 1e-3 * np.mean(sizes)
+    assert float(found) == pytest.approx(expected, rel=1e-4)
+
+
+def test_episodes_are_those_of_the_environment_and_repeat_with_the_seed(experiment):
+    envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(2)]
+    push = np.array([[0.5, -1.0], [-0.25, 0.0], [1.0, 0.75]], np.float32)
+    policy = lambda seen, key: np.broadcast_to(push, (2, 3, 2))
+    found = experiment.play(envs, policy, jax.random.key(0), seed=7)
+    again = experiment.play(envs, policy, jax.random.key(0), seed=7)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+    assert found["observation"].shape == (2, 25, 3, 18)
+    np.testing.assert_array_equal(found["observation"][:, 1:], found["next_observation"][:, :-1])
+
+    single = simple_spread_v3.parallel_env(continuous_actions=True)
+    seen, _ = single.reset(seed=8)
+    given = {
+        "agent_0": np.float32([0, 0, 0.5, 1, 0]),
+        "agent_1": np.float32([0, 0.25, 0, 0, 0]),
+        "agent_2": np.float32([0, 0, 1, 0, 0.75]),
+    }
+    for i in range(25):
+        np.testing.assert_allclose(found["observation"][1, i], [*seen.values()], rtol=1e-5)
+        seen, reward, *_ = single.step(given)
+        np.testing.assert_allclose(found["reward"][1, i], [*reward.values()], rtol=1e-5)
+    # To the right is positive in the first coordinate of the velocity.
+    assert (found["next_observation"][:, -1, :, 0] * push[:, 0] > 0).all()

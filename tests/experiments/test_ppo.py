@@ -1,0 +1,144 @@
+"""The pieces of PPO against their definitions, and runs with both kinds of environments."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import redcoast as rc
+
+SMALL = {"lanes": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8, "episodes": 2}
+
+
+@pytest.fixture
+def experiment(script):
+    return script("ppo")
+
+
+@pytest.fixture
+def config(experiment, script, tmp_path):
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    return lambda **options: experiment.Config(**SMALL | {"steps": 2} | options, run=run)
+
+
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
+    experiment.main(config(on_device=on_device))
+    (directory,) = tmp_path.iterdir()
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    assert len(history) == 2
+    assert all(math.isfinite(x["loss"]) and not x["skipped"] for x in history)
+    assert json.loads((directory / "results.json").read_text())["mean_return"] >= 8
+    assert (directory / "return.png").is_file()
+    assert "data=2" in (directory / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout": 15}, "not divisible by --minibatches 2"),
+        ({"environment": "Pendulum-v1"}, "discrete actions"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(experiment, config, options, words, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(**options))
+    assert words in capsys.readouterr().err
+
+
+def test_advantages_are_those_of_the_definition(experiment, config):
+    """Sums of discounted errors up to the end of an episode; a truncated one has a future."""
+    rng = np.random.default_rng(0)
+    reward, value, after = (rng.normal(size=(8, 16)).astype(np.float32) for _ in range(3))
+    ended = rng.random((8, 16)) < 0.3
+    terminated = ended & (rng.random((8, 16)) < 0.5)
+    c = config()
+    expected = np.zeros((8, 16))
+    for lane in range(8):
+        for start in range(16):
+            for i in range(start, 16):
+                future = 0 if terminated[lane, i] else after[lane, i]
+                error = reward[lane, i] + c.discount * future - value[lane, i]
+                expected[lane, start] += (c.discount * c.trace) ** (i - start) * error
+                if ended[lane, i]:
+                    break
+    transitions = {"reward": reward, "terminated": terminated, "ended": ended}
+    transitions = jax.tree.map(jnp.asarray, transitions)
+    found = experiment.advantages(c, transitions, jnp.asarray(value), jnp.asarray(after))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
+    c = config(entropy=0.1)
+    model = experiment.init_fn(c, 4, 3, jax.random.key(0))
+    scale = {"mean": jnp.float32(2), "variance": jnp.float32(9), "count": jnp.float32(1)}
+    model["scales"]["target"] = scale
+    rng = np.random.default_rng(0)
+    floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    old = np.asarray(jax.nn.log_softmax(floats(5, 6, 3)))
+    batch = {
+        "observation": floats(5, 6, 4),
+        "log_policy": old,
+        "action": rng.integers(3, size=(5, 6)),
+        **{name: floats(5, 6) for name in ("advantage", "value", "target")},
+    }
+    loss, found = experiment.loss_fn(c, model, jax.tree.map(jnp.asarray, batch), None)
+
+    new = np.asarray(experiment.log_policy(model, batch["observation"]))
+    value = np.asarray(experiment.values(model, batch["observation"]))
+    advantage = (batch["advantage"] - batch["advantage"].mean()) / batch["advantage"].std()
+    gains, errors = [], []
+    for i in np.ndindex(5, 6):
+        ratio = math.exp(new[i][batch["action"][i]] - old[i][batch["action"][i]])
+        limited = min(max(ratio, 1 - c.clip), 1 + c.clip)
+        gains.append(min(ratio * advantage[i], limited * advantage[i]))
+        change = min(max(value[i] - batch["value"][i], -3 * c.clip), 3 * c.clip)
+        near, target = batch["value"][i] + change, batch["target"][i]
+        errors.append(max((value[i] - target) ** 2, (near - target) ** 2) / 9)
+    entropy = -np.mean(np.sum(np.exp(new) * new, axis=-1))
+    assert float(found["entropy"]) == pytest.approx(entropy, rel=1e-4)
+    expected = -np.mean(gains) + np.mean(errors) / 2 - c.entropy * entropy
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_each_epoch_has_every_transition_once_and_in_its_lane(experiment, config):
+    c = config()
+    data = {"x": jnp.arange(8 * 16).reshape(8, 16), "y": jnp.ones((8, 16, 3))}
+    found = experiment.shuffled(c, data, jax.random.key(0))
+    assert found["x"].shape == (4, 8, 8)
+    assert found["y"].shape == (4, 8, 8, 3)
+    epochs = np.asarray(found["x"]).reshape(2, 2, 8, 8).transpose(0, 2, 1, 3).reshape(2, 8, 16)
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch, axis=1), data["x"])
+    assert (epochs[0] != epochs[1]).any()
+    assert (epochs[0] % 16 != epochs[0][0] % 16).any()  # lanes have orders of their own
+
+
+def test_the_scale_is_that_of_all_rows_so_far(experiment):
+    rows = np.random.default_rng(0).normal(3, 5, (4, 6, 10, 2)).astype(np.float32)
+    scale = {"mean": jnp.zeros(2), "variance": jnp.zeros(2), "count": jnp.zeros(())}
+    for part in rows:
+        scale = experiment.merged(scale, jnp.asarray(part))
+    flat = rows.reshape(-1, 2).astype(np.float64)
+    np.testing.assert_allclose(scale["mean"], flat.mean(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(scale["variance"], flat.var(axis=0), rtol=1e-4)
+
+
+def test_transitions_stay_on_their_device(experiment, config, monkeypatch):
+    """Acting and learning are one program that only sums over devices."""
+    lowered = []
+
+    def run_learner(c, run, step, state, shardings, *, plan, collect):
+        lowered.append(rc.compile_step(step, shardings).lower(state).compile().as_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "run_learner", run_learner)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.main(config(on_device=True))
+    (text,) = lowered
+    kinds = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+    assert [kind for kind in kinds if f" {kind}" in text] == ["all-reduce"]

@@ -84,7 +84,7 @@ def run_learner(
 def on_one_device(model: PyTree, mesh: Mesh) -> PyTree:
     """Copies a model to one device of this process.
 
-    A call for a few observations costs about ten times less on one device than on eight.
+    A call for a few observations costs about six times less on one device than on eight.
     """
     arrays, static = eqx.partition(model, eqx.is_array)
     arrays = jax.device_put(arrays, NamedSharding(mesh, P()))

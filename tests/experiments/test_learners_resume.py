@@ -41,7 +41,8 @@ def test_a_killed_run_resumes_bit_for_bit(name, tmp_path):
     expected = finish(name, tmp_path / "whole")
     process, deadline = start(name, tmp_path / "killed"), time.monotonic() + 600
     while not list((tmp_path / "killed").glob("*/checkpoints/16")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()

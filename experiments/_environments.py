@@ -46,7 +46,8 @@ def sizes(name: str, *, discrete: bool, on_device: bool) -> tuple[int, int]:
         env = gymnasium.make(name)
     except gymnasium.error.Error as error:
         refuse(f"--environment {name} cannot be created: {error}")
-    observed, action = env.observation_space, env.action_space
+    observed: Any = env.observation_space
+    action: Any = env.action_space
     is_discrete = isinstance(action, gymnasium.spaces.Discrete)
     if is_discrete != discrete or len(observed.shape or ()) != 1:
         kind = "discrete" if discrete else "continuous"

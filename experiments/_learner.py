@@ -54,7 +54,7 @@ def run_learner(
     """
     compiled, number = rc.compile_step(step, shardings), 0
     checkpoints = rc.Checkpoints(run.directory, every=max(1, c.steps // 10))
-    with rc.stop_on_signal(mesh=plan.mesh) as stopping, rc.Checkpointer(checkpoints) as saver:
+    with rc.stop_on_signal(mesh=mesh_of(plan)) as stopping, rc.Checkpointer(checkpoints) as saver:
         state, restored = eqx.filter_shard(state, shardings), saver.restore(state, shardings)
         if restored:
             state, number = restored.state, restored.step
@@ -79,6 +79,12 @@ def run_learner(
                 if stop:
                     break
     return state, number
+
+
+def mesh_of(plan: rc.Plan) -> Mesh:
+    """The mesh of a plan, which has devices."""
+    assert isinstance(plan.mesh, Mesh)
+    return plan.mesh
 
 
 def on_one_device(model: PyTree, mesh: Mesh) -> PyTree:

@@ -6,6 +6,7 @@ on one device, and each lane gives as many transitions to a minibatch.
 
 import functools as ft
 from dataclasses import dataclass, field
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, sizes, start_lanes
-from _learner import on_one_device, prepare, run_learner, scan_steps
+from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
 from _usage import refuse
@@ -63,8 +64,9 @@ def main(c: Config) -> None:
     minibatch["target"] = minibatch["reward"]
     train, plan, loss = prepare(run, *functions, minibatch)
     fit = ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer)
+    mesh = mesh_of(plan)
 
-    def step(state, transitions=None, finished=None):
+    def step(state, transitions: Any = None, finished: Any = None):
         lanes, model = state["lanes"], state["train"].model
         act_key, learn_key = jax.random.split(jax.random.fold_in(run.key, state["train"].step))
         if c.on_device:
@@ -83,7 +85,7 @@ def main(c: Config) -> None:
     def collect(state, number):
         if c.on_device:
             return ()
-        model, added = on_one_device((state["train"].model, state["buffer"]["added"]), plan.mesh)
+        model, added = on_one_device((state["train"].model, state["buffer"]["added"]), mesh)
         key = jax.random.fold_in(run.key, number)
         return host.rollout(ft.partial(explore, c, model, added), key, c.rollout), host.finished
 
@@ -91,13 +93,13 @@ def main(c: Config) -> None:
     state = {"train": train, "target": copy, "buffer": buffer, "lanes": {}}
     if c.on_device:
         state["lanes"] = start_lanes(ENVIRONMENTS[c.environment], run.key, c.lanes)
-    rows = rc.batch_shardings({name: state[name] for name in ("buffer", "lanes")}, plan.mesh)
+    rows = rc.batch_shardings({name: state[name] for name in ("buffer", "lanes")}, mesh)
     shardings = {"train": plan.shardings, "target": plan.shardings.model} | rows
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
 
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
-    model = on_one_device(state["train"].model, plan.mesh)
+    model = on_one_device(state["train"].model, mesh)
     act = eqx.filter_jit(lambda x, key: actions(model, x))
     found = mean_return(c.environment, act, episodes=c.episodes, key=run.key)
     report(run.directory, mean_return=found)

@@ -7,6 +7,7 @@ For comparison, the same agents are trained with critics that know only their ow
 import dataclasses
 import functools as ft
 from dataclasses import dataclass, field
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 import tyro
 from _common import Run, Started, exit_if_stopped, report, start
-from _learner import on_one_device, prepare, run_learner, scan_steps
+from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps
 from _plots import plt
 from _replay import add, empty_buffer, sample
 from _usage import refuse
@@ -50,7 +51,7 @@ def main(c: Config) -> None:
         )
     run = start(c, "maddpg")
     models = {name: train(c, run, name) for name in ("central", "independent")}
-    policies = {name: lambda x, key, m=model: act(m, x) for name, model in models.items()}
+    policies: dict[str, Any] = {name: ft.partial(act, model) for name, model in models.items()}
     policies["random"] = lambda x, key: jax.random.uniform(key, (*x.shape[:2], 2), minval=-1)
     envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(c.episodes)]
     returns = {
@@ -76,6 +77,8 @@ def train(c: Config, run: Started, critics: str) -> dict:
     init = ft.partial(init_fn, c, inputs)
     trained, plan, loss = prepare(run, init, optimizer, loss_fn, minibatch)
 
+    mesh = mesh_of(plan)
+
     def update(buffer, networks, key):
         batch, target = take(buffer, key=key), networks["target"]
         after = batch["next_observation"]
@@ -98,23 +101,23 @@ def train(c: Config, run: Started, critics: str) -> dict:
 
     def collect(state, number):
         # Episodes are seeded by their number, so a run that is resumed has the same ones.
-        policy = ft.partial(explore, c, on_one_device(state["train"].model, plan.mesh))
+        policy = ft.partial(explore, c, on_one_device(state["train"].model, mesh))
         key = jax.random.fold_in(run.key, number)
         return (play(envs, policy, key, seed=number * c.lanes),)
 
     copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, trained.model)
     state = {"train": trained, "target": copy, "buffer": buffer}
     shardings = {"train": plan.shardings, "target": plan.shardings.model}
-    shardings["buffer"] = rc.batch_shardings(buffer, plan.mesh)
+    shardings["buffer"] = rc.batch_shardings(buffer, mesh)
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
     exit_if_stopped(steps, c.steps)
-    return on_one_device(state["train"].model, plan.mesh)
+    return on_one_device(state["train"].model, mesh)
 
 
 def init_fn(c, inputs, key):
     """Creates the networks of all agents, stacked along the first dimension."""
-    networks = lambda *size, **options: eqx.filter_vmap(
-        lambda key: eqx.nn.MLP(*size, c.width, 2, key=key, **options)
+    networks = lambda inputs, out, **options: eqx.filter_vmap(
+        lambda key: eqx.nn.MLP(inputs, out, c.width, 2, key=key, **options)
     )
     keys = jax.random.split(key, (2, AGENTS))
     actors = networks(OBSERVED, 2, final_activation=jnp.tanh)(keys[0])
@@ -151,7 +154,9 @@ def loss_fn(model, batch, key):
     return jnp.mean(errors**2) - gain + 1e-3 * jnp.mean(chosen**2)
 
 
-act = eqx.filter_jit(actions)
+@eqx.filter_jit
+def act(model, observations, key):
+    return actions(model, observations)
 
 
 @eqx.filter_jit

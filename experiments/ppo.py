@@ -2,6 +2,7 @@
 
 import functools as ft
 from dataclasses import dataclass, field
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, sizes, start_lanes
-from _learner import on_one_device, prepare, run_learner
+from _learner import mesh_of, on_one_device, prepare, run_learner
 from _plots import plot_metric
 from _usage import refuse
 
@@ -55,12 +56,13 @@ def main(c: Config) -> None:
     minibatch |= {"action": rows(dtype=int)}
     train, plan, loss = prepare(run, *functions, minibatch, trainable=TRAINABLE)
     fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=TRAINABLE)
-    state, shardings = {"train": train}, {"train": plan.shardings}
+    mesh, state, shardings = mesh_of(plan), {"train": train}, {"train": plan.shardings}
     if c.on_device:
-        state["lanes"] = start_lanes(ENVIRONMENTS[c.environment], run.key, c.lanes)
-        shardings["lanes"] = rc.batch_shardings(state["lanes"], plan.mesh)
+        lanes = start_lanes(ENVIRONMENTS[c.environment], run.key, c.lanes)
+        state |= {"lanes": lanes}
+        shardings |= {"lanes": rc.batch_shardings(lanes, mesh)}
 
-    def step(state, transitions=None, finished=None):
+    def step(state, transitions: Any = None, finished: Any = None):
         train, lanes = state["train"], state.get("lanes")
         act_key, learn_key = jax.random.split(jax.random.fold_in(run.key, train.step))
         if c.on_device:
@@ -74,14 +76,14 @@ def main(c: Config) -> None:
     def collect(state, number):
         if c.on_device:
             return ()
-        policy = ft.partial(sample, on_one_device(state["train"].model, plan.mesh))
+        policy = ft.partial(sample, on_one_device(state["train"].model, mesh))
         key = jax.random.fold_in(run.key, number)
         return host.rollout(policy, key, c.rollout), host.finished
 
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
-    model = on_one_device(state["train"].model, plan.mesh)
+    model = on_one_device(state["train"].model, mesh)
     best = eqx.filter_jit(lambda x, key: jnp.argmax(log_policy(model, x), axis=-1))
     found = mean_return(c.environment, best, episodes=c.episodes, key=run.key)
     report(run.directory, mean_return=found)

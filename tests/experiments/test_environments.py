@@ -1,6 +1,7 @@
 """The environments of the experiments: those in JAX against gymnasium's."""
 
 import re
+from typing import Any
 
 import gymnasium
 import jax
@@ -16,7 +17,8 @@ def environments(script):
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
 def test_physics_rewards_and_ends_are_gymnasiums(environments, name):
-    environment, reference = environments.ENVIRONMENTS[name], gymnasium.make(name).unwrapped
+    environment: Any = environments.ENVIRONMENTS[name]
+    reference: Any = gymnasium.make(name).unwrapped
     step, observe = jax.jit(environment.step), jax.jit(environment.observe)
     rng, ends = np.random.default_rng(0), 0
     reference.reset(seed=0)
@@ -39,7 +41,8 @@ def test_physics_rewards_and_ends_are_gymnasiums(environments, name):
 
 def test_episodes_start_from_gymnasiums_distribution(environments):
     for name, environment in environments.ENVIRONMENTS.items():
-        reference, spec = gymnasium.make(name), gymnasium.spec(name)
+        spec = gymnasium.spec(name)
+        reference: Any = gymnasium.make(name)
         found = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 2000))
         states = []
         for seed in range(500):
@@ -87,7 +90,7 @@ def test_a_time_limit_truncates(environments):
 
 def test_lanes_on_the_host_make_the_same_transitions(environments):
     lanes = environments.HostLanes("CartPole-v1", 3, seed=0)
-    single = gymnasium.make("CartPole-v1")
+    single: Any = gymnasium.make("CartPole-v1")
     seen, _ = single.reset(seed=0)  # the first lane's seed
     total, ends = 0.0, 0
     for _ in range(60):
@@ -105,10 +108,12 @@ def test_lanes_on_the_host_make_the_same_transitions(environments):
 
 def test_continuous_actions_are_scaled_to_those_of_the_environment(environments):
     lanes = environments.HostLanes("Pendulum-v1", 1, seed=0)
-    single = gymnasium.make("Pendulum-v1")
+    single: Any = gymnasium.make("Pendulum-v1")
     single.reset(seed=0)
     found = lanes.step(np.full((1, 1), 0.5, np.float32))
-    np.testing.assert_allclose(found["reward"], single.step(np.float32([1.0]))[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        found["reward"], single.step(np.array([1.0], np.float32))[1], rtol=1e-5
+    )
 
 
 def test_the_mean_return_is_that_of_first_episodes(environments):

@@ -96,9 +96,9 @@ def test_episodes_are_those_of_the_environment_and_repeat_with_the_seed(experime
     single = simple_spread_v3.parallel_env(continuous_actions=True)
     seen, _ = single.reset(seed=8)
     given = {
-        "agent_0": np.float32([0, 0, 0.5, 1, 0]),
-        "agent_1": np.float32([0, 0.25, 0, 0, 0]),
-        "agent_2": np.float32([0, 0, 1, 0, 0.75]),
+        "agent_0": np.array([0, 0, 0.5, 1, 0], np.float32),
+        "agent_1": np.array([0, 0.25, 0, 0, 0], np.float32),
+        "agent_2": np.array([0, 0, 1, 0, 0.75], np.float32),
     }
     for i in range(25):
         np.testing.assert_allclose(found["observation"][1, i], [*seen.values()], rtol=1e-5)

@@ -67,9 +67,7 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
     return jax.tree.map(place, arrays)
 
 
-def batch_shardings(
-    tree: PyTree[Any], mesh: Mesh | None = None
-) -> PyTree[NamedSharding | None]:
+def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
     """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
 
     Use it for what a custom training loop keeps besides its models, such as the environments and
@@ -104,12 +102,15 @@ def batch_shardings(
     def place(path: Any, x: Any) -> NamedSharding | None:
         if not isinstance(x, ARRAYS):
             return None
-        if x.ndim and x.shape[0] % shards:
+        rows = next(iter(x.shape), None)
+        if rows is None:
+            return NamedSharding(mesh, P())
+        if rows % shards:
             raise ValueError(
                 f"{show_path(path, 'The array')} has shape {x.shape}, but its first dimension is "
                 f"split over data x fsdp = {shards} devices. Use a multiple of {shards}."
             )
-        return batch_sharding(mesh, x.shape[0]) if x.ndim else NamedSharding(mesh, P())
+        return batch_sharding(mesh, rows)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import functools as ft
 import weakref
@@ -16,7 +17,7 @@ from ..core._errors import check_functions, several
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
-from ..tracking._metrics import PackedMetrics, pack_metrics
+from ..tracking._metrics import PackedMetrics
 from ._grouped_conv import refuse_wrong_gradients
 
 
@@ -146,6 +147,13 @@ class CompiledStep:
         return state, jax.tree.map(
             lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant
         )
+
+    def fresh(self) -> "CompiledStep":
+        """A step for another loop, with the same programs."""
+        other = copy.copy(self)
+        # The other loop has other arrays, which may share memory with those of the program.
+        other._checked, other._last, other._returned = set(), None, None
+        return other
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the step, like the method of a jitted function."""
@@ -373,14 +381,13 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
 
 
 def compile_call(
-    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
+    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
 ) -> Callable[..., PyTree]:
-    """Compiles `fn(tree, *args, **options)` without donating the tree."""
-    wanted = (fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
-    try:
-        jitted = _jitted_call(*wanted)
-    except TypeError:  # an unhashable callable, for example one that contains arrays
-        jitted = _jitted_call.__wrapped__(*wanted)
+    """Compiles `fn(tree, *args)` without donating the tree."""
+    placed = jax.tree.leaves(shardings)
+    jitted = jax.jit(
+        _flatten_arguments(fn, mesh), static_argnums=(1, 3), in_shardings=(placed, None)
+    )
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
         given, constants = split(args, numbers=True)
@@ -389,31 +396,11 @@ def compile_call(
     return call
 
 
-@ft.lru_cache(maxsize=16)
-def _jitted_call(
-    fn: Callable[..., Any],
-    shardings: tuple[NamedSharding, ...],
-    mesh: Mesh,
-    options: tuple[tuple[str, Any], ...],
-) -> Any:
-    # Cached, so that repeated evaluations of the same function are compiled once.
-    bound = ft.partial(fn, **dict(options))
-    return jax.jit(
-        _flatten_arguments(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
-    )
-
-
-def compile_microbatched(
-    step: Callable[..., Any],
-    shardings: PyTree[NamedSharding],
-    batch_size: int,
-    accumulate: int,
+def by_microbatches(
+    compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
 ) -> Callable[..., Any]:
-    """Compiles `step(state, batch, accumulate=n)`, including for a short last batch."""
-
-    @ft.cache
-    def compiled(count: int) -> CompiledStep:
-        return compile_step(pack_metrics(ft.partial(step, accumulate=count)), shardings)
+    """A step that calls `compiled(accumulate)`, with another number for a short last batch."""
+    compiled = ft.cache(compiled)
 
     def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
         rows = jax.tree.leaves(batch)[0].shape[0]

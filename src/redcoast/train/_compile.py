@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import functools as ft
+import itertools as it
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,8 @@ class _Program:
 
     jitted: Any
     shardings: list[NamedSharding]  # of the state's arrays
-    frozen: bool  # whether the state is a module that cannot be changed in place
+    outer: Any  # the structure of the state above its frozen modules
+    counts: list[int | None]  # of the arrays in each leaf of `outer`; `None` if it is an array
 
 
 class CompiledStep:
@@ -114,10 +116,9 @@ class CompiledStep:
         self._mesh = mesh
         self._programs: dict[Static, _Program] = {}
         # Caches the partition of the last returned state, because partitioning a tree of many
-        # modules costs more than a small step. A weak reference identifies the state. A state that
-        # can be changed in place is partitioned again, and identified by its arrays.
-        self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
-        self._returned: tuple[list[weakref.ref[Any]], Static] | None = None
+        # modules costs more than a small step. Weak references identify its frozen modules and the
+        # arrays outside of them. What can be changed in place is taken apart again.
+        self._last: tuple[list[_Part], Any, Static] | None = None
         self._checked: set[tuple[Static, Static]] = set()
 
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -152,7 +153,7 @@ class CompiledStep:
         """A step for another loop, with the same programs."""
         other = copy.copy(self)
         # The other loop has other arrays, which may share memory with those of the program.
-        other._checked, other._last, other._returned = set(), None, None
+        other._checked, other._last = set(), None
         return other
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
@@ -180,33 +181,57 @@ class CompiledStep:
 
     def _split_state(self, state: PyTree) -> tuple[list[Any], Static, bool]:
         """Returns the state's arrays, its static part, and whether the last call returned them."""
-        if self._last is not None and self._last[0]() is state:
-            return *self._last[1:], True
+        if self._last is not None:
+            parts, outer, static = self._last
+            if (arrays := _known_arrays(parts, outer, state)) is not None:
+                return arrays, static, True
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
-        if self._returned is None or self._returned[1] != static:
-            return arrays, static, False
-        return arrays, static, all(r() is x for r, x in zip(self._returned[0], arrays, strict=True))
+        return arrays, static, False
 
     def _program(self, state: PyTree, static: Static) -> _Program:
         if static not in self._programs:
             shardings = _match_shardings(self._shardings, state)
             alike = [p for p in self._programs.values() if p.shardings == shardings]
             jitted = alike[0].jitted if alike else _jitted_step(self._step, shardings)
-            frozen = isinstance(state, eqx.Module) and _is_frozen(static.structure)
-            self._programs[static] = _Program(jitted, shardings, frozen)
+            parts, outer = jax.tree.flatten(state, is_leaf=_is_frozen_module)
+            counts = [None if isinstance(x, ARRAYS) else len(split(x)[0]) for x in parts]
+            self._programs[static] = _Program(jitted, shardings, outer, counts)
         return self._programs[static]
 
     def _remember(self, state: PyTree, arrays: list[Any], static: Static) -> None:
-        def forget(reference: Any) -> None:
-            if self._last is not None and self._last[0] is reference:
-                self._last = None
+        program, rest = self._programs[static], iter(arrays)
+        parts: list[_Part] = []
+        forget = lambda _: parts.clear()
+        for x, count in zip(program.outer.flatten_up_to(state), program.counts, strict=True):
+            if count is None:
+                parts.append((weakref.ref(next(rest)), None))
+            elif isinstance(x, eqx.Module):
+                parts.append((weakref.ref(x, forget), list(it.islice(rest, count))))
+            else:
+                parts.append((lambda x=x: x, []))
+        self._last = (parts, program.outer, static)
 
-        self._last = self._returned = None
-        if self._programs[static].frozen:
-            self._last = (weakref.ref(state, forget), arrays, static)
-        else:
-            self._returned = (list(map(weakref.ref, arrays)), static)
+
+# A reference to a module, an array or a constant of the last returned state, and its arrays: those
+# of a module until it is deleted, and not an array itself, which would be kept alive.
+_Part = tuple[Callable[[], Any], list[Any] | None]
+
+
+def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | None:
+    """Returns the arrays of a state if all of its parts are those that were returned last."""
+    try:
+        found = outer.flatten_up_to(state)
+    except ValueError:  # it has another structure
+        return None
+    if len(found) != len(parts):  # a part was deleted
+        return None
+    arrays: list[Any] = []
+    for x, (reference, held) in zip(found, parts, strict=True):
+        if reference() is not x:
+            return None
+        arrays.extend([x] if held is None else held)
+    return arrays
 
 
 def _jitted_step(step: Callable[..., Any], shardings: list[NamedSharding]) -> Any:
@@ -337,6 +362,10 @@ def _check_divides(path: Any, x: Any, sharding: NamedSharding) -> None:
 
 def _name(path: Any) -> str:
     return show_path(path, "the root")
+
+
+def _is_frozen_module(x: Any) -> bool:
+    return isinstance(x, eqx.Module) and _is_frozen(jax.tree.structure(x))
 
 
 def _is_frozen(structure: Any) -> bool:

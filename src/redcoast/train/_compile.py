@@ -17,7 +17,7 @@ from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
-from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
+from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
 from ..tracking._metrics import PackedMetrics
 from ._grouped_conv import refuse_wrong_gradients
 
@@ -130,7 +130,7 @@ class CompiledStep:
         kept = given
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
-        given = place_batch(given, self._mesh)
+        given = [place_array(x, self._mesh) for x in given]
         if (static, constants) not in self._checked:
             traced = program.jitted.trace(
                 list(map(abstract_array, arrays, program.shardings)), static, given, constants
@@ -144,6 +144,8 @@ class CompiledStep:
         arrays, aux = program.jitted(arrays, static, given, constants)
         state = join(arrays, static)
         self._remember(state, arrays, static)
+        if isinstance(aux, PackedMetrics):  # it has no constants, and its step may be short
+            return state, aux
         is_constant = lambda x: isinstance(x, _Constant)
         return state, jax.tree.map(
             lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant

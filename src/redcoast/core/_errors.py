@@ -1,8 +1,7 @@
 """Argument checks that raise errors in full sentences, and notes added to errors."""
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,17 +75,22 @@ def _short(value: Any) -> str:
     return text if plain and len(text) < 50 else f"of type {type(value).__name__}"
 
 
-@contextlib.contextmanager
-def noting(note: str | Callable[[], str]) -> Iterator[None]:
+class noting:  # used like a function; a generator would take longer in each step
     """Adds a note to any exception that is raised inside, unless it has the note already."""
-    try:
-        yield
-    except BaseException as error:
+
+    def __init__(self, note: str | Callable[[], str]):
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
         # A loss that takes training steps itself is inside of two that would say the same.
-        text = note if isinstance(note, str) else note()
+        text = self._note if isinstance(self._note, str) else self._note()
         if text not in getattr(error, "__notes__", []):
             error.add_note(text)
-        raise
 
 
 def listed(items: list[int], most: int = 32) -> str:

@@ -61,6 +61,13 @@ def join(arrays: list[Any], static: Static) -> PyTree:
     )
 
 
+def abstract_arrays(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of arrays, concrete or abstract."""
+    weak = lambda x: getattr(x, "weak_type", False)
+    dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return [jax.ShapeDtypeStruct(x.shape, dtype(x), weak_type=weak(x)) for x in arrays]
+
+
 def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
     """Partitions a model into its trainable leaves and all others, as `eqx.partition` does."""
     # The running averages of stateful layers are floating-point arrays, but not parameters.

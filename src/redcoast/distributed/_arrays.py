@@ -60,11 +60,13 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
     Each process passes the complete arrays, with the same values in all processes.
     """
 
-    def place(x: Any) -> Any:
-        sharding = _batch_place(x, mesh, kinds)
-        return x if sharding is None else put(x, sharding)
+    return jax.tree.map(lambda x: place_array(x, mesh, kinds=kinds), arrays)
 
-    return jax.tree.map(place, arrays)
+
+def place_array(x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> Any:
+    """Places an array as `place_batch` does."""
+    sharding = _batch_place(x, mesh, kinds)
+    return x if sharding is None else put(x, sharding)
 
 
 def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:

@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
 from ..core._iterate import with_last
+from ..core._reuse import reuse
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
 from ..data._sources import count_examples
@@ -29,7 +30,9 @@ from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
 from ..train._predict import PredictFn, predict
+from ..train._step import TrainState
 
+_PROGRAMS: dict[Any, Any] = {}
 OutputFn = Callable[[PyTree], list[Any]]
 Gather = Literal["all", "first", "none"]
 
@@ -91,7 +94,7 @@ def evaluate(
     plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
     if (count_examples(examples) or 0) > batch_size:
         batches = _check_coupling(plan, model, batches, batch_size, loss_fn, mesh, compute_dtype)
-    evaluation = compile_loss(plan.constrain(loss_fn), plan.shardings, mesh, compute_dtype)
+    evaluation = compile_loss(loss_fn, plan, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
 
@@ -147,9 +150,7 @@ def predict_examples(
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     key = _on_mesh(key, mesh)
     plan, batches = _plan(model, predicted, batches, mesh, key)
-    prediction = compile_prediction(
-        plan.constrain(predict_fn), plan.shardings, mesh, compute_dtype, gather=gather
-    )
+    prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
     placed = place_tree(model, plan.shardings)
     found = run_prediction(prediction, placed, batches, output_fn, mesh, key, gather=gather)
     return list(found) if gather == "none" else [entry for _, entry in found]
@@ -207,23 +208,41 @@ def _plan(
     return plan, itertools.chain([first], batches)
 
 
-def compile_loss(
-    loss_fn: LossFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any
-) -> Callable[..., Any]:
+def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> (means, weight)`."""
     check_compute_dtype(compute_dtype, training=False)
-    return compile_call(_evaluation, shardings, mesh, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    return _compile(_evaluation, plan, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
 
 def compile_prediction(
-    predict_fn: PredictFn, shardings: PyTree, mesh: Mesh, compute_dtype: Any, *, gather: Gather
+    predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
 ) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> predictions`."""
     check_compute_dtype(compute_dtype, training=False)
-    options = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
+    options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
-        return compile_call(predict, shardings, mesh, **options)
-    return compile_call(_prediction_to_read, shardings, mesh, over=mesh, gather=gather, **options)
+        return _compile(predict, plan, **options)
+    return _compile(_prediction_to_read, plan, over=plan.mesh, gather=gather, **options)
+
+
+def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> Callable[..., Any]:
+    """Compiles `fn(model, batch, key, **options)`, once for the same functions, plan and options.
+
+    The first of the options is the user's function.
+    """
+    (name, user_fn), *others = options.items()
+    assert isinstance(plan.mesh, Mesh)
+    shardings = plan.shardings
+    shardings = shardings.model if isinstance(shardings, TrainState) else shardings
+    leaves, structure = jax.tree.flatten(shardings)
+    key = (fn, name, *others, tuple(leaves), structure, plan.mesh, plan.compute)
+    mesh, constrain = plan.mesh, plan.constrain
+
+    def make(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        given = {name: constrain(functions[0]), **dict(others)}
+        return compile_call(ft.partial(fn, **given), shardings, mesh)
+
+    return reuse(_PROGRAMS, [user_fn], key, make)
 
 
 def _prediction_to_read(

@@ -22,7 +22,6 @@ from ..sharding import Plan
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn
 from ..train._predict import PredictFn
-from ..train._step import TrainState
 from ._evaluate import (
     OutputFn,
     compile_loss,
@@ -197,15 +196,11 @@ def compile_evaluation(
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
     assert isinstance(plan.mesh, Mesh)
     of_epoch, _ = by_epoch(given.examples, name=_NAME)
-    state = plan.shardings
-    shardings = state.model if isinstance(state, TrainState) else state
     mean_loss = prediction = None
     if given.loss_fn is not None:
-        mean_loss = compile_loss(plan.constrain(given.loss_fn), shardings, plan.mesh, compute_dtype)
+        mean_loss = compile_loss(given.loss_fn, plan, compute_dtype)
     if given.predict_fn is not None:
-        planned = plan.constrain(given.predict_fn)
-        options: Any = {"gather": "first"}
-        prediction = compile_prediction(planned, shardings, plan.mesh, compute_dtype, **options)
+        prediction = compile_prediction(given.predict_fn, plan, compute_dtype, gather="first")
     examples = dataclasses.replace(given, examples=of_epoch(0))
     return CompiledEvaluation(examples, plan.mesh, mean_loss, prediction)
 

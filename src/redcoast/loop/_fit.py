@@ -21,10 +21,11 @@ from ..distributed._kv_store import is_main
 from ..sharding import Plan
 from ..tracking._metrics import Log, MetricsReader, metrics_reader
 from ..tracking._run import all_loggers, shows_progress
-from ..train._compile import compile_microbatched
+from ..train._compile import by_microbatches
 from ..train._loss import LossFn
 from ..train._plan import verify_step
-from ..train._step import TrainState, train_step
+from ..train._reuse import reused_step
+from ..train._step import TrainState
 from ._consistency import check_agreement
 from ._errors import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
@@ -159,9 +160,8 @@ def fit(
         measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
-        train = {"loss_fn": found.constrain(loss_fn), "optimizer": optimizer, **given}
-        step = ft.partial(train_step, **train)
-        step = compile_microbatched(step, found.shardings, batch_size, accumulate)
+        compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
+        step = by_microbatches(compiled, batch_size, accumulate)
         explain = ft.partial(explain_step, found, data, checkpoints, **options)
         stopping = stack.enter_context(stop_on_signal(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))

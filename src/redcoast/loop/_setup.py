@@ -27,7 +27,8 @@ from ..sharding import Plan
 from ..tracking._run import RunInfo, code_version, say
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
-from ..train._plan import check_coupling, plan_step
+from ..train._plan import check_coupling
+from ..train._reuse import reused_plan as plan_step
 from ..train._step import TrainState, create_split, init_state, state_of
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 

@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import functools as ft
+import itertools as it
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +17,8 @@ from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
-from ..distributed._arrays import abstract_array, abstract_batch, place_batch, put
-from ..tracking._metrics import PackedMetrics, pack_metrics
+from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
+from ..tracking._metrics import PackedMetrics
 from ._grouped_conv import refuse_wrong_gradients
 
 
@@ -101,7 +103,8 @@ class _Program:
 
     jitted: Any
     shardings: list[NamedSharding]  # of the state's arrays
-    frozen: bool  # whether the state is a module that cannot be changed in place
+    outer: Any  # the structure of the state above its frozen modules
+    counts: list[int | None]  # of the arrays in each leaf of `outer`; `None` if it is an array
 
 
 class CompiledStep:
@@ -113,10 +116,9 @@ class CompiledStep:
         self._mesh = mesh
         self._programs: dict[Static, _Program] = {}
         # Caches the partition of the last returned state, because partitioning a tree of many
-        # modules costs more than a small step. A weak reference identifies the state. A state that
-        # can be changed in place is partitioned again, and identified by its arrays.
-        self._last: tuple[weakref.ref[Any], list[Any], Static] | None = None
-        self._returned: tuple[list[weakref.ref[Any]], Static] | None = None
+        # modules costs more than a small step. Weak references identify its frozen modules and the
+        # arrays outside of them. What can be changed in place is taken apart again.
+        self._last: tuple[list[_Part], Any, Static] | None = None
         self._checked: set[tuple[Static, Static]] = set()
 
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -128,7 +130,7 @@ class CompiledStep:
         kept = given
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
-        given = place_batch(given, self._mesh)
+        given = [place_array(x, self._mesh) for x in given]
         if (static, constants) not in self._checked:
             traced = program.jitted.trace(
                 list(map(abstract_array, arrays, program.shardings)), static, given, constants
@@ -142,10 +144,19 @@ class CompiledStep:
         arrays, aux = program.jitted(arrays, static, given, constants)
         state = join(arrays, static)
         self._remember(state, arrays, static)
+        if isinstance(aux, PackedMetrics):  # it has no constants, and its step may be short
+            return state, aux
         is_constant = lambda x: isinstance(x, _Constant)
         return state, jax.tree.map(
             lambda x: x.value if is_constant(x) else x, aux, is_leaf=is_constant
         )
+
+    def fresh(self) -> "CompiledStep":
+        """A step for another loop, with the same programs."""
+        other = copy.copy(self)
+        # The other loop has other arrays, which may share memory with those of the program.
+        other._checked, other._last = set(), None
+        return other
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
         """Lowers the step, like the method of a jitted function."""
@@ -172,33 +183,57 @@ class CompiledStep:
 
     def _split_state(self, state: PyTree) -> tuple[list[Any], Static, bool]:
         """Returns the state's arrays, its static part, and whether the last call returned them."""
-        if self._last is not None and self._last[0]() is state:
-            return *self._last[1:], True
+        if self._last is not None:
+            parts, outer, static = self._last
+            if (arrays := _known_arrays(parts, outer, state)) is not None:
+                return arrays, static, True
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
-        if self._returned is None or self._returned[1] != static:
-            return arrays, static, False
-        return arrays, static, all(r() is x for r, x in zip(self._returned[0], arrays, strict=True))
+        return arrays, static, False
 
     def _program(self, state: PyTree, static: Static) -> _Program:
         if static not in self._programs:
             shardings = _match_shardings(self._shardings, state)
             alike = [p for p in self._programs.values() if p.shardings == shardings]
             jitted = alike[0].jitted if alike else _jitted_step(self._step, shardings)
-            frozen = isinstance(state, eqx.Module) and _is_frozen(static.structure)
-            self._programs[static] = _Program(jitted, shardings, frozen)
+            parts, outer = jax.tree.flatten(state, is_leaf=_is_frozen_module)
+            counts = [None if isinstance(x, ARRAYS) else len(split(x)[0]) for x in parts]
+            self._programs[static] = _Program(jitted, shardings, outer, counts)
         return self._programs[static]
 
     def _remember(self, state: PyTree, arrays: list[Any], static: Static) -> None:
-        def forget(reference: Any) -> None:
-            if self._last is not None and self._last[0] is reference:
-                self._last = None
+        program, rest = self._programs[static], iter(arrays)
+        parts: list[_Part] = []
+        forget = lambda _: parts.clear()
+        for x, count in zip(program.outer.flatten_up_to(state), program.counts, strict=True):
+            if count is None:
+                parts.append((weakref.ref(next(rest)), None))
+            elif isinstance(x, eqx.Module):
+                parts.append((weakref.ref(x, forget), list(it.islice(rest, count))))
+            else:
+                parts.append((lambda x=x: x, []))
+        self._last = (parts, program.outer, static)
 
-        self._last = self._returned = None
-        if self._programs[static].frozen:
-            self._last = (weakref.ref(state, forget), arrays, static)
-        else:
-            self._returned = (list(map(weakref.ref, arrays)), static)
+
+# A reference to a module, an array or a constant of the last returned state, and its arrays: those
+# of a module until it is deleted, and not an array itself, which would be kept alive.
+_Part = tuple[Callable[[], Any], list[Any] | None]
+
+
+def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | None:
+    """Returns the arrays of a state if all of its parts are those that were returned last."""
+    try:
+        found = outer.flatten_up_to(state)
+    except ValueError:  # it has another structure
+        return None
+    if len(found) != len(parts):  # a part was deleted
+        return None
+    arrays: list[Any] = []
+    for x, (reference, held) in zip(found, parts, strict=True):
+        if reference() is not x:
+            return None
+        arrays.extend([x] if held is None else held)
+    return arrays
 
 
 def _jitted_step(step: Callable[..., Any], shardings: list[NamedSharding]) -> Any:
@@ -331,6 +366,10 @@ def _name(path: Any) -> str:
     return show_path(path, "the root")
 
 
+def _is_frozen_module(x: Any) -> bool:
+    return isinstance(x, eqx.Module) and _is_frozen(jax.tree.structure(x))
+
+
 def _is_frozen(structure: Any) -> bool:
     """Returns whether no node of a tree can be changed in place, unlike lists and dicts."""
     if structure.node_data() is None:
@@ -373,14 +412,13 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
 
 
 def compile_call(
-    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh, **options: Any
+    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
 ) -> Callable[..., PyTree]:
-    """Compiles `fn(tree, *args, **options)` without donating the tree."""
-    wanted = (fn, tuple(jax.tree.leaves(shardings)), mesh, tuple(options.items()))
-    try:
-        jitted = _jitted_call(*wanted)
-    except TypeError:  # an unhashable callable, for example one that contains arrays
-        jitted = _jitted_call.__wrapped__(*wanted)
+    """Compiles `fn(tree, *args)` without donating the tree."""
+    placed = jax.tree.leaves(shardings)
+    jitted = jax.jit(
+        _flatten_arguments(fn, mesh), static_argnums=(1, 3), in_shardings=(placed, None)
+    )
 
     def call(tree: PyTree, *args: PyTree) -> PyTree:
         given, constants = split(args, numbers=True)
@@ -389,31 +427,11 @@ def compile_call(
     return call
 
 
-@ft.lru_cache(maxsize=16)
-def _jitted_call(
-    fn: Callable[..., Any],
-    shardings: tuple[NamedSharding, ...],
-    mesh: Mesh,
-    options: tuple[tuple[str, Any], ...],
-) -> Any:
-    # Cached, so that repeated evaluations of the same function are compiled once.
-    bound = ft.partial(fn, **dict(options))
-    return jax.jit(
-        _flatten_arguments(bound, mesh), static_argnums=(1, 3), in_shardings=(list(shardings), None)
-    )
-
-
-def compile_microbatched(
-    step: Callable[..., Any],
-    shardings: PyTree[NamedSharding],
-    batch_size: int,
-    accumulate: int,
+def by_microbatches(
+    compiled: Callable[[int], CompiledStep], batch_size: int, accumulate: int
 ) -> Callable[..., Any]:
-    """Compiles `step(state, batch, accumulate=n)`, including for a short last batch."""
-
-    @ft.cache
-    def compiled(count: int) -> CompiledStep:
-        return compile_step(pack_metrics(ft.partial(step, accumulate=count)), shardings)
+    """A step that calls `compiled(accumulate)`, with another number for a short last batch."""
+    compiled = ft.cache(compiled)
 
     def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
         rows = jax.tree.leaves(batch)[0].shape[0]

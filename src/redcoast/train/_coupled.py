@@ -1,6 +1,5 @@
 """Warnings for losses that are not a mean over examples if a batch is divided."""
 
-import functools as ft
 import warnings
 from typing import Any
 
@@ -10,10 +9,12 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._pytree import Static, join, split
+from ..core._reuse import reuse
 from ..core._tracing import abstract_key
 from ..sharding import Coupling, coupling_sentence, examples_coupled
 from ._loss import LossFn, evaluate_loss
 
+_COUPLED: dict[Any, Any] = {}
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -52,14 +53,10 @@ def find_coupled(
     shapes = lambda leaves: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     leaves, structure = split(batch)
     given = (shapes(arrays), static, shapes(leaves), structure, mesh, compute_dtype, training)
-    try:
-        return _find(loss_fn, *given)
-    except TypeError:  # an unhashable callable, for example one that contains arrays
-        return _find.__wrapped__(loss_fn, *given)
+    # Repeated evaluations of the same loss trace it once.
+    return reuse(_COUPLED, [loss_fn], given, lambda functions: _find(functions[0], *given))
 
 
-# Cached, so that repeated evaluations of the same loss trace it once.
-@ft.lru_cache(maxsize=16)
 def _find(
     loss_fn: LossFn,
     arrays: Shapes,

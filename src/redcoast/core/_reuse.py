@@ -1,0 +1,101 @@
+"""Results for functions, kept as long as the functions are."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ._bindings import bindings
+
+_MOST = 16  # results in a cache
+
+
+@dataclass(frozen=True)
+class _Entry:
+    value: Any
+    marks: list[Any]  # of what the functions read when the value was made
+    kept: list[Any]  # while these live, the marks are valid
+
+
+class Weakly:
+    """A function that can be called, but is not kept alive."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._fn = weakref.WeakMethod(fn) if inspect.ismethod(fn) else weakref.ref(fn)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._fn()
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self._fn(), "__name__", type(self._fn()).__name__))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fn = self._fn()
+        assert fn is not None, "The function is gone."
+        return fn(*args, **kwargs)
+
+
+def reuse(
+    cache: dict[Any, Any],
+    functions: Sequence[Callable[..., Any]],
+    key: Any,
+    make: Callable[[Sequence[Callable[..., Any]]], Any],
+) -> Any:
+    """Returns what `make(functions)` returned for the same functions and an equal key before.
+
+    Functions are compared by identity. `make` is given functions that refer to them weakly, so the
+    result does not keep them alive. It is dropped with them, and made again if a name that one of
+    them reads was bound to something else since. Functions that cannot be referred to weakly, and
+    keys without a hash, are given to `make` each time.
+    """
+    drop = lambda _: cache.pop(key, None)
+    try:
+        key = (tuple(map(_identity, functions)), key)
+        entry = cache.pop(key, None)
+        read = [x for fn in functions for x in bindings(fn)]
+        marks, kept = _marks(read, drop)
+        weak = list(map(Weakly, functions))
+    except (TypeError, ValueError):  # also of dicts whose keys cannot be sorted
+        return make(functions)
+    if entry is None or entry.marks != marks:
+        entry = _Entry(make(weak), marks, kept)
+    cache[key] = entry  # the last is the one that was used last
+    while len(cache) > _MOST:
+        cache.pop(next(iter(cache)), None)
+    return entry.value
+
+
+def _identity(fn: Any) -> Any:
+    return (id(fn.__self__), id(fn.__func__)) if inspect.ismethod(fn) else id(fn)
+
+
+def _marks(objects: list[Any], drop: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+    """Marks of objects, and what is to be kept so that the marks are valid.
+
+    Containers are kept only if they hold nothing but values. `drop` is called if a mark becomes
+    invalid.
+    """
+    marks, kept = [], []
+    for x in objects:
+        if inspect.ismethod(x) or isinstance(x, tuple):
+            continue  # their parts are among the objects
+        container = isinstance(x, list | dict)
+        parts = [leaf for leaf in jax.tree.leaves(x) if not _is_value(leaf)] if container else [x]
+        for part in parts or [x]:
+            if _is_value(part):
+                marks.append((type(part), part))
+            else:
+                kept.append(part if part is x and container else weakref.ref(part, drop))
+                marks.append(id(part))
+    return marks, kept
+
+
+def _is_value(x: Any) -> bool:
+    """Whether an object is compared by value: a number, a string, a dtype, a sharding."""
+    known = type(x).__module__.split(".")[0] in ("builtins", "numpy", "jax", "jaxlib")
+    return known and type(x).__weakrefoffset__ == 0 and type(x).__hash__ is not None

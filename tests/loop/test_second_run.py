@@ -1,0 +1,287 @@
+"""A later run with the same functions and shapes uses the plan and the programs of the first."""
+
+import contextlib
+import functools as ft
+import gc
+import weakref
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import arrays, collate_fn, fit_quietly, make_examples, make_model, predict_fn
+from problem import loss_fn as plain_loss
+
+import redcoast as rc
+from redcoast.loop import _evaluate
+from redcoast.train import _coupled, _reuse
+
+EXAMPLES = make_examples(80)
+OPTIMIZER = optax.adam(1e-2)
+MESH = rc.make_mesh(data=2, fsdp=2, model=2)
+CACHES = (_reuse._PLANS, _reuse._STEPS, _evaluate._PROGRAMS, _coupled._COUPLED)
+
+
+def counting():
+    """A loss, and a list that grows whenever the loss is traced."""
+    traces = []
+
+    def loss(model, batch, key):
+        traces.append(batch["x"].shape)
+        return plain_loss(model, batch, key)
+
+    return loss, traces
+
+
+def fit(model=None, optimizer=OPTIMIZER, examples=EXAMPLES, **options):
+    given: dict[str, Any] = {"batch_size": 16, "steps": 3, "mesh": MESH, "loss_fn": plain_loss}
+    model = make_model() if model is None else model
+    return fit_quietly(model, optimizer, examples, collate_fn=collate_fn, **given | options)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that grows whenever XLA compiles a program, or reads one that it compiled before."""
+    found = []
+    listener: Any = lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def assert_equal(one, other):
+    for x, y in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_loop_over_rollouts_compiles_once():
+    loss, traces = counting()
+    state = fit(loss_fn=loss)
+    assert len(traces) == 2  # the plan and the step
+    with compilations() as compiled:
+        for i in range(1, 5):
+            state = fit(state, examples=make_examples(80, seed=i), loss_fn=loss, steps=3 * (i + 1))
+    assert len(traces) == 2
+    assert not compiled
+    # The numbers are those of steps that are compiled for each call.
+    other = fit(loss_fn=lambda *args: plain_loss(*args))
+    for i in range(1, 5):
+        fresh = lambda *args: plain_loss(*args)
+        other = fit(other, examples=make_examples(80, seed=i), loss_fn=fresh, steps=3 * (i + 1))
+    assert_equal(state, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"compute_dtype": jnp.bfloat16}])
+def test_a_short_last_batch_and_an_evaluation_are_compiled_once(options):
+    loss, traces = counting()
+    evaluation = rc.Evaluation(
+        EXAMPLES[:24],
+        predict_fn=predict_fn,
+        metric_fn=lambda examples, outputs: {"count": float(len(outputs))},
+    )
+    logs = []
+    run = ft.partial(
+        fit,
+        loss_fn=loss,
+        examples=EXAMPLES[:72],
+        steps=None,
+        epochs=1,
+        evaluation=evaluation,
+        log=lambda metrics, step: logs.append((step, metrics)),
+        **options,
+    )
+    first, before = run(), len(traces)
+    with compilations() as compiled:
+        second = run()
+    assert len(traces) == before
+    assert len(compiled) <= 1  # the initial state
+    assert_equal(first, second)
+    half = len(logs) // 2
+    assert logs[:half] == logs[half:]
+
+
+def other_loss(model, batch, key):
+    loss, aux = plain_loss(model, batch, key)
+    return 2 * loss, aux
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optimizer": optax.sgd(0.1)},
+        {"loss_fn": other_loss},
+        {"mesh": rc.make_mesh(fsdp=4, model=2)},
+        {"mesh": rc.make_mesh(devices=jax.devices()[:1])},
+        {"batch_size": 24},
+        {"accumulate": 2},
+        {"compute_dtype": jnp.bfloat16},
+        {"trainable": lambda x: eqx.is_inexact_array(x) and x.ndim == 2},
+        {"overrides": [("weight", None)]},
+        {"width": 48},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_what_is_changed_is_compiled_again(changed):
+    fit()
+    width = changed.get("width", 32)
+    options = {name: value for name, value in changed.items() if name != "width"}
+    with compilations() as compiled:
+        found = fit(make_model(width=width), **options)
+    assert compiled
+    for cache in CACHES:
+        cache.clear()
+    assert_equal(found, fit(make_model(width=width), **options))
+
+
+def test_a_given_plan_has_its_own_step():
+    loss, traces = counting()
+    fit(loss_fn=loss)
+    state = eqx.filter_eval_shape(
+        rc.init_state, lambda key: make_model(), OPTIMIZER, key=jax.random.key(0)
+    )
+    plan = rc.plan_shardings(state, rc.make_mesh(fsdp=8))
+    options = {"loss_fn": loss, "plan": plan, "mesh": None}
+    found, count = fit(**options), len(traces)
+    assert count == 3
+    assert found.model.layers[0].weight.sharding == plan.shardings.model.layers[0].weight
+    fit(**options)
+    assert len(traces) == count
+
+
+def test_verify_compares_in_each_run():
+    loss, traces = counting()
+    fit(loss_fn=loss, plan="verify")
+    before = len(traces)
+    fit(loss_fn=loss, plan="verify")
+    assert len(traces) > before
+
+
+def test_a_name_that_is_bound_to_another_object_compiles_again():
+    target = make_model(1)
+
+    def loss(model, batch, key):
+        away = jax.tree.map(jnp.subtract, *(eqx.filter(x, eqx.is_array) for x in (model, target)))
+        return plain_loss(model, batch, key)[0] + scale * optax.tree.norm(away)
+
+    scale, found = 0.1, []
+    for scale, seed in ((0.1, 1), (0.2, 1), (0.2, 2)):  # noqa: B007  # the loss reads it
+        target = make_model(seed)
+        state = fit(loss_fn=loss)
+        for cache in CACHES:
+            cache.clear()
+        assert_equal(state, fit(loss_fn=loss))
+        found.append(float(jnp.sum(state.model.layers[0].weight)))
+    assert len(set(found)) == 3
+    assert len(_reuse._STEPS) == 1
+
+
+def test_a_hundred_runs_keep_nothing():
+    loss, traces = counting()
+    evaluation = rc.Evaluation(EXAMPLES[:8], batch_size=8)
+    run = ft.partial(
+        fit_quietly,
+        optimizer=OPTIMIZER,
+        collate_fn=collate_fn,
+        loss_fn=loss,
+        batch_size=8,
+        mesh=rc.make_mesh(devices=jax.devices()[:2]),
+        evaluation=evaluation,
+    )
+    counts = []
+    state = run(make_model(), examples=EXAMPLES, steps=1)
+    for i in range(2, 101):
+        state = run(state, examples=EXAMPLES[: 40 + i % 2], steps=i)
+        if i in (10, 100):
+            gc.collect()
+            counts.append((len(jax.live_arrays()), *map(len, CACHES), len(traces)))
+    assert counts[0] == counts[1]
+    assert int(state.step) == 100
+
+
+def test_models_that_a_dead_loss_refers_to_are_freed():
+    def run():
+        frozen = make_model(7)
+        bare = {"scale": jnp.full((), 3.0)}
+
+        def loss(model, batch, key):
+            shift = jax.vmap(frozen)(batch["x"])
+            value, aux = plain_loss(lambda x: bare["scale"] * model(x), batch, key)
+            return value + jnp.mean(shift), aux
+
+        chosen = jax.tree.map(eqx.is_inexact_array, make_model())
+        optimizer = optax.chain(optax.masked(optax.scale(0.5), chosen), optax.sgd(0.1))
+        evaluation = rc.Evaluation(
+            EXAMPLES[:24],
+            predict_fn=lambda model, batch, key: jax.vmap(frozen)(batch["x"]),
+            metric_fn=lambda examples, outputs: {},
+        )
+        state = fit(loss_fn=loss, optimizer=optimizer, evaluation=evaluation)
+        dead = [loss, frozen, frozen.layers[0].weight, bare["scale"], state.model.layers[0].weight]
+        return list(map(weakref.ref, dead))
+
+    gc.collect()
+    before = [len(cache) for cache in CACHES]
+    dead = run()
+    gc.collect()
+    assert [reference() for reference in dead] == [None] * len(dead)
+    assert [len(cache) for cache in CACHES] == before
+
+
+def test_a_model_that_is_deleted_is_freed_though_the_loss_stays():
+    frozen = make_model(7)
+
+    def loss(model, batch, key):
+        value, aux = plain_loss(model, batch, key)
+        return value + jnp.mean(jax.vmap(frozen)(batch["x"])), aux
+
+    fit(loss_fn=loss)
+    dead = weakref.ref(frozen.layers[0].weight)
+    del frozen  # the loss stays
+    gc.collect()
+    assert dead() is None
+
+
+def test_methods_and_callable_objects_are_reused():
+    class Task:
+        def __init__(self):
+            self.traces = []
+
+        def loss(self, model, batch, key):
+            self.traces.append(1)
+            return plain_loss(model, batch, key)
+
+        __call__ = loss
+
+    task = Task()
+    for _ in range(3):
+        fit(loss_fn=task.loss)
+    assert len(task.traces) == 2
+    for _ in range(3):
+        fit(loss_fn=task)
+    assert len(task.traces) == 4
+    dead = weakref.ref(task)
+    del task
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_state_whose_arrays_the_loss_closes_over_can_be_trained_again():
+    start = fit(steps=1)
+    anchor = start.model
+
+    def loss(model, batch, key):
+        pairs = zip(arrays_of(model), arrays_of(anchor), strict=True)
+        return plain_loss(model, batch, key)[0] + sum(jnp.sum((x - y) ** 2) for x, y in pairs)
+
+    arrays_of = lambda tree: jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    # Only the model is not a copy: its memory is that of the loss, which must not be donated.
+    duplicate = ft.partial(jax.tree.map, lambda x: jnp.copy(x) if eqx.is_array(x) else x)
+    starts = [eqx.tree_at(lambda s: s.model, duplicate(start), anchor) for _ in range(2)]
+    first, second = (fit(state, loss_fn=loss, steps=3) for state in starts)
+    assert_equal(first, second)
+    assert np.isfinite(arrays(anchor)[0]).all()

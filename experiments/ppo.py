@@ -29,11 +29,11 @@ class Config:
     epochs: int = 4  # passes over the transitions in an update
     minibatches: int = 16  # number of minibatches in a pass
     clip: float = 0.2  # limit of the change of a probability and, in deviations, of a value
-    discount: float = 0.99  # by which a reward counts less for each step that it is later
+    discount: float = 0.995  # by which a reward counts less for each step that it is later
     trace: float = 0.95  # lambda of generalised advantage estimation
     entropy: float = 0.01  # weight of the policy's entropy
     width: int = 64  # width of the hidden layers
-    steps: int = 30  # number of updates
+    steps: int = 40  # number of updates
     learning_rate: float = 1e-3  # learning rate at the start, from which it decays to zero
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)

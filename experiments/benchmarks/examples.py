@@ -5,7 +5,8 @@
 
 Results are kept in `runs/examples/results.json`. The step time is that of `rc.fit` on one device,
 divided by that of a hand-written `jax.jit` loop on batches that are already collated: 1 means that
-`fit` costs nothing. `--redco` counts the lines of a clone of https://github.com/tanyuqian/redco.
+`fit` costs nothing. For loops of their own, it is that of `rc.compile_step`, divided by that of the
+same step in `jax.jit`. `--redco` counts the lines of a clone of https://github.com/tanyuqian/redco.
 """
 
 import dataclasses
@@ -169,13 +170,15 @@ def run(name: str, seed: int, directory: Path, *options: str) -> dict[str, float
 def step_time_ratio(name: str) -> float:
     """The time of a step of `rc.fit`, divided by that of a hand-written loop; the median of a few
     turns, in which both take turns."""
-    found = fit_arguments(name)
-    ratios = [time_of_fit(found) / time_of_loop(found) for _ in range(REPEATS)]
-    return statistics.median(ratios)
+    found = loop_arguments(name)
+    ours, theirs = (time_of_fit, time_of_loop)
+    if "step" in found:  # a loop of its own
+        ours, theirs = (time_of_compiled_step, time_of_jitted_step)
+    return statistics.median(ours(found) / theirs(found) for _ in range(REPEATS))
 
 
-def fit_arguments(name: str) -> dict[str, Any]:
-    """The arguments with which an experiment calls `rc.fit`."""
+def loop_arguments(name: str) -> dict[str, Any]:
+    """The arguments with which an experiment calls `rc.fit` or `run_learner`."""
     fit, before = rc.fit, it.count(-example_of(name).fits_before)
 
     class Called(BaseException):
@@ -186,13 +189,18 @@ def fit_arguments(name: str) -> dict[str, Any]:
             return fit(model, optimizer, examples, **arguments)
         raise Called({"model": model, "optimizer": optimizer, "examples": examples} | arguments)
 
+    def record_learner(c, run, step, state, shardings, *, plan, collect=lambda *_: ()):
+        raise Called({"step": step, "state": state, "shardings": shardings, "collect": collect})
+
     module = importlib.import_module(name)
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(rc, "fit", record):
+        learner = mock.patch.object(module, "run_learner", record_learner, create=True)
         try:
-            module.main(tyro.cli(module.Config, args=["--mesh", "1", "--directory", directory]))
+            with learner:
+                module.main(tyro.cli(module.Config, args=["--mesh", "1", "--directory", directory]))
         except Called as called:
             return called.args[0]
-    raise SystemExit(f"{name} did not call `rc.fit`.")
+    raise SystemExit(f"{name} called neither `rc.fit` nor `run_learner`.")
 
 
 def time_of_fit(found: dict[str, Any]) -> float:
@@ -235,6 +243,35 @@ def time_of_loop(found: dict[str, Any]) -> float:
             jax.block_until_ready(value)
             begin = time.perf_counter()
     jax.block_until_ready(trainable)
+    return (time.perf_counter() - begin) / TIMED
+
+
+def time_of_compiled_step(found: dict[str, Any]) -> float:
+    """Seconds of a step of a learner's own loop, with its metrics read, on the same inputs."""
+    step = rc.compile_step(found["step"], found["shardings"])
+    with rc.metrics_reader(False) as reader:
+        return time_of_steps(step, found, lambda i, metrics: reader.push(i + 1, metrics))
+
+
+def time_of_jitted_step(found: dict[str, Any]) -> float:
+    """The same with `jax.jit` alone."""
+    return time_of_steps(
+        eqx.filter_jit(found["step"], donate="all"), found, lambda i, metrics: None
+    )
+
+
+def time_of_steps(step: Any, found: dict[str, Any], read: Any) -> float:
+    copy = lambda x: x.copy() if eqx.is_array(x) else x
+    state = jax.tree.map(copy, found["state"])
+    inputs = found["collect"](state, 1)
+    begin = 0.0
+    for i in range(WARM_UP + TIMED):
+        state, metrics = step(state, *inputs)
+        read(i, metrics)
+        if i + 1 == WARM_UP:
+            jax.block_until_ready(metrics)
+            begin = time.perf_counter()
+    jax.block_until_ready(state)
     return (time.perf_counter() - begin) / TIMED
 
 

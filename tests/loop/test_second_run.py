@@ -59,18 +59,19 @@ def assert_equal(one, other):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.seconds(6)  # five runs, each of them with and without what was kept
 def test_a_loop_over_rollouts_compiles_once():
     loss, traces = counting()
     state = fit(loss_fn=loss)
     assert len(traces) == 2  # the plan and the step
     with compilations() as compiled:
-        for i in range(1, 5):
+        for i in range(1, 3):
             state = fit(state, examples=make_examples(80, seed=i), loss_fn=loss, steps=3 * (i + 1))
     assert len(traces) == 2
     assert not compiled
     # The numbers are those of steps that are compiled for each call.
     other = fit(loss_fn=lambda *args: plain_loss(*args))
-    for i in range(1, 5):
+    for i in range(1, 3):
         fresh = lambda *args: plain_loss(*args)
         other = fit(other, examples=make_examples(80, seed=i), loss_fn=fresh, steps=3 * (i + 1))
     assert_equal(state, other)
@@ -180,6 +181,7 @@ def test_a_name_that_is_bound_to_another_object_compiles_again():
     assert len(_reuse._STEPS) == 1
 
 
+@pytest.mark.seconds(8)
 def test_a_hundred_runs_keep_nothing():
     loss, traces = counting()
     evaluation = rc.Evaluation(EXAMPLES[:8], batch_size=8)
@@ -247,23 +249,26 @@ def test_a_model_that_is_deleted_is_freed_though_the_loss_stays():
 
 
 def test_methods_and_callable_objects_are_reused():
+    counted, traces = counting()
+
     class Task:
-        def __init__(self):
-            self.traces = []
+        scale = 2.0
 
         def loss(self, model, batch, key):
-            self.traces.append(1)
-            return plain_loss(model, batch, key)
+            value, aux = counted(model, batch, key)
+            return self.scale * value, aux
 
         __call__ = loss
 
     task = Task()
     for _ in range(3):
         fit(loss_fn=task.loss)
-    assert len(task.traces) == 2
+    assert len(traces) == 2
     for _ in range(3):
         fit(loss_fn=task)
-    assert len(task.traces) == 4
+    assert len(traces) == 4
+    task.scale = 0.0  # an attribute is a name, too
+    assert_equal(fit(loss_fn=task.loss).model, make_model())
     dead = weakref.ref(task)
     del task
     gc.collect()

@@ -4,8 +4,11 @@ import dis
 import functools as ft
 import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import equinox as eqx
+import jax
 
 _MOST = 10_000  # objects; a function that refers to more of them takes long to look through
 
@@ -14,8 +17,8 @@ def bindings(fn: Any) -> list[Any]:
     """Returns a function, and the objects that it and the functions it calls read by name.
 
     Names in closures are followed into all functions, names in modules into functions of the same
-    module. Names that a function itself assigns to are left out, and so is what is inside of
-    objects.
+    module. Attributes that can be set, such as those of a configuration, count as names. Names that
+    a function itself assigns to are left out.
     """
     found, seen, todo = [], set(), [fn]
     module = getattr(fn, "__module__", None)
@@ -36,6 +39,8 @@ def _named(x: Any, module: str | None) -> Iterator[Any]:
         yield from (x.__self__, x.__func__)
     elif isinstance(x, ft.partial):
         yield from (x.func, *x.args, *x.keywords.values())
+    elif _has_settable_attributes(x):
+        yield from vars(x).values()
     elif isinstance(x, tuple):  # such as the parts of `optax.chain`
         yield from x
     elif isinstance(x, FunctionType):
@@ -53,6 +58,13 @@ def _named(x: Any, module: str | None) -> Iterator[Any]:
                 for name in names
                 if name in x.__globals__ and name not in assigned
             )
+
+
+def _has_settable_attributes(x: Any) -> bool:
+    if isinstance(x, FunctionType | type | ModuleType | jax.Array | eqx.Module):
+        return False
+    frozen = getattr(type(x), "__dataclass_params__", None)
+    return hasattr(x, "__dict__") and not (frozen is not None and frozen.frozen)
 
 
 def _content(cell: Any) -> Iterator[Any]:

@@ -149,3 +149,11 @@ def bench_torch(session: nox.Session) -> None:
     session.install(*REFERENCE)
     for script in ("generation.py", "training.py", "loading.py"):
         session.run("python", f"experiments/benchmarks/{script}", *session.posargs)
+
+
+@nox.session
+def bench_redco(session: nox.Session) -> None:
+    """The processor time of a training step against the Flax models that Redco trains."""
+    install(session)
+    session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6")
+    session.run("python", "experiments/benchmarks/step.py", *session.posargs)

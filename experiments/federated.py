@@ -50,44 +50,37 @@ def main(c: Config) -> None:
     clients = split_by_class(labels[~held_out], c)
     init_fn = lambda key: eqx.nn.MLP(vectors.shape[1], len(names), c.width, depth=1, key=key)
 
-    def fit(model, optimizer, examples, rounds, **options):
-        """Trains, and evaluates after each `rounds` steps."""
-        functions = {"loss_fn": batch_loss, "collate_fn": collate_pairs, "predict_fn": predict_fn}
-        evaluation = rc.Evaluation(test, every=rounds, metric_fn=metric_fn, **functions)
-        state = rc.fit(model, optimizer, examples, evaluation=evaluation, **options)
-        exit_if_stopped(int(state.step), options["steps"])
-        return state.model
-
+    predict = {"collate_fn": collate_pairs, "predict_fn": predict_fn}
+    functions = {"loss_fn": batch_loss, "metric_fn": metric_fn, **predict}
     every, arguments = max(1, c.steps // 20), run.fit_arguments
-    model = fit(
-        federated_init(c, init_fn),
+    state = rc.fit(
+        lambda key: with_controls(c, init_fn(key)),
         server_optimizer(c),
-        choose_clients(c),  # called with the number of the epoch, which is one round
-        every,
+        lambda epoch: choose_clients(c, epoch),  # an epoch is one round
         collate_fn=collate_clients(c, train, clients),
         loss_fn=round_loss(c),
         batch_size=c.per_round,
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
+        evaluation=rc.Evaluation(test, every=every, **functions),
         **arguments | {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)},
     )
-    central = rc.Checkpoints(run.directory / "central", every=5 * every * c.local_steps)
-    fit(  # the same network on all images, in as many gradient steps on as many images
+    exit_if_stopped(int(state.step), c.steps)
+    central = rc.fit(  # the same network on all images, in as many gradient steps on as many images
         lambda key: {"network": init_fn(key)},
         optax.sgd(c.local_rate),
         train,
-        every * c.local_steps,
         collate_fn=collate_pairs,
         loss_fn=batch_loss,
         batch_size=c.per_round * c.local_batch,
         steps=c.steps * c.local_steps,
-        **arguments | {"checkpoints": central, "log": None},
+        evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
+        **arguments | {"checkpoints": rc.Checkpoints(run.directory / "central"), "log": None},
     )
+    exit_if_stopped(int(central.step), c.steps * c.local_steps)
 
     plot_metric(run.directory, "loss")
-    found = rc.predict_examples(
-        model, test[:16], collate_fn=collate_pairs, predict_fn=predict_fn, batch_size=16
-    )
+    found = rc.predict_examples(state.model, test[:16], batch_size=16, **predict)
     titles = [f"{names[i]}, was {names[y]}" for i, (_, y) in zip(found, test, strict=False)]
     pictures = images[held_out][:16].transpose(0, 2, 3, 1)
     save_pictures(run.directory / "predictions.png", [*pictures], titles)
@@ -96,14 +89,9 @@ def main(c: Config) -> None:
         report(run.directory, **plot_rounds(c, run.directory, np.array(shares)))
 
 
-def choose_clients(c):
-    """Returns a function from the round to the clients that take part."""
-
-    def choose(round_number):
-        rng = np.random.default_rng([c.run.seed, round_number])
-        return rng.choice(c.clients, c.per_round, replace=False).tolist()
-
-    return choose
+def choose_clients(c, round_number):
+    rng = np.random.default_rng([c.run.seed, round_number])
+    return rng.choice(c.clients, c.per_round, replace=False).tolist()
 
 
 def collate_clients(c, examples, clients):
@@ -131,14 +119,10 @@ def client_weight(c, rows):
     return len(rows) if c.method == "fedavg" else 1
 
 
-def federated_init(c, init_fn):
-    def init(key):
-        network = init_fn(key)
-        # SCAFFOLD's control variates estimate the gradient of each client.
-        shape = (c.clients if c.method == "scaffold" else 0, flatten(network)[0].size)
-        return {"network": network, "controls": jnp.zeros(shape)}
-
-    return init
+def with_controls(c, network):
+    """Adds SCAFFOLD's control variates, which estimate the gradient of each client."""
+    shape = (c.clients if c.method == "scaffold" else 0, flatten(network)[0].size)
+    return {"network": network, "controls": jnp.zeros(shape)}
 
 
 def round_loss(c):
@@ -157,7 +141,8 @@ def round_loss(c):
         return end - start, jnp.sum(losses * batch["active"]) / count, control
 
     def loss_fn(model, batch, key):
-        start, unflatten = flatten(model["network"])
+        # The local steps are not differentiated again.
+        start, unflatten = flatten(rc.stop_gradient(model["network"]))
         controls, correction = model["controls"], jnp.zeros((c.per_round, 1))
         if c.method == "scaffold":
             correction = jnp.mean(controls, axis=0, keepdims=True) - controls[batch["client"]]

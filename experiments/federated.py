@@ -75,7 +75,8 @@ def main(c: Config) -> None:
         batch_size=c.per_round * c.local_batch,
         steps=c.steps * c.local_steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **arguments | {"checkpoints": rc.Checkpoints(run.directory / "central"), "log": None},
+        **arguments
+        | {"checkpoints": rc.Checkpoints(run.directory / "central", every=500), "log": None},
     )
     exit_if_stopped(int(central.step), c.steps * c.local_steps)
 

@@ -33,13 +33,13 @@ def plot_metric(directory: Path, name: str) -> float:
     return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
 
 
-def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Sequence[Any]]) -> None:
-    """Plots lines to a PNG; each has a name, and is x and y, and perhaps the errors of y."""
+def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -> None:
+    """Plots lines to a PNG; each has a name, and is a pair of x and y."""
     if jax.process_index() > 0:
         return
     figure, axes = plt.subplots()
     for name, line in lines.items():
-        axes.errorbar(*line, capsize=3, label=name)
+        axes.plot(*line, ".-", label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend()
     figure.savefig(file, dpi=150)

@@ -16,7 +16,7 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
 from _images import read_images
-from _plots import plot_metric, plt, save_pictures
+from _plots import plot_lines, plot_metric, plt, save_pictures
 from _usage import refuse
 from jax.flatten_util import ravel_pytree
 
@@ -86,8 +86,12 @@ def main(c: Config) -> None:
     pictures = images[held_out][:16].transpose(0, 2, 3, 1)
     save_pictures(run.directory / "predictions.png", [*pictures], titles)
     if jax.process_index() == 0:  # which has the metrics
-        shares = [[np.sum(labels[~held_out][x] == y) for y in range(len(names))] for x in clients]
-        report(run.directory, **plot_rounds(c, run.directory, np.array(shares)))
+        plot_clients(run.directory / "clients.png", labels[~held_out], clients, names)
+        lines = {c.method: accuracies(run.directory, 1)}
+        lines["central"] = accuracies(run.directory / "central", c.local_steps)
+        plot_lines(run.directory / "accuracy.png", "round", "test accuracy", lines)
+        figures = zip(("accuracy", "central_accuracy"), lines.values(), strict=True)
+        report(run.directory, **{name: found[-1] for name, (_, found) in figures})
 
 
 def choose_clients(c, round_number):
@@ -208,21 +212,21 @@ def split_by_class(labels, c):
     return [part or [int(rng.integers(len(labels)))] for part in parts]
 
 
-def plot_rounds(c, directory, shares):
-    """Plots the images that clients hold, and accuracy by round; returns the last accuracies."""
-    _, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    left.imshow(shares.T, aspect="auto", cmap="Blues")
-    left.set(xlabel="client", ylabel="class", title="images of each client")
-    right.set(xlabel="round", ylabel="test accuracy")
-    last = {}
-    for name, folder, steps in ((c.method, directory, 1), ("central", "central", c.local_steps)):
-        history = rc.read_metrics(directory / folder / "metrics.jsonl")
-        points = [(x["step"] / steps, x["eval/accuracy"]) for x in history if "eval/accuracy" in x]
-        right.plot(*zip(*points, strict=True), "o-", label=name)
-        last["central_accuracy" if name == "central" else "accuracy"] = points[-1][1]
-    right.legend()
-    plt.savefig(directory / "accuracy.png", dpi=150)
-    return last
+def plot_clients(file, labels, clients, names):
+    """Plots how many images of each class each client has."""
+    counts = [np.bincount(labels[rows], minlength=len(names)) for rows in clients]
+    figure, axes = plt.subplots(figsize=(10, 3))
+    image = axes.imshow(np.transpose(counts), aspect="auto", cmap="Blues")
+    axes.set(xlabel="client", ylabel="class", yticks=range(len(names)), yticklabels=names)
+    figure.colorbar(image, label="images")
+    figure.savefig(file, dpi=150)
+
+
+def accuracies(directory, local_steps):
+    """Reads the rounds and test accuracies of a run; `local_steps` is its steps in a round."""
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    points = [(x["step"], x["eval/accuracy"]) for x in history if "eval/accuracy" in x]
+    return [step / local_steps for step, _ in points], [accuracy for _, accuracy in points]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_a_run_is_compared_with_central_training(experiment, config, tmp_path):
         assert history[-1]["step"] == steps
         assert history[-1]["eval/accuracy"] == results[name]
         assert len([x for x in history if "eval/accuracy" in x]) == 2
-    for path in ("loss.png", "accuracy.png", "predictions.png"):
+    for path in ("loss.png", "accuracy.png", "clients.png", "predictions.png"):
         with Image.open(directory / path) as picture:
             picture.verify()
 

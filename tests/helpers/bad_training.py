@@ -163,7 +163,9 @@ ROWS = {
     ],
     "batch_shardings": [
         (
-            lambda d: rc.batch_shardings({"reward": jnp.ones((6, 2))}, rc.make_mesh(data=4, fsdp=2)),
+            lambda d: rc.batch_shardings(
+                {"reward": jnp.ones((6, 2))}, rc.make_mesh(data=4, fsdp=2)
+            ),
             ValueError,
             r"reward has shape \(6, 2\), .*a multiple of 8",
         ),

@@ -604,7 +604,9 @@ def test_a_custom_loop_gets_arrays_of_the_loss():
     assert metrics["errors"].shape == (4, 2)
     assert (metrics["errors"] == metrics["loss"]).all()
     # The mean over microbatches would not be the errors of the batch.
-    with pytest.raises(ValueError, match=r"aux\['errors'\] of shape \(4, 2\).*without `accumulate`"):
+    with pytest.raises(
+        ValueError, match=r"aux\['errors'\] of shape \(4, 2\).*without `accumulate`"
+    ):
         stepper(loss=loss, accumulate=2)(start(), BATCH)
 
 

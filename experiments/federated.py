@@ -63,7 +63,7 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=rc.Evaluation(test, every=every, **functions),
-        **arguments | {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)},
+        **dict(arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
     )
     exit_if_stopped(int(state.step), c.steps)
     central = rc.fit(  # the same network on all images, in as many gradient steps on as many images
@@ -75,8 +75,9 @@ def main(c: Config) -> None:
         batch_size=c.per_round * c.local_batch,
         steps=c.steps * c.local_steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **arguments
-        | {"checkpoints": rc.Checkpoints(run.directory / "central", every=500), "log": None},
+        **dict(
+            arguments, checkpoints=rc.Checkpoints(run.directory / "central", every=500), log=None
+        ),
     )
     exit_if_stopped(int(central.step), c.steps * c.local_steps)
 

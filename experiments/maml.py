@@ -3,6 +3,7 @@ characters of scripts that training has not seen. The tasks of a batch are split
 
 import itertools as it
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,13 +14,13 @@ import tyro
 from _common import Run, exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _plots import plot_lines, plot_metric
-from sklearn.neighbors import KNeighborsClassifier
+from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
 
 TESTS, TRAIN = range(600), range(600, 10**9)  # the numbers of tasks
 SCRIPTS = {"latin": TRAIN, "greek": TRAIN, "cyrillic": TESTS, "armenian": TESTS, "georgian": TESTS}
-DEFAULTS = {False: (10, 0.02, 3000), True: (1, 1.0, 600)}  # for sinusoids, for glyphs
+DEFAULTS = {False: (10, 0.02, 3000), True: (1, 1.0, 300)}  # for sinusoids, for glyphs
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Config:
     inner_steps: int = 1  # number of gradient steps on a task in training; tests take 0 to 5
     inner_rate: float | None = None  # learning rate of these: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
-    steps: int | None = None  # number of training steps: by default 3000, or 600 for glyphs
+    steps: int | None = None  # number of training steps: by default 3000, or 300 for glyphs
     learning_rate: float = 3e-3  # peak learning rate after the warmup
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
-def main(c: Config) -> None:
-    defaults = zip(("shots", "inner_rate", "steps"), DEFAULTS[c.glyphs], strict=True)
-    c = replace(c, **{name: x for name, x in defaults if getattr(c, name) is None})
+def main(config: Config) -> None:
+    defaults = zip(("shots", "inner_rate", "steps"), DEFAULTS[config.glyphs], strict=True)
+    c: Any = replace(config, **{k: x for k, x in defaults if getattr(config, k) is None})
     sample, init_fn, losses, score, baseline = (glyphs if c.glyphs else sinusoids)(c)
     run, count = start(c, "maml"), c.shots * (c.ways if c.glyphs else 1)
 
@@ -116,8 +117,7 @@ def glyphs(c):
         turned = [np.rot90(x, 0 if is_test else rng.integers(4), (1, 2)) for x in images]
         return np.stack(turned, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
 
-    near = KNeighborsClassifier(1)
-    baseline = lambda *t: np.mean([near.fit(x, y).score(*z) for x, y, *z in zip(*t, strict=True)])
+    baseline = lambda *t: np.mean([KNN(1).fit(x, y).score(*z) for x, y, *z in zip(*t, strict=True)])
 
     def init_fn(key):
         normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))

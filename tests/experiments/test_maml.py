@@ -4,6 +4,7 @@ import collections
 import itertools as it
 import json
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -79,7 +80,7 @@ def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner
     # Of a line, whose loss is quadratic, so its Hessian is a constant of the examples.
     options = {"first_order": first_order, "inner_steps": inner_steps, "inner_rate": 0.01}
     found = fit(queries=5, **options)
-    model = eqx.nn.Linear("scalar", "scalar", key=jax.random.key(0))
+    model: Any = eqx.nn.Linear("scalar", "scalar", key=jax.random.key(0))
     start = np.array([float(model.weight[0, 0]), float(model.bias[0])])
     batch = found["collate_fn"](range(600, 604))
     losses, gradients = [], []

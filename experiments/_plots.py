@@ -1,8 +1,9 @@
 """Plots and pictures that experiments leave in the directory of a run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import matplotlib
@@ -30,6 +31,19 @@ def plot_metric(directory: Path, name: str) -> float:
     plt.close(figure)
     # A run that was interrupted early has no evaluation.
     return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
+
+
+def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -> None:
+    """Plots lines to a PNG; each has a name, and is a pair of x and y."""
+    if jax.process_index() > 0:
+        return
+    figure, axes = plt.subplots()
+    for name, line in lines.items():
+        axes.plot(*line, ".-", label=name)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
 def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import tyro
 from _common import Run, exit_if_stopped, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _images import read_images
-from _plots import plot_metric, plt
+from _plots import plot_lines, plot_metric
 from _published import read_tokenizer, smollm2
 from dp_accounting.pld import privacy_loss_distribution
 
@@ -82,9 +82,9 @@ def main(c: Config) -> None:
         history = rc.read_metrics(run.directory / "metrics.jsonl")
         accuracies = {x["step"]: x["eval/accuracy"] for x in history if "eval/accuracy" in x}
         epsilons = privacy_losses(c, len(train), room, accuracies)
-        axes = plt.figure().add_subplot(xlabel="epsilon", ylabel="validation accuracy")
-        axes.plot(epsilons, [*accuracies.values()], "o-")
-        plt.savefig(run.directory / "accuracy_by_epsilon.png", dpi=150)
+        line = {"DP-SGD": (epsilons, [*accuracies.values()])}
+        file = run.directory / "accuracy_by_epsilon.png"
+        plot_lines(file, "epsilon", "validation accuracy", line)
         report(run.directory, accuracy=accuracies[c.steps], epsilon=epsilons[-1], delta=c.delta)
 
 

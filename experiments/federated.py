@@ -2,7 +2,7 @@
 
 McMahan et al. (2017), arXiv:1602.05629; Reddi et al. (2021), arXiv:2003.00295; Karimireddy et al.
 (2020), arXiv:1910.06378. The clients of a round are the batch of a step, and are split over the
-mesh. Their mean update is the gradient of the step, so any optax optimizer is a server's.
+mesh. Their mean update is the gradient of the step, so any optax optimizer can be the server's.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,8 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
 from _images import read_images
-from _plots import plot_metric, plt
+from _plots import plot_lines, plot_metric, plt, save_pictures
+from _usage import refuse
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
@@ -32,7 +33,7 @@ class Config:
     local_steps: int = 10  # number of gradient steps of a client in a round
     local_batch: int = 16  # number of images in each of them
     local_rate: float = 0.1  # learning rate of the clients
-    server_rate: float = 1.0  # learning rate of the server (0.01 for fedadam)
+    server_rate: float | None = None  # learning rate of the server: by default 1, 0.01 for fedadam
     stragglers: float = 0.0  # fraction of clients that do only some of the local steps
     width: int = 64  # width of the hidden layer
     steps: int = 100  # number of rounds
@@ -40,61 +41,119 @@ class Config:
 
 
 def main(c: Config) -> None:
+    if not (0 < c.per_round <= c.clients and c.alpha > 0 and 0 <= c.stragglers <= 1):
+        refuse("Use a --per-round of at most --clients, an --alpha above 0, and --stragglers <= 1.")
     run = start(c, "federated")
     images, labels, names = read_images(c.data, size=32)
-    images, held_out = images.reshape(len(images), -1), np.arange(len(images)) % 5 == 0
-    test = [*zip(images[held_out], labels[held_out], strict=True)]
-    clients = split_by_class(labels, np.flatnonzero(~held_out), c)
+    vectors, held_out = images.reshape(len(images), -1), np.arange(len(images)) % 5 == 0
+    train, test = ([*zip(vectors[x], labels[x], strict=True)] for x in (~held_out, held_out))
+    clients = split_by_class(labels[~held_out], c)
+    init_fn = lambda key: eqx.nn.MLP(vectors.shape[1], len(names), c.width, depth=1, key=key)
 
-    def make_network(key):
-        return eqx.nn.MLP(images.shape[1], len(names), c.width, depth=1, key=key)
+    predict = {"collate_fn": collate_pairs, "predict_fn": predict_fn}
+    functions = {"loss_fn": batch_loss, "metric_fn": metric_fn, **predict}
+    every, arguments = max(1, c.steps // 20), run.fit_arguments
+    state = rc.fit(
+        lambda key: with_controls(c, init_fn(key)),
+        server_optimizer(c),
+        lambda epoch: choose_clients(c, epoch),  # an epoch is one round
+        collate_fn=collate_clients(c, train, clients),
+        loss_fn=round_loss(c),
+        batch_size=c.per_round,
+        steps=c.steps,
+        trainable={"network": eqx.is_inexact_array, "controls": False},
+        evaluation=rc.Evaluation(test, every=every, **functions),
+        **dict(arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
+    )
+    exit_if_stopped(int(state.step), c.steps)
+    central = rc.fit(  # the same network on all images, in as many gradient steps on as many images
+        lambda key: {"network": init_fn(key)},
+        optax.sgd(c.local_rate),
+        train,
+        collate_fn=collate_pairs,
+        loss_fn=batch_loss,
+        batch_size=c.per_round * c.local_batch,
+        steps=c.steps * c.local_steps,
+        evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
+        **dict(
+            arguments, checkpoints=rc.Checkpoints(run.directory / "central", every=500), log=None
+        ),
+    )
+    exit_if_stopped(int(central.step), c.steps * c.local_steps)
 
-    def init_fn(key):
-        network = make_network(key)
-        # SCAFFOLD's control variates estimate the gradient of each client.
-        shape = (c.clients if c.method == "scaffold" else 0, flatten(network)[0].size)
-        return {"network": network, "controls": jnp.zeros(shape)}
+    plot_metric(run.directory, "loss")
+    found = rc.predict_examples(state.model, test[:16], batch_size=16, **predict)
+    titles = [f"{names[i]}, was {names[y]}" for i, (_, y) in zip(found, test, strict=False)]
+    pictures = images[held_out][:16].transpose(0, 2, 3, 1)
+    save_pictures(run.directory / "predictions.png", [*pictures], titles)
+    if jax.process_index() == 0:  # which has the metrics
+        plot_clients(run.directory / "clients.png", labels[~held_out], clients, names)
+        lines = {c.method: accuracies(run.directory, 1)}
+        lines["central"] = accuracies(run.directory / "central", c.local_steps)
+        plot_lines(run.directory / "accuracy.png", "round", "test accuracy", lines)
+        figures = zip(("accuracy", "central_accuracy"), lines.values(), strict=True)
+        report(run.directory, **{name: found[-1] for name, (_, found) in figures})
 
-    def choose_clients(round_number):
-        rng = np.random.default_rng([c.run.seed, round_number])
-        return rng.choice(c.clients, c.per_round, replace=False).tolist()
+
+def choose_clients(c, round_number):
+    rng = np.random.default_rng([c.run.seed, round_number])
+    return rng.choice(c.clients, c.per_round, replace=False).tolist()
+
+
+def collate_clients(c, examples, clients):
+    """Returns a function from clients to the images of their local steps."""
+    images, labels = collate_pairs(examples)
+    size = (c.local_steps, c.local_batch)
 
     def collate_fn(chosen, rngs):
-        size = (c.local_steps, c.local_batch)
         rows = [rng.choice(clients[i], size) for i, rng in zip(chosen, rngs, strict=True)]
         least = [1 if rng.random() < c.stragglers else c.local_steps for rng in rngs]
         steps = [rng.integers(x, c.local_steps + 1) for x, rng in zip(least, rngs, strict=True)]
         return {
             "client": np.array(chosen, np.int32),
-            "weight": np.array([len(clients[i]) for i in chosen], np.float32),
-            "active": np.arange(c.local_steps) < np.array(steps)[:, None],
+            "weight": np.array([client_weight(c, clients[i]) for i in chosen], np.float32),
+            "active": np.float32(np.arange(c.local_steps) < np.array(steps)[:, None]),
             "x": images[rows],
             "y": labels[rows],
         }
 
+    return collate_fn
+
+
+def client_weight(c, rows):
+    """FedAvg weights clients by their images; in the other papers, all count the same."""
+    return len(rows) if c.method == "fedavg" else 1
+
+
+def with_controls(c, network):
+    """Adds SCAFFOLD's control variates, which estimate the gradient of each client."""
+    shape = (c.clients if c.method == "scaffold" else 0, flatten(network)[0].size)
+    return {"network": network, "controls": jnp.zeros(shape)}
+
+
+def round_loss(c):
+    """Returns the loss of a round, whose gradient is minus the mean update of the clients."""
+
+    def train_client(start, unflatten, correction, batch):
+        def step(weights, inputs):
+            x, y, active = inputs
+            value, gradient = jax.value_and_grad(lambda w: mean_loss(unflatten(w), x, y))(weights)
+            return weights - c.local_rate * active * (gradient + correction), value
+
+        end, losses = jax.lax.scan(step, start, (batch["x"], batch["y"], batch["active"]))
+        count = jnp.sum(batch["active"])
+        # Option II of SCAFFOLD: the mean gradient along the way is the new control variate.
+        control = (start - end) / (count * c.local_rate) - correction
+        return end - start, jnp.sum(losses * batch["active"]) / count, control
+
     def loss_fn(model, batch, key):
-        start, unflatten = flatten(model["network"])
-        controls = model["controls"]
-
-        def train_client(control, correction, batch):
-            def step(weights, inputs):
-                x, y, active = inputs
-                loss = lambda weights: mean_loss(unflatten(weights), (x, y), key)
-                value, gradient = jax.value_and_grad(loss)(weights)
-                return weights - c.local_rate * active * (gradient + correction), value
-
-            inputs = batch["x"], batch["y"], batch["active"]
-            end, losses = jax.lax.scan(step, start, inputs)
-            steps = jnp.maximum(jnp.sum(batch["active"]), 1)
-            return (
-                end - start,
-                jnp.mean(losses),
-                (start - end) / (steps * c.local_rate) - correction,
-            )
-
-        own = controls[batch["client"]] if c.method == "scaffold" else jnp.zeros((c.per_round, 1))
-        correction = jnp.mean(controls, axis=0) - own if c.method == "scaffold" else own
-        updates, losses, new = jax.vmap(train_client)(own, correction, batch)
+        # The local steps are not differentiated again.
+        start, unflatten = flatten(rc.stop_gradient(model["network"]))
+        controls, correction = model["controls"], jnp.zeros((c.per_round, 1))
+        if c.method == "scaffold":
+            correction = jnp.mean(controls, axis=0, keepdims=True) - controls[batch["client"]]
+        of_client = lambda correction, batch: train_client(start, unflatten, correction, batch)
+        updates, losses, new = jax.vmap(of_client)(correction, batch)
         # All that is summed over clients is one array, so a round has one all-reduce.
         sums = batch["weight"] @ jnp.column_stack([updates, losses, jnp.ones(c.per_round)])
         update, loss = sums[:-2] / sums[-1], sums[-2] / sums[-1]
@@ -104,52 +163,14 @@ def main(c: Config) -> None:
         after = {"network": model["network"], "controls": controls}
         return rc.with_gradient(loss, model, gradient), {}, after
 
-    def predict_fn(model, batch, key):
-        return jnp.argmax(jax.vmap(model["network"])(batch[0]), axis=1)
+    return loss_fn
 
-    def metric_fn(examples, outputs):
-        return {"accuracy": np.mean(np.array(outputs) == [label for _, label in examples])}
 
-    evaluation = rc.Evaluation(
-        test,
-        every=max(1, c.steps // 20),
-        loss_fn=lambda model, batch, key: mean_loss(model["network"], batch, key),
-        collate_fn=collate_pairs,
-        predict_fn=predict_fn,
-        metric_fn=metric_fn,
-    )
-    state = rc.fit(
-        init_fn,
-        server_optimizer(c),
-        choose_clients,  # called with the number of the epoch, which is one round
-        collate_fn=collate_fn,
-        loss_fn=loss_fn,
-        batch_size=c.per_round,
-        steps=c.steps,
-        trainable={"network": eqx.is_inexact_array, "controls": False},
-        evaluation=evaluation,
-        # An epoch is one round, and not every round is saved.
-        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=50)),
-    )
-
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
-    train = [*zip(images[~held_out], labels[~held_out], strict=True)]
-    central = {"network": train_centrally(make_network, train, run, c)}
-    predict = {"collate_fn": collate_pairs, "predict_fn": predict_fn, "batch_size": c.local_batch}
-    found = [
-        metric_fn(test, rc.predict_examples(m, test, **predict))["accuracy"]
-        for m in (state.model, central)
-    ]
-    if jax.process_index() == 0:  # which has the metrics
-        history = rc.read_metrics(run.directory / "metrics.jsonl")
-        points = [(x["step"], x["eval/accuracy"]) for x in history if "eval/accuracy" in x]
-        axes = plt.figure().add_subplot(xlabel="round", ylabel="test accuracy")
-        axes.plot(*zip(*points, strict=True), "o-", label=c.method)
-        axes.axhline(found[1], linestyle="--", color="gray", label="central training")
-        axes.legend()
-        plt.savefig(run.directory / "accuracy.png", dpi=150)
-    report(run.directory, accuracy=found[0], central_accuracy=found[1])
+def server_optimizer(c):
+    if c.method == "fedadam":  # unlike that of the paper, it corrects the bias of the moments
+        rate = 0.01 if c.server_rate is None else c.server_rate
+        return optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3)
+    return optax.sgd(1.0 if c.server_rate is None else c.server_rate)
 
 
 def flatten(network):
@@ -159,49 +180,54 @@ def flatten(network):
     return flat, lambda flat: eqx.combine(unravel(flat), static)
 
 
-def mean_loss(network, batch, key):
-    x, y = batch
-    logits = jax.vmap(network)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+def mean_loss(network, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(network)(x), y).mean()
+
+
+def batch_loss(model, batch, key):
+    return mean_loss(model["network"], *batch)
+
+
+def predict_fn(model, batch, key):
+    return jnp.argmax(jax.vmap(model["network"])(batch[0]), axis=1)
+
+
+def metric_fn(examples, outputs):
+    return {"accuracy": np.mean(np.array(outputs) == [label for _, label in examples])}
 
 
 def collate_pairs(examples):
     return tuple(map(np.stack, zip(*examples, strict=True)))
 
 
-def split_by_class(labels, rows, c):
+def split_by_class(labels, c):
     """Splits the rows of each class over the clients, in shares of a Dirichlet distribution."""
     rng = np.random.default_rng(c.run.seed)
     parts = [[] for _ in range(c.clients)]
     for label in np.unique(labels):
-        of_class = rng.permutation(rows[labels[rows] == label])
+        of_class = rng.permutation(np.flatnonzero(labels == label))
         ends = np.cumsum(rng.dirichlet(np.full(c.clients, c.alpha)))[:-1] * len(of_class)
         for part, found in zip(parts, np.split(of_class, ends.astype(int)), strict=True):
             part.extend(found.tolist())
     # A client without images gets one, so that each can take part.
-    return [part or [int(rng.choice(rows))] for part in parts]
+    return [part or [int(rng.integers(len(labels)))] for part in parts]
 
 
-def server_optimizer(c):
-    if c.method == "fedadam":
-        return optax.adam(c.server_rate, b1=0.9, b2=0.99, eps=1e-3)
-    return optax.sgd(c.server_rate)
+def plot_clients(file, labels, clients, names):
+    """Plots how many images of each class each client has."""
+    counts = [np.bincount(labels[rows], minlength=len(names)) for rows in clients]
+    figure, axes = plt.subplots(figsize=(10, 3))
+    image = axes.imshow(np.transpose(counts), aspect="auto", cmap="Blues")
+    axes.set(xlabel="client", ylabel="class", yticks=range(len(names)), yticklabels=names)
+    figure.colorbar(image, label="images")
+    figure.savefig(file, dpi=150)
 
 
-def train_centrally(make_network, train, run, c):
-    """Trains the same network on all images, for as many gradient steps of as many images."""
-    return rc.fit(
-        make_network,
-        optax.sgd(c.local_rate),
-        train,
-        collate_fn=collate_pairs,
-        loss_fn=mean_loss,
-        batch_size=c.per_round * c.local_batch,
-        steps=c.steps * c.local_steps,
-        mesh=run.mesh,
-        key=run.key,
-        log=False,
-    ).model
+def accuracies(directory, local_steps):
+    """Reads the rounds and test accuracies of a run; `local_steps` is its steps in a round."""
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    points = [(x["step"], x["eval/accuracy"]) for x in history if "eval/accuracy" in x]
+    return [step / local_steps for step, _ in points], [accuracy for _, accuracy in points]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Learns to learn from few examples (MAML, Finn et al., 2017): sinusoids, or classes of glyphs."""
+"""Learns to learn from few examples by MAML (Finn et al., 2017, arXiv:1703.03400): sinusoids, or
+characters of scripts that training has not seen. The tasks of a batch are split over the mesh."""
 
 import itertools as it
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,138 +13,119 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
-from _plots import plot_metric, plt
+from _plots import plot_lines, plot_metric
+from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
 
-LETTERS = {"train": ("latin", "greek"), "test": ("cyrillic", "armenian", "georgian")}
+TESTS, TRAIN = range(600), range(600, 10**9)  # the numbers of tasks
+SCRIPTS = {"latin": TRAIN, "greek": TRAIN, "cyrillic": TESTS, "armenian": TESTS, "georgian": TESTS}
+DEFAULTS = {False: (10, 0.02, 3000), True: (1, 1.0, 300)}  # for sinusoids, for glyphs
 
 
 @dataclass(frozen=True)
 class Config:
-    task: Literal["sinusoids", "glyphs"] = "sinusoids"  # regression, or few-shot classification
-    ways: int = 5  # number of classes of a task, for glyphs
-    shots: int = 10  # number of examples to learn from (of each class: 1 or 5 are usual for glyphs)
-    queries: int = 10  # number of other examples of the task (of each class)
+    glyphs: bool = False  # few-shot classification of characters instead of sinusoids
+    ways: int = 5  # number of classes of a task of glyphs
+    shots: int | None = None  # examples to learn from: by default 10, or 1 of each class of glyphs
+    queries: int = 5  # number of other examples of a task to be judged by (of each class)
     first_order: bool = False  # leave out second derivatives, which is cheaper
     inner_steps: int = 1  # number of gradient steps on a task in training; tests take 0 to 5
-    inner_rate: float = 0.02  # learning rate of these steps (0.1 for glyphs)
-    width: int = 64  # width of the hidden layers (256 for glyphs)
-    test_tasks: int = 600  # number of held-out tasks
+    inner_rate: float | None = None  # learning rate of these: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
-    steps: int = 3000  # number of training steps
+    steps: int | None = None  # number of training steps: by default 3000, or 300 for glyphs
     learning_rate: float = 3e-3  # peak learning rate after the warmup
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
-def main(c: Config) -> None:
-    run = start(c, "maml")
-    sample, init_fn, losses, score, baseline = (sinusoids if c.task == "sinusoids" else glyphs)(c)
-    train = [("train", i) for i in range(c.steps * c.batch_size)]
-    test = [("test", len(train) + i) for i in range(c.test_tasks)]
+def main(config: Config) -> None:
+    defaults = zip(("shots", "inner_rate", "steps"), DEFAULTS[config.glyphs], strict=True)
+    c: Any = replace(config, **{k: x for k, x in defaults if getattr(config, k) is None})
+    sample, init_fn, losses, score, baseline = (glyphs if c.glyphs else sinusoids)(c)
+    run, count = start(c, "maml"), c.shots * (c.ways if c.glyphs else 1)
 
-    def collate_fn(names):
-        # A task is drawn from its name, so it is the same on every mesh and after a resume.
-        tasks = [sample(split, np.random.default_rng([c.run.seed, i])) for split, i in names]
-        return jax.tree.map(lambda *arrays: np.stack(arrays), *tasks)
+    def collate_fn(numbers):
+        # A task is drawn from its number, so it is the same on every mesh and after a resume.
+        tasks = [sample(i in TESTS, np.random.default_rng([c.run.seed, i])) for i in numbers]
+        x, y = (np.stack(arrays) for arrays in zip(*tasks, strict=True))
+        return x[:, :count], y[:, :count], x[:, count:], y[:, count:]
 
-    def adapt(model, examples):
-        """Takes one gradient step on the examples of a task."""
-        x, y = examples
-        gradient = eqx.filter_grad(lambda m: jnp.mean(losses(jax.vmap(m)(x), y)))(model)
-        gradient = rc.stop_gradient(gradient) if c.first_order else gradient
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -c.inner_rate * g, gradient))
-
-    def after(steps, measure, model, batch):
-        """Measures each task's other examples after 0, 1, ... gradient steps on the task."""
-
-        def of_task(examples, others):
-            models = it.accumulate(range(steps), lambda m, _: adapt(m, examples), initial=model)
-            return jnp.stack([jnp.mean(measure(jax.vmap(m)(others[0]), others[1])) for m in models])
-
-        return jax.vmap(of_task)(*batch)
+    @eqx.filter_vmap(in_axes=(None, None, 0, 0, 0))  # of tasks, after 0, 1, ... gradient steps
+    def outputs_after(steps, model, x, y, queries):
+        outputs = [jax.vmap(model)(queries)]
+        for _ in range(steps):
+            gradient = eqx.filter_grad(lambda m: jnp.mean(losses(jax.vmap(m)(x), y)))(model)
+            gradient = rc.stop_gradient(gradient) if c.first_order else gradient
+            model = eqx.apply_updates(model, jax.tree.map(lambda g: -c.inner_rate * g, gradient))
+            outputs.append(jax.vmap(model)(queries))
+        return jnp.stack(outputs)
 
     def loss_fn(model, batch, key):
-        return jnp.mean(after(c.inner_steps, losses, model, batch)[:, -1])
+        return jnp.mean(losses(outputs_after(c.inner_steps, model, *batch[:3])[:, -1], batch[3]))
 
-    def predict_fn(model, batch, key):
-        return after(5, score, model, batch)
+    def metric_fn(numbers, outputs):
+        scores = np.mean(score(np.stack(outputs), collate_fn(numbers)[3][:, None]), axis=2)
+        means = {f"after_{i}_steps": float(np.mean(scores[:, i])) for i in range(6)}
+        deviation = float(np.std(scores[:, min(c.inner_steps, 5)]))
+        return means | {"interval": 1.96 * deviation / len(scores) ** 0.5}  # 95 % confidence
 
-    def metric_fn(names, scores):
-        return {f"after_{i}_steps": float(x) for i, x in enumerate(np.mean(scores, axis=0))}
-
-    functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    every, metrics = max(1, c.steps // 8), {"predict_fn": predict_fn, "metric_fn": metric_fn}
-    state = rc.fit(
-        init_fn,
-        make_optimizer(c, len(train)),
-        train,
-        **functions,
-        loss_fn=loss_fn,
-        steps=c.steps,
-        evaluation=rc.Evaluation(test, every=every, **metrics),
-        **run.fit_arguments,
-    )
-
+    predict_fn = lambda model, batch, key: outputs_after(5, model, *batch[:3])
+    functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": c.batch_size}
+    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **functions)
+    options = run.fit_arguments | {"collate_fn": collate_fn, "evaluation": evaluation}
+    options |= {"loss_fn": loss_fn, "batch_size": c.batch_size, "steps": c.steps}
+    state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options)
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "loss")
-    scores = np.array(rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn))
-    interval = 1.96 * scores.std(axis=0) / np.sqrt(len(scores))  # 95 % confidence
-    simple = float(
-        np.mean([baseline(*jax.tree.map(lambda x: x[0], collate_fn([x]))) for x in test])
-    )
-    if jax.process_index() == 0:  # as figures 2 and 3 of the paper
-        axes = plt.figure().add_subplot(xlabel="gradient steps on the task", ylabel=score.__name__)
-        axes.errorbar(range(6), scores.mean(axis=0), interval, capsize=3, label="MAML")
-        axes.axhline(simple, linestyle="--", label=baseline.__name__.replace("_", " "))
-        axes.legend()
-        plt.savefig(run.directory / "scores.png", dpi=150)
-    figures = {"interval_after_5_steps": float(interval[5]), baseline.__name__: simple}
-    report(run.directory, **metric_fn(test, scores), **figures)
+    outputs, tests = rc.predict_examples(state.model, TESTS, **functions), collate_fn(TESTS)
+    figures, simple = metric_fn(TESTS, outputs), float(baseline(*tests))
+    lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple] * 2)}
+    plot_lines(run.directory / "scores.png", "gradient steps on the task", "test score", lines)
+    if not c.glyphs:
+        lines = {f"after {i} steps": (tests[2][0], outputs[0][i]) for i in (0, 1, 5)}
+        lines["truth"] = tests[2][0], tests[3][0]
+        plot_lines(run.directory / "samples.png", "x", "y", lines)
+    report(run.directory, **figures, baseline=simple)
 
 
 def sinusoids(c):
     """Tasks are sinusoids of any amplitude from 0.1 to 5 and any phase (section 5.1)."""
 
-    def sample(split, rng):
-        x = rng.uniform(-5, 5, (c.shots + c.queries, 1)).astype(np.float32)
-        y = (rng.uniform(0.1, 5) * np.sin(x - rng.uniform(0, np.pi))).astype(np.float32)
-        return (x[: c.shots], y[: c.shots]), (x[c.shots :], y[c.shots :])
+    def sample(is_test, rng):
+        x = rng.uniform(-5, 5, c.shots + (100 if is_test else c.queries)).astype(np.float32)
+        x[c.shots :].sort()  # so that predictions can be drawn as a line
+        return x, np.float32(rng.uniform(0.1, 5) * np.sin(x - rng.uniform(0, np.pi)))
 
-    def squared_error(predicted, y):
-        return (predicted - y) ** 2
-
-    def mean_of_the_examples(examples, others):
-        return np.mean((others[1] - examples[1].mean()) ** 2)
-
-    init_fn = lambda key: eqx.nn.MLP(1, 1, c.width, depth=2, key=key)
-    return sample, init_fn, squared_error, squared_error, mean_of_the_examples
+    losses = lambda outputs, y: (outputs - y) ** 2
+    baseline = lambda _, y, __, truth: np.mean((truth - y.mean(1, keepdims=True)) ** 2)
+    init_fn = lambda key: eqx.nn.MLP("scalar", "scalar", 64, depth=2, key=key)
+    return sample, init_fn, losses, losses, baseline
 
 
 def glyphs(c):
-    """Tasks are some characters, each in several fonts; tests have letters of other scripts."""
-    drawn, count = {}, c.shots + c.queries
-    for glyph in read_glyphs(20, first_words=[*LETTERS["train"], *LETTERS["test"]]):
-        drawn.setdefault(glyph.name, []).append(glyph.image.ravel())
-    enough = {name: np.stack(images) for name, images in drawn.items() if len(images) >= count}
+    """Tasks are characters in several fonts. In training, a turned character is another one."""
+    characters, count = {TESTS: [], TRAIN: []}, c.shots + c.queries
+    for name, found in it.groupby(read_glyphs(20, first_words=[*SCRIPTS]), lambda x: x.name):
+        images = np.stack([x.image for x in found])
+        characters[SCRIPTS[name.split()[0]]] += [images] if len(images) >= count else []
+    if min(map(len, characters.values())) < c.ways:
+        raise SystemExit(f"There are not {c.ways} characters in {count} fonts. Use fewer --shots.")
 
-    def sample(split, rng):
-        names = [name for name in enough if name.split()[0] in LETTERS[split]]
-        images = [rng.permutation(enough[x])[:count] for x in rng.choice(names, c.ways, False)]
-        labels = np.repeat(np.arange(c.ways), count).reshape(c.ways, count)
-        parts = np.s_[:, : c.shots], np.s_[:, c.shots :]
-        return tuple((np.stack(images)[i].reshape(-1, 400), labels[i].ravel()) for i in parts)
+    def sample(is_test, rng):
+        split = characters[TESTS if is_test else TRAIN]
+        images = [rng.permutation(split[i])[:count] for i in rng.permutation(len(split))[: c.ways]]
+        turned = [np.rot90(x, 0 if is_test else rng.integers(4), (1, 2)) for x in images]
+        return np.stack(turned, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
 
-    def accuracy(logits, y):
-        return jnp.argmax(logits, axis=1) == y
+    baseline = lambda *t: np.mean([KNN(1).fit(x, y).score(*z) for x, y, *z in zip(*t, strict=True)])
 
-    def nearest_neighbour(examples, others):
-        distances = np.sum((others[0][:, None] - examples[0][None]) ** 2, axis=2)
-        return np.mean(examples[1][np.argmin(distances, axis=1)] == others[1])
+    def init_fn(key):
+        normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
+        head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=key))  # prefers no class
+        return eqx.nn.Sequential([eqx.nn.MLP(400, 128, 256, depth=1, key=key), normed, head])
 
-    init_fn = lambda key: eqx.nn.MLP(400, c.ways, c.width, depth=3, key=key)
     losses = optax.softmax_cross_entropy_with_integer_labels
-    return sample, init_fn, losses, accuracy, nearest_neighbour
+    return sample, init_fn, losses, lambda outputs, y: outputs.argmax(axis=-1) == y, baseline
 
 
 if __name__ == "__main__":

@@ -130,6 +130,27 @@ EXAMPLES = (
         double=(),
     ),
     Example("evolution", "mean_return", 475, "return.png", plot="return.png", curve="return"),
+    Example(
+        "maml",
+        "after_5_steps",
+        0.4,
+        "scores.png",
+        {"meta_learning/main.py": (198, 161)},
+        lower_is_better=True,
+        curve="eval/after_5_steps",
+    ),
+    Example(
+        "federated",
+        "accuracy",
+        0.9,
+        "accuracy.png",
+        {
+            "faderated_learning/main.py": (157, 119),
+            "faderated_learning/data_utils.py": (140, 67),
+            "faderated_learning/model_utils.py": (56, 30),
+        },
+        curve="eval/accuracy",
+    ),
 )
 
 

@@ -123,7 +123,7 @@ EXAMPLES = (
     Example(
         "maddpg",
         "central_return",
-        -18,
+        -19,
         "returns.png",
         plot="returns.png",
         curve="return",

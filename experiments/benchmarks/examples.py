@@ -104,7 +104,7 @@ EXAMPLES = (
         },
         plot="return.png",
         curve="return",
-        double=("--on-device",),
+        double=("--on-device", "--rollout", "64", "--minibatches", "4"),
     ),
     Example(
         "ddpg",

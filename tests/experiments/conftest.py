@@ -5,9 +5,32 @@ import importlib
 import pytest
 from paths import EXPERIMENTS
 
+import redcoast as rc
+
 
 @pytest.fixture
 def script(monkeypatch):
     """Imports a script."""
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     return importlib.import_module
+
+
+@pytest.fixture
+def collectives(monkeypatch):
+    """The kinds of collectives in the compiled step of an experiment with a loop of its own."""
+    kinds = ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+
+    def found(experiment, config):
+        text = ""
+
+        def run_learner(c, run, step, state, shardings, **options):
+            nonlocal text
+            text = rc.compile_step(step, shardings).lower(state).compile().as_text()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(experiment, "run_learner", run_learner)
+        with pytest.raises(KeyboardInterrupt):
+            experiment.main(config)
+        return [kind for kind in kinds if f" {kind}" in text]
+
+    return found

@@ -61,3 +61,15 @@ def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def save_predictions(
+    file: Path,
+    images: Sequence[np.ndarray],
+    classes: Sequence[Any],
+    predictions: Sequence[Any],
+) -> None:
+    """Saves a grid of images with their classes and predictions; `None` is no prediction."""
+    pairs = zip(classes, predictions, strict=True)
+    titles = [str(y) if guess is None else f"{y}, predicted {guess}" for y, guess in pairs]
+    save_pictures(file, images, titles)

@@ -14,29 +14,20 @@ from scipy.special import softmax
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives
 
+NAME = "federated"
+SMALL = {"clients": 12, "per_round": 8, "local_steps": 4, "local_batch": 6, "width": 8}
+SMALL |= {"steps": 2}
 METHODS = ("fedavg", "fedadam", "scaffold")
 FEATURES, CLASSES = 5, 3
 
 
-@pytest.fixture
-def experiment(script):
-    return script("federated")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    small = {"clients": 12, "per_round": 8, "local_steps": 4, "local_batch": 6, "width": 8}
-    return lambda **options: experiment.Config(**small | {"steps": 2} | options, run=run)
-
-
 @pytest.mark.seconds(10)  # a whole run
-def test_a_run_is_compared_with_central_training(experiment, config, tmp_path):
+def test_a_run_is_compared_with_centralised_training(experiment, config, tmp_path):
     experiment.main(config(method="scaffold", stragglers=0.5))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
-    assert results.keys() == {"accuracy", "central_accuracy"}
-    for name, folder, steps in (("accuracy", ".", 2), ("central_accuracy", "central", 8)):
+    assert results.keys() == {"accuracy", "centralised_accuracy"}
+    for name, folder, steps in (("accuracy", ".", 2), ("centralised_accuracy", "centralised", 8)):
         history = rc.read_metrics(directory / folder / "metrics.jsonl")
         assert history[-1]["step"] == steps
         assert history[-1]["eval/accuracy"] == results[name]

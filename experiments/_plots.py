@@ -46,7 +46,9 @@ def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -
     plt.close(figure)
 
 
-def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str]) -> None:
+def save_pictures(
+    file: Path, images: Sequence[np.ndarray] | np.ndarray, titles: Sequence[str]
+) -> None:
     """Saves a grid of images, (height, width) or (height, width, 3) from 0 to 1, with titles."""
     if jax.process_index() > 0:
         return
@@ -65,7 +67,7 @@ def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str
 
 def save_predictions(
     file: Path,
-    images: Sequence[np.ndarray],
+    images: Sequence[np.ndarray] | np.ndarray,
     classes: Sequence[Any],
     predictions: Sequence[Any],
 ) -> None:

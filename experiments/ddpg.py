@@ -36,9 +36,7 @@ class Config:
     gradient_steps: int = 32  # number of gradient steps in an iteration
     batch_size: int = 128  # number of transitions in a gradient step, a multiple of --num-envs
     buffer: int = 16000  # number of the newest transitions that are kept, of all environments
-    warmup: int = (
-        15  # number of first iterations with random actions; their gradient steps are taken
-    )
+    warmup: int = 15  # first iterations, in which actions are random; they take gradient steps too
     noise_std: float = 0.1  # standard deviation of the noise on actions, which are from -1 to 1
     discount: float = 0.98  # gamma, by which a reward counts less for each step that it is later
     tau: float = 0.01  # part of the difference that target networks move to the trained ones
@@ -62,11 +60,11 @@ def main(c: Config) -> None:
         run, ft.partial(init_fn, c, size, count), optimizer, loss_fn, minibatch
     )
     update = ft.partial(learn, c, ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
-    mesh, environment = mesh_of(plan), ENVIRONMENTS.get(c.environment)
+    mesh, environment = mesh_of(plan), ENVIRONMENTS[c.environment] if c.on_device else None
 
     def step(state, transitions: Any = None, last_return: Any = None):
         train, envs = state["train"], state["envs"]
-        if c.on_device:
+        if environment:
             key = jax.random.fold_in(keys.acting, train.step)
             policy = ft.partial(explore, c, train.model, state["buffer"]["added"])
             envs, transitions = rollout(environment, policy, envs, key, c.rollout)
@@ -86,7 +84,7 @@ def main(c: Config) -> None:
         return host.rollout(ft.partial(explore, c, model, added), key, c.rollout), host.last_return
 
     copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, train.model)
-    envs = reset_envs(environment, keys.envs, c.num_envs) if c.on_device else {}
+    envs = reset_envs(environment, keys.envs, c.num_envs) if environment else {}
     state = {"train": train, "target": copy, "buffer": buffer, "envs": envs}
     rows = rc.batch_shardings({name: state[name] for name in ("buffer", "envs")}, mesh)
     shardings = {"train": plan.shardings, "target": plan.shardings.model} | rows

@@ -64,7 +64,7 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=rc.Evaluation(test, every=every, **functions),
-        **run.fit_arguments | {"checkpoints": rc.Checkpoints(run.directory, every=5 * every)},
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
     )
     exit_if_stopped(int(state.step), c.steps)
     steps, directory = c.steps * c.local_steps, run.directory / "centralised"
@@ -77,7 +77,7 @@ def main(c: Config) -> None:
         batch_size=c.per_round * c.local_batch,
         steps=steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **run.fit_arguments | {"checkpoints": rc.Checkpoints(directory, every=500), "log": None},
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(directory, every=500), log=None),
     )
     exit_if_stopped(int(centralised.step), steps)
     plot_metric(run.directory, "loss")

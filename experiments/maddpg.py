@@ -142,7 +142,11 @@ def clip_networks(norm):
     separately."""
     clip = optax.clip_by_global_norm(norm)
     of_agents = jax.vmap(lambda gradient: clip.update(gradient, clip.init(gradient))[0])
-    return optax.stateless(lambda gradients, _: {k: of_agents(g) for k, g in gradients.items()})
+
+    def update(gradients: Any, params: Any) -> Any:
+        return {name: of_agents(gradient) for name, gradient in gradients.items()}
+
+    return optax.stateless(update)
 
 
 def actions(model, observations):

@@ -70,14 +70,14 @@ def main(config: Config) -> None:
         means = {f"after_{i}_steps": float(np.mean(scores[:, i])) for i in range(6)}
         return means | {"confidence_95": confidence_95(scores[:, min(c.inner_steps, 5)])}
 
-    data = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    predict = {"predict_fn": lambda model, batch, key: outputs_after(5, model, *batch[:3])}
-    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **predict)
+    data: Any = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    test: Any = {"predict_fn": lambda model, batch, key: outputs_after(5, model, *batch[:3])}
+    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **test)
     options = data | {"loss_fn": loss_fn, "steps": c.steps, "evaluation": evaluation}
     state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options, **run.fit_arguments)
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "loss")
-    outputs, tests = rc.predict_examples(state.model, TESTS, **data, **predict), collate_fn(TESTS)
+    outputs, tests = rc.predict_examples(state.model, TESTS, **data | test), collate_fn(TESTS)
     figures, simple = metric_fn(TESTS, outputs), float(baseline(*tests))
     lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple] * 2)}
     plot_lines(run.directory / "scores.png", "gradient steps on the task", "test score", lines)

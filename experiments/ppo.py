@@ -55,22 +55,21 @@ def main(c: Config) -> None:
     zeros = minibatch_of_zeros(c, size, actions)
     train, plan, loss = prepare(run, *functions, zeros, trainable=TRAINABLE)
     fit = ft.partial(rc.train_steps, loss_fn=loss, optimizer=optimizer, trainable=TRAINABLE)
-    mesh, state, shardings = mesh_of(plan), {"train": train}, {"train": plan.shardings}
-    if c.on_device:
-        environment = ENVIRONMENTS[c.environment]
-        state["envs"] = reset_envs(environment, keys.envs, c.num_envs)
-        shardings["envs"] = rc.batch_shardings(state["envs"], mesh)
+    mesh, environment = mesh_of(plan), ENVIRONMENTS[c.environment] if c.on_device else None
+    envs = reset_envs(environment, keys.envs, c.num_envs) if environment else {}
+    state = {"train": train, "envs": envs}
+    shardings = {"train": plan.shardings, "envs": rc.batch_shardings(envs, mesh)}
 
     def step(state, transitions: Any = None, last_return: Any = None):
-        train, after = state["train"], {}
-        if c.on_device:
+        train, envs = state["train"], state["envs"]
+        if environment:
             key = jax.random.fold_in(keys.acting, train.step)
             policy = ft.partial(sample, train.model)
-            envs, transitions = rollout(environment, policy, state["envs"], key, c.rollout)
-            after, last_return = {"envs": envs}, envs["last_return"]
+            envs, transitions = rollout(environment, policy, envs, key, c.rollout)
+            last_return = envs["last_return"]
         key = jax.random.fold_in(keys.learning, train.step)
         train, metrics = learn(c, fit, train, transitions, key)
-        return {"train": train} | after, metrics | {"return": jnp.mean(last_return)}
+        return {"train": train, "envs": envs}, metrics | {"return": jnp.mean(last_return)}
 
     def collect(state, number):
         if c.on_device:

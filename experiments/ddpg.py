@@ -1,8 +1,8 @@
 """Learns continuous actions by DDPG (Lillicrap et al., 2016, arXiv:1509.02971).
 
-The paper explores with Ornstein-Uhlenbeck noise, here the noise is Gaussian. The paper uses batch
-normalisation and a lower learning rate for the actor than for the critic; here there is no
-normalisation, and one learning rate.
+In the paper, the noise on actions is an Ornstein-Uhlenbeck process, the networks have batch
+normalisation, and the actor's learning rate is lower than the critic's. Here, the noise is
+Gaussian, there is no normalisation, and both networks have the same learning rate.
 
 The replay buffer is on the devices. The transitions of an environment stay on its device, and a
 minibatch has the same number of transitions of each environment.

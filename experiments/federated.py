@@ -4,8 +4,8 @@ McMahan et al. (2017), arXiv:1602.05629; Reddi et al. (2021), arXiv:2003.00295; 
 (2020), arXiv:1910.06378. The clients of a round are the batch of a step, and are split over the
 mesh. Their mean update is the gradient of the step, so any optax optimizer can be the server's.
 
-In the papers, a client passes over its data in order; here, it draws its batches with replacement.
-FedAdam has the bias correction of Adam, unlike in its paper.
+In FedAvg's paper, a client passes over all its images; here, it draws batches with replacement. The
+FedAdam of the paper does not correct the bias of the moments; this one does, as Adam.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +32,9 @@ class Config:
     method: Literal["fedavg", "fedadam", "scaffold"] = "fedavg"  # the algorithm
     clients: int = 64  # number of clients, each with its own part of the training images
     per_round: int = 16  # number of clients that take part in a round
-    alpha: float = 0.1  # of the Dirichlet distribution of each class over clients; low: non-iid
+    alpha: float = 0.1  # of the Dirichlet split of each class over clients; lower is less iid
     local_steps: int = 10  # number of gradient steps of a client in a round
-    local_batch: int = 16  # number of images in a gradient step of a client, with replacement
+    local_batch: int = 16  # number of images in a gradient step of a client, drawn with replacement
     local_rate: float = 0.1  # learning rate of the clients
     server_rate: float | None = None  # learning rate of the server: by default 1, 0.01 for fedadam
     stragglers: float = 0.0  # probability that a client does only a random number of local steps

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import equinox as eqx
 import jax
@@ -35,6 +36,19 @@ def test_sizes_that_do_not_divide_are_refused(experiment, config, options, capsy
     with pytest.raises(SystemExit):
         experiment.main(config(**options))
     assert "--buffer by that x --rollout" in capsys.readouterr().err
+
+
+def test_environments_that_the_mesh_cannot_split_are_refused(experiment, config, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(num_envs=3, batch_size=15, buffer=120))
+    assert "--num-envs is 3, but --mesh splits it over data x fsdp = 2" in capsys.readouterr().err
+
+
+def test_each_purpose_has_keys_of_its_own(script):
+    """Also after the number of an iteration is folded in, as it is for acting and learning."""
+    keys = script("_learner").split_keys(types.SimpleNamespace(key=jax.random.key(0)))
+    found = [*keys, *(jax.random.fold_in(key, i) for key in keys for i in range(4))]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in found}) == 5 * 5
 
 
 def test_a_full_buffer_keeps_the_newest_transitions(script):

@@ -1,6 +1,7 @@
 """Rounds of federated learning against the papers, and what devices exchange in a round."""
 
 import collections
+import dataclasses
 import json
 import types
 
@@ -163,6 +164,23 @@ def test_a_lower_alpha_makes_clients_differ_more(experiment, config, alpha, leas
     assert {*rows} == {*range(1200)}
     largest = [np.bincount(labels[x]).max() / len(x) for x in clients]
     assert least < np.mean(largest) <= most
+
+
+def test_the_split_and_each_round_have_random_numbers_of_their_own(experiment, config, monkeypatch):
+    real, first = np.random.default_rng, []
+
+    def default_rng(seed):
+        first.append(real(seed).random())
+        return real(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", default_rng)
+    for seed in (0, 1):
+        c = config()
+        c = dataclasses.replace(c, run=dataclasses.replace(c.run, seed=seed))
+        experiment.split_by_class(np.arange(100) % 10, c)
+        for i in range(3):
+            experiment.choose_clients(c, i)
+    assert len({*first}) == len(first) == 8
 
 
 def test_stragglers_and_clients_are_drawn_as_asked(experiment, config):

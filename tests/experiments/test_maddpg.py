@@ -31,6 +31,12 @@ def test_a_run_compares_critics_with_random_actions(experiment, config, tmp_path
     assert (directory / "returns.png").is_file()
 
 
+def test_environments_that_the_mesh_cannot_split_are_refused(experiment, config, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(num_envs=3, batch_size=15, buffer=300))
+    assert "--num-envs is 3, but --mesh splits it over data x fsdp = 2" in capsys.readouterr().err
+
+
 def test_a_batch_that_environments_do_not_divide_is_refused(experiment, config, capsys):
     with pytest.raises(SystemExit):
         experiment.main(config(batch_size=12))

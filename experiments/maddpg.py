@@ -83,35 +83,22 @@ def train(c: Config, run: Started, critics: str) -> dict:
     shapes = {"observation": (AGENTS, OBSERVED), "action": (AGENTS, 2), "reward": (AGENTS,)}
     shapes["next_observation"] = shapes["observation"]
     buffer = empty_buffer(c.num_envs, c.buffer // c.num_envs, **shapes)
-    take = ft.partial(sample, rows=c.batch_size // c.num_envs)
-    minibatch = jax.eval_shape(lambda key: take(buffer, key=key), keys.learning)
+    minibatch = jax.eval_shape(lambda k: sample(buffer, c.batch_size // c.num_envs, k), run.key)
     minibatch["target"] = minibatch["reward"]
     optimizer = optax.chain(clip_networks(0.5), optax.adam(c.learning_rate))
     init = ft.partial(init_fn, c, inputs)
     trained, plan, loss = prepare(run, init, optimizer, loss_fn, minibatch)
+    update = ft.partial(learn, c, ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
     mesh = mesh_of(plan)
-
-    def update(buffer, networks, key):
-        batch, target = take(buffer, key=key), networks["target"]
-        after = batch["next_observation"]
-        future = values(target, after, actions(target, after))
-        batch["target"] = batch["reward"] + c.discount * future
-        options = {"loss_fn": loss, "optimizer": optimizer}
-        trained, metrics = rc.train_step(networks["train"], batch, **options)
-        target = rc.moving_average(target, trained.model, 1 - c.tau)
-        return {"train": trained, "target": target}, metrics
 
     def step(state, transitions):
         key = jax.random.fold_in(keys.learning, state["train"].step)
         buffer = add(state["buffer"], transitions)
         networks = {name: state[name] for name in ("train", "target")}
-        networks, metrics = scan_steps(
-            ft.partial(update, buffer), networks, jax.random.split(key, c.gradient_steps)
-        )
-        metrics = jax.tree.map(jnp.mean, metrics)
-        return networks | {"buffer": buffer}, metrics | {
-            "return": episode_returns(transitions).mean()
-        }
+        draws = jax.random.split(key, c.gradient_steps)
+        networks, metrics = scan_steps(ft.partial(update, buffer), networks, draws)
+        metrics = jax.tree.map(jnp.mean, metrics) | {"return": episode_returns(transitions).mean()}
+        return networks | {"buffer": buffer}, metrics
 
     def collect(state, number):
         policy = ft.partial(explore, c, on_one_device(state["train"].model, mesh))
@@ -178,6 +165,17 @@ def loss_fn(model, batch, key):
         mixed = taken.at[..., i, :].set(chosen[..., i, :])
         gain += jnp.mean(values(fixed, observation, mixed)[..., i])
     return AGENTS * jnp.mean(errors**2) - gain + 1e-3 * AGENTS * jnp.mean(chosen**2)
+
+
+def learn(c, fit, buffer, networks, key):
+    """Takes a gradient step, and moves the target networks by tau."""
+    batch, target = sample(buffer, c.batch_size // c.num_envs, key), networks["target"]
+    after = batch["next_observation"]
+    future = values(target, after, actions(target, after))
+    train, metrics = fit(
+        networks["train"], batch | {"target": batch["reward"] + c.discount * future}
+    )
+    return {"train": train, "target": rc.moving_average(target, train.model, 1 - c.tau)}, metrics
 
 
 @eqx.filter_jit

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 import tyro
-from _usage import mesh_sizes
+from _usage import mesh_sizes, refuse
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
@@ -58,10 +58,14 @@ class Started:
         return {"mesh": self.mesh, "key": self.key, "checkpoints": checkpoints, "log": self.log}
 
 
-def start(c: Any, name: str) -> Started:
-    """Starts a run of the experiment `name`, whose configuration `c` has a `Run` as `c.run`."""
+def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Started:
+    """Starts a run of the experiment `name`, whose configuration `c` has a `Run` as `c.run`.
+
+    `split` has options, such as `--num-envs`, that are numbers of rows of sharded arrays.
+    """
     rc.initialize(**vars(c.run.hosts))
     mesh = read_mesh(c.run.mesh)
+    refuse_uneven(mesh, split or {})
     root = c.run.directory or Path("runs") / name
     directory = run_directory(root, resume=c.run.resume, config=c)
     log = rc.wandb_logger(project=name, config=c) if c.run.wandb else rc.console_logger(every=60)
@@ -76,6 +80,20 @@ def read_mesh(text: str) -> Mesh | Literal["auto"]:
     count = math.prod(sizes.values())
     few = 0 < count < jax.device_count() and jax.process_count() == 1
     return rc.make_mesh(**sizes, devices=jax.devices()[:count] if few else None)
+
+
+def refuse_uneven(mesh: Mesh | Literal["auto"], split: Mapping[str, int]) -> None:
+    """Refuses numbers of rows that the mesh cannot split; a mesh that is chosen later is not
+    checked."""
+    if isinstance(mesh, str):
+        return
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    for option, rows in split.items():
+        if rows % shards:
+            refuse(
+                f"{option} is {rows}, but --mesh splits it over data x fsdp = {shards} devices. "
+                f"Use a multiple of {shards}."
+            )
 
 
 def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
@@ -120,6 +138,11 @@ def report(directory: Path, **figures: float) -> None:
     for name, figure in figures.items():
         print_once(f"{name.replace('_', ' ').capitalize()}: {figure:.4g}")
     print_once(f"Run: {directory}")
+
+
+def confidence_95(scores: np.ndarray) -> float:
+    """Half the width of the 95 % confidence interval of a mean."""
+    return 1.96 * float(np.std(scores)) / len(scores) ** 0.5
 
 
 def make_optimizer(c: Any, examples: int, **adamw: float) -> optax.GradientTransformation:

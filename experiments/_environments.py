@@ -1,9 +1,10 @@
 """Environments of reinforcement learning: gymnasium's, on the host, and two of them written in JAX.
 
-An experiment steps several copies of an environment side by side. What these lanes hold, and the
-transitions that they make, are dicts of arrays whose first dimension counts the lanes, so that they
-are sharded over a mesh as a batch is. Where an episode ends, the next one starts in the same step.
-Actions that are not discrete are scaled: each of their numbers is from -1 to 1.
+An experiment steps several environments in parallel. Their states, and the transitions that they
+make, are dicts of arrays whose first dimension counts the environments, so that they are sharded
+over a mesh as a batch is. Where an episode is done, because it was terminated or truncated, the
+next one starts in the same step. Continuous actions are scaled: each of their numbers is from -1
+to 1.
 """
 
 from collections.abc import Callable
@@ -24,24 +25,22 @@ Policy = Callable[[Any, PRNGKeyArray], Any]  # (observations, key) -> actions
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment as pure functions of one copy's physical state."""
+    """An environment as pure functions of its state."""
 
-    reset: Callable[[PRNGKeyArray], Float[Array, " physics"]]
-    # (physics, action) -> (physics, reward, terminated)
-    step: Callable[[Any, Any], tuple[Float[Array, " physics"], Float[Array, ""], Bool[Array, ""]]]
-    observe: Callable[[Float[Array, " physics"]], Float[Array, " observation"]]
+    reset: Callable[[PRNGKeyArray], Float[Array, " state"]]
+    # (env_state, action) -> (env_state, reward, terminated)
+    step: Callable[[Any, Any], tuple[Float[Array, " state"], Float[Array, ""], Bool[Array, ""]]]
+    observe: Callable[[Float[Array, " state"]], Float[Array, " observation"]]
     limit: int  # number of steps after which an episode is truncated
 
 
 def sizes(name: str, *, discrete: bool, on_device: bool) -> tuple[int, int]:
-    """The number of numbers in an observation, and of discrete actions or of numbers in an action.
+    """The size of an observation, and the number of discrete actions or the size of an action.
 
     Refuses environments that do not exist, or whose spaces are of another kind.
     """
     if on_device and name not in ENVIRONMENTS:
-        refuse(
-            f"Of the environments, {', '.join(ENVIRONMENTS)} are written in JAX, but not {name}."
-        )
+        refuse(f"--environment {name} is not written in JAX; {', '.join(ENVIRONMENTS)} are.")
     try:
         env = gymnasium.make(name)
     except gymnasium.error.Error as error:
@@ -58,92 +57,102 @@ def sizes(name: str, *, discrete: bool, on_device: bool) -> tuple[int, int]:
     return observed.shape[0], int(action.n) if is_discrete else action.shape[0]
 
 
-def start_lanes(environment: Environment, key: PRNGKeyArray, lanes: int) -> Arrays:
-    """Starts an episode in each lane."""
-    physics = jax.vmap(environment.reset)(jax.random.split(key, lanes))
-    zeros = jnp.zeros(lanes)
-    # Until a lane's first episode ends, the return of the last one that ended is NaN.
-    return {"physics": physics, "steps": zeros, "return": zeros, "finished": zeros + jnp.nan}
+def reset_envs(environment: Environment, key: PRNGKeyArray, num_envs: int) -> Arrays:
+    """Starts an episode in each environment."""
+    env_state = jax.vmap(environment.reset)(jax.random.split(key, num_envs))
+    zeros = jnp.zeros(num_envs)
+    # The return of the last episode that was done is NaN until there is one.
+    return {"env_state": env_state, "steps": zeros, "return": zeros, "last_return": zeros + jnp.nan}
 
 
-def step_lanes(
-    environment: Environment, lanes: Arrays, action: Array, key: PRNGKeyArray
+def step_envs(
+    environment: Environment, envs: Arrays, action: Array, key: PRNGKeyArray
 ) -> tuple[Arrays, Arrays]:
-    """Steps each lane; returns the lanes and the transitions."""
+    """Steps each environment; returns their states and the transitions."""
     observe = jax.vmap(environment.observe)
-    before, count = lanes["physics"], lanes["steps"].size
-    physics, reward, terminated = jax.vmap(environment.step)(before, action)
-    steps, returns = lanes["steps"] + 1, lanes["return"] + reward
-    ended = terminated | (steps >= environment.limit)
+    before, count = envs["env_state"], envs["steps"].size
+    env_state, reward, terminated = jax.vmap(environment.step)(before, action)
+    steps, returns = envs["steps"] + 1, envs["return"] + reward
+    done = terminated | (steps >= environment.limit)
     fresh = jax.vmap(environment.reset)(jax.random.split(key, count))
     transitions = {
         "observation": observe(before),
         "action": action,
         "reward": reward,
-        "next_observation": observe(physics),  # of the episode that ended, where one did
+        "next_observation": observe(env_state),  # of the same episode, even if it is done
         "terminated": terminated,
-        "ended": ended,
+        "done": done,
     }
     after = {
-        "physics": jnp.where(ended[:, None], fresh, physics),
-        "steps": jnp.where(ended, 0, steps),
-        "return": jnp.where(ended, 0, returns),
-        "finished": jnp.where(ended, returns, lanes["finished"]),
+        "env_state": jnp.where(done[:, None], fresh, env_state),
+        "steps": jnp.where(done, 0, steps),
+        "return": jnp.where(done, 0, returns),
+        "last_return": jnp.where(done, returns, envs["last_return"]),
     }
     return after, transitions
 
 
 def rollout(
-    environment: Environment, policy: Policy, lanes: Arrays, key: PRNGKeyArray, steps: int
+    environment: Environment, policy: Policy, envs: Arrays, key: PRNGKeyArray, steps: int
 ) -> tuple[Arrays, Arrays]:
-    """Takes steps in each lane, as a part of a program; returns the lanes and the transitions,
-    whose arrays have the shape `lanes steps ...`."""
+    """Takes steps in each environment, as a part of a program; returns their states and the
+    transitions, whose arrays have the shape `num_envs steps ...`."""
 
-    def step(lanes: Arrays, key: PRNGKeyArray) -> tuple[Arrays, Arrays]:
+    def step(envs: Arrays, key: PRNGKeyArray) -> tuple[Arrays, Arrays]:
         act_key, reset_key = jax.random.split(key)
-        action = policy(jax.vmap(environment.observe)(lanes["physics"]), act_key)
-        return step_lanes(environment, lanes, action, reset_key)
+        action = policy(jax.vmap(environment.observe)(envs["env_state"]), act_key)
+        return step_envs(environment, envs, action, reset_key)
 
-    lanes, transitions = jax.lax.scan(step, lanes, jax.random.split(key, steps))
-    return lanes, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), transitions)
+    envs, transitions = jax.lax.scan(step, envs, jax.random.split(key, steps))
+    return envs, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), transitions)
 
 
-class HostLanes:
-    """Gymnasium's environments, stepped side by side on the host."""
+class HostEnvs:
+    """Parallel environments of gymnasium, which are stepped on the host."""
 
-    def __init__(self, name: str, lanes: int, seed: int):
+    def __init__(self, name: str, num_envs: int):
         make = lambda: scaled(gymnasium.make(name))
-        self.envs = SyncVectorEnv([make] * lanes, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.envs = SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.observation: Any = None  # before `reset`
+
+    def reset(self, key: PRNGKeyArray) -> None:
+        """Starts an episode in each environment."""
+        count = self.envs.num_envs
+        seed = int(jax.random.randint(key, (), 0, 2**31 - count))
         self.observation, _ = self.envs.reset(seed=seed)
-        self.returns, self.finished = (
-            np.zeros(lanes, np.float32),
-            np.full(lanes, np.nan, np.float32),
-        )
+        self.returns = np.zeros(count, np.float32)
+        self.last_return = np.full(count, np.nan, np.float32)
 
     def step(self, action: np.ndarray) -> Arrays:
-        """Steps each lane; returns the transitions."""
+        """Steps each environment; returns the transitions."""
         before = self.observation
         self.observation, reward, terminated, truncated, info = self.envs.step(action)
-        ended = terminated | truncated
+        done = terminated | truncated
         last = self.observation
-        if ended.any():
+        if done.any():
             last = last.copy()
-            last[ended] = np.stack(info["final_obs"][ended])
+            last[done] = np.stack(info["final_obs"][done])
         self.returns += reward
-        self.finished = np.where(ended, self.returns, self.finished)
-        self.returns[ended] = 0
+        self.last_return = np.where(done, self.returns, self.last_return)
+        self.returns[done] = 0
         return {
             "observation": before.astype(np.float32),
             "action": action,
             "reward": reward.astype(np.float32),
             "next_observation": last.astype(np.float32),
             "terminated": terminated,
-            "ended": ended,
+            "done": done,
         }
 
     def rollout(self, policy: Policy, key: PRNGKeyArray, steps: int) -> Arrays:
-        """Takes steps in each lane; returns the transitions, of shape `lanes steps ...`."""
-        keys = jax.random.split(key, steps)
+        """Takes steps in each environment; returns the transitions, of shape `num_envs steps ...`.
+
+        The first call starts the episodes, seeded by its key. A run that is resumed has the key of
+        a later iteration, so its first initial states are new.
+        """
+        reset_key, *keys = jax.random.split(key, steps + 1)
+        if self.observation is None:
+            self.reset(reset_key)
         taken = [self.step(np.asarray(policy(self.observation, key))) for key in keys]
         return jax.tree.map(lambda *x: np.stack(x, axis=1), *taken)
 
@@ -157,32 +166,33 @@ def scaled(env: gymnasium.Env) -> gymnasium.Env:
 
 def mean_return(name: str, policy: Policy, *, episodes: int, key: PRNGKeyArray) -> float:
     """The mean return of a policy in episodes of a gymnasium environment."""
-    seed = int(jax.random.randint(key, (), 0, 2**31 - episodes))
-    lanes, first = HostLanes(name, episodes, seed), np.full(episodes, np.nan)
+    reset_key, key = jax.random.split(key)
+    envs, first = HostEnvs(name, episodes), np.full(episodes, np.nan)
+    envs.reset(reset_key)
     while np.isnan(first).any():
-        key, _ = jax.random.split(key)
-        lanes.step(np.asarray(policy(lanes.observation, key)))
-        first = np.where(np.isnan(first), lanes.finished, first)
+        act_key, key = jax.random.split(key)
+        envs.step(np.asarray(policy(envs.observation, act_key)))
+        first = np.where(np.isnan(first), envs.last_return, first)
     return float(first.mean())
 
 
-def _cart_pole_step(physics: Array, action: Array) -> tuple[Array, Array, Array]:
+def _cart_pole_step(env_state: Array, action: Array) -> tuple[Array, Array, Array]:
     """CartPole-v1 (Barto, Sutton and Anderson, 1983), as gymnasium integrates it."""
-    _, speed, angle, turn = physics
+    _, speed, angle, turn = env_state
     force = jnp.where(action == 1, 10.0, -10.0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     push = (force + 0.05 * turn**2 * sine) / 1.1
     turning = (9.8 * sine - cosine * push) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
     acceleration = push - 0.05 * turning * cosine / 1.1
     change = jnp.stack([speed, acceleration, turn, turning])
-    after = physics + 0.02 * change
+    after = env_state + 0.02 * change
     terminated = (jnp.abs(after[0]) > 2.4) | (jnp.abs(after[2]) > 12 * jnp.pi / 180)
     return after, jnp.ones(()), terminated
 
 
-def _pendulum_step(physics: Array, action: Array) -> tuple[Array, Array, Array]:
+def _pendulum_step(env_state: Array, action: Array) -> tuple[Array, Array, Array]:
     """Pendulum-v1, as gymnasium integrates it: a torque swings a pendulum up."""
-    angle, speed = physics
+    angle, speed = env_state
     torque = 2 * jnp.clip(action[0], -1, 1)
     wrapped = (angle + jnp.pi) % (2 * jnp.pi) - jnp.pi
     cost = wrapped**2 + 0.1 * speed**2 + 0.001 * torque**2
@@ -199,13 +209,15 @@ ENVIRONMENTS = {
     "CartPole-v1": Environment(
         reset=lambda key: jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05),
         step=_cart_pole_step,
-        observe=lambda physics: physics,
+        observe=lambda env_state: env_state,
         limit=500,
     ),
     "Pendulum-v1": Environment(
         reset=_pendulum_reset,
         step=_pendulum_step,
-        observe=lambda physics: jnp.stack([jnp.cos(physics[0]), jnp.sin(physics[0]), physics[1]]),
+        observe=lambda env_state: jnp.stack(
+            [jnp.cos(env_state[0]), jnp.sin(env_state[0]), env_state[1]]
+        ),
         limit=200,
     ),
 }

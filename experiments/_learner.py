@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,9 +10,24 @@ import optax
 from _common import Started, print_once
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 import redcoast as rc
+
+
+class Keys(NamedTuple):
+    """The keys of a run, one for each purpose, so that none is used twice."""
+
+    init: PRNGKeyArray  # the networks
+    envs: PRNGKeyArray  # the initial states of the environments
+    acting: PRNGKeyArray  # actions in training
+    learning: PRNGKeyArray  # the choice of transitions
+    test: PRNGKeyArray  # the episodes after training
+
+
+def split_keys(run: Started) -> Keys:
+    """Splits the key of a run by purpose."""
+    return Keys(*jax.random.split(run.key, len(Keys._fields)))
 
 
 def prepare(
@@ -28,7 +43,8 @@ def prepare(
     mesh = run.mesh
     if isinstance(mesh, str):  # "auto"
         mesh = rc.make_mesh(**rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, **options))
-    found = rc.prepare(init_fn, optimizer, loss_fn, batch, key=run.key, mesh=mesh, **options)
+    options |= {"key": split_keys(run).init, "mesh": mesh}
+    found = rc.prepare(init_fn, optimizer, loss_fn, batch, **options)
     return found.state, found.plan, found.plan.constrain(loss_fn)
 
 
@@ -42,15 +58,15 @@ def run_learner(
     plan: rc.Plan,
     collect: Callable[[PyTree, int], tuple[Any, ...]] = lambda state, number: (),
 ) -> tuple[PyTree, int]:
-    """Takes the steps of a run, which is resumed and stopped as by `fit`.
+    """Does the iterations of a run, which is resumed and stopped as by `fit`.
 
-    - `step`: `step(state, *inputs) -> (state, metrics)`, which is compiled.
+    - `step`: `step(state, *inputs) -> (state, metrics)` is one iteration, which is compiled.
     - `state`: the state at the start, which is replaced if the run is resumed.
     - `plan`: the plan of a network, for `plan.txt`.
-    - `collect`: `collect(state, number)` returns the inputs of a step, such as transitions of
-        environments on the host.
+    - `collect`: `collect(state, number)` returns the inputs of iteration `number`, counted from 1,
+        such as transitions of environments on the host.
 
-    Returns the state, and the number of steps that it has taken.
+    Returns the state, and the number of iterations that were done.
     """
     compiled, number = rc.compile_step(step, shardings), 0
     checkpoints = rc.Checkpoints(run.directory, every=max(1, c.steps // 10))

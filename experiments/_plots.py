@@ -46,7 +46,9 @@ def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -
     plt.close(figure)
 
 
-def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str]) -> None:
+def save_pictures(
+    file: Path, images: Sequence[np.ndarray] | np.ndarray, titles: Sequence[str]
+) -> None:
     """Saves a grid of images, (height, width) or (height, width, 3) from 0 to 1, with titles."""
     if jax.process_index() > 0:
         return
@@ -61,3 +63,15 @@ def save_pictures(file: Path, images: Sequence[np.ndarray], titles: Sequence[str
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def save_predictions(
+    file: Path,
+    images: Sequence[np.ndarray] | np.ndarray,
+    classes: Sequence[Any],
+    predictions: Sequence[Any],
+) -> None:
+    """Saves a grid of images with their classes and predictions; `None` is no prediction."""
+    pairs = zip(classes, predictions, strict=True)
+    titles = [str(y) if guess is None else f"{y}, predicted {guess}" for y, guess in pairs]
+    save_pictures(file, images, titles)

@@ -1,4 +1,5 @@
-"""A replay buffer on the devices, whose first dimension counts lanes, as that of a batch does."""
+"""A replay buffer on the devices, whose first dimension counts environments, as that of a batch
+does."""
 
 from typing import Any
 
@@ -9,15 +10,16 @@ from jaxtyping import PRNGKeyArray
 Arrays = dict[str, Any]
 
 
-def empty_buffer(lanes: int, steps: int, **shapes: tuple[int, ...]) -> Arrays:
-    """Creates a buffer for the newest `steps` transitions of each lane, given the shapes of what
-    is kept of a transition, such as `reward=()`."""
-    kept = {name: jnp.zeros((lanes, steps, *shape)) for name, shape in shapes.items()}
-    return {"kept": kept, "added": jnp.int32(0)}  # the number of transitions added to each lane
+def empty_buffer(num_envs: int, steps: int, **shapes: tuple[int, ...]) -> Arrays:
+    """Creates a buffer for the newest `steps` transitions of each environment, given the shapes of
+    what is kept of a transition, such as `reward=()`."""
+    kept = {name: jnp.zeros((num_envs, steps, *shape)) for name, shape in shapes.items()}
+    # The number of transitions that were added of each environment, which may exceed `steps`.
+    return {"kept": kept, "added": jnp.int32(0)}
 
 
 def add(buffer: Arrays, transitions: Arrays) -> Arrays:
-    """Adds transitions of shape `lanes steps ...`, in place of the oldest ones if it is full.
+    """Adds transitions of shape `num_envs steps ...`, in place of the oldest if the buffer is full.
 
     The number of steps has to divide that of the buffer.
     """
@@ -33,9 +35,10 @@ def add(buffer: Arrays, transitions: Arrays) -> Arrays:
 
 
 def sample(buffer: Arrays, rows: int, key: PRNGKeyArray) -> Arrays:
-    """Draws transitions of shape `lanes rows ...`: as many of each lane, from its own device."""
-    lanes, capacity = next(iter(buffer["kept"].values())).shape[:2]
+    """Draws transitions of shape `num_envs rows ...`: the same number from each environment, on its
+    own device."""
+    num_envs, capacity = next(iter(buffer["kept"].values())).shape[:2]
     filled = jnp.minimum(buffer["added"], capacity)
-    drawn = jax.random.randint(key, (lanes, rows), 0, filled)
+    drawn = jax.random.randint(key, (num_envs, rows), 0, filled)
     pick = jax.vmap(lambda x, index: x[index])
     return {name: pick(x, drawn) for name, x in buffer["kept"].items()}

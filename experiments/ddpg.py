@@ -1,7 +1,11 @@
 """Learns continuous actions by DDPG (Lillicrap et al., 2016, arXiv:1509.02971).
 
-The replay buffer is on the devices. A lane, which is an environment with its own transitions, stays
-on one device, and each lane gives as many transitions to a minibatch.
+In the paper, the noise on actions is an Ornstein-Uhlenbeck process, the networks have batch
+normalisation, and the actor's learning rate is lower than the critic's. Here, the noise is
+Gaussian, there is no normalisation, and both networks have the same learning rate.
+
+The replay buffer is on the devices. The transitions of an environment stay on its device, and a
+minibatch has the same number of transitions of each environment.
 """
 
 import functools as ft
@@ -14,8 +18,8 @@ import jax.numpy as jnp
 import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
-from _environments import ENVIRONMENTS, HostLanes, mean_return, rollout, sizes, start_lanes
-from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps
+from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
+from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
 from _usage import refuse
@@ -27,17 +31,17 @@ import redcoast as rc
 class Config:
     environment: str = "Pendulum-v1"  # any of gymnasium with continuous actions
     on_device: bool = False  # use the environment in JAX: acting and learning are one program
-    lanes: int = 8  # number of environments that are stepped side by side
-    rollout: int = 8  # steps of each environment in a step of the run
-    updates: int = 32  # number of updates in a step of the run
-    batch_size: int = 128  # number of transitions in an update
-    buffer: int = 16000  # number of the newest transitions that are kept
-    warmup: int = 15  # number of steps of the run with random actions
-    noise: float = 0.1  # deviation of the noise that is added to actions of the range -1 to 1
-    discount: float = 0.98  # by which a reward counts less for each step that it is later
-    decay: float = 0.99  # of the moving averages that are the target networks
+    num_envs: int = 8  # number of parallel environments, a multiple of data x fsdp of --mesh
+    rollout: int = 8  # number of steps of each environment in an iteration
+    gradient_steps: int = 32  # number of gradient steps in an iteration
+    batch_size: int = 128  # number of transitions in a gradient step, a multiple of --num-envs
+    buffer: int = 16000  # number of the newest transitions that are kept, of all environments
+    warmup: int = 15  # first iterations, in which actions are random; they take gradient steps too
+    noise_std: float = 0.1  # standard deviation of the noise on actions, which are from -1 to 1
+    discount: float = 0.98  # gamma, by which a reward counts less for each step that it is later
+    tau: float = 0.01  # part of the difference that target networks move to the trained ones
     width: int = 128  # width of the hidden layers
-    steps: int = 250  # number of steps of the run
+    steps: int = 250  # number of iterations: a rollout, then gradient steps
     learning_rate: float = 1e-3  # learning rate of both networks
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
@@ -45,64 +49,57 @@ class Config:
 
 def main(c: Config) -> None:
     size, count = sizes(c.environment, discrete=False, on_device=c.on_device)
-    if c.batch_size % c.lanes or c.buffer % (c.lanes * c.rollout):
-        refuse("--batch-size must be divisible by --lanes, and --buffer by lanes x rollout.")
-    run = start(c, "ddpg")
-    host = HostLanes(c.environment, c.lanes, c.run.seed)
-    optimizer = optax.adam(c.learning_rate)
-    functions = ft.partial(init_fn, c, size, count), optimizer, loss_fn
-    buffer = empty_buffer(
-        c.lanes,
-        c.buffer // c.lanes,
-        observation=(size,),
-        action=(count,),
-        reward=(),
-        next_observation=(size,),
-        terminated=(),
-    )
-    minibatch = jax.eval_shape(lambda key: sample(buffer, c.batch_size // c.lanes, key), run.key)
+    if c.batch_size % c.num_envs or c.buffer % (c.num_envs * c.rollout):
+        refuse("--batch-size must be divisible by --num-envs, and --buffer by that x --rollout.")
+    run = start(c, "ddpg", split={"--num-envs": c.num_envs})
+    keys, host = split_keys(run), HostEnvs(c.environment, c.num_envs)
+    buffer, optimizer = make_buffer(c, size, count), optax.adam(c.learning_rate)
+    minibatch = jax.eval_shape(lambda k: sample(buffer, c.batch_size // c.num_envs, k), run.key)
     minibatch["target"] = minibatch["reward"]
-    train, plan, loss = prepare(run, *functions, minibatch)
-    fit = ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer)
-    mesh = mesh_of(plan)
+    train, plan, loss = prepare(
+        run, ft.partial(init_fn, c, size, count), optimizer, loss_fn, minibatch
+    )
+    update = ft.partial(learn, c, ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
+    mesh, environment = mesh_of(plan), ENVIRONMENTS[c.environment] if c.on_device else None
 
-    def step(state, transitions: Any = None, finished: Any = None):
-        lanes, model = state["lanes"], state["train"].model
-        act_key, learn_key = jax.random.split(jax.random.fold_in(run.key, state["train"].step))
-        if c.on_device:
-            policy = ft.partial(explore, c, model, state["buffer"]["added"])
-            lanes, transitions = rollout(
-                ENVIRONMENTS[c.environment], policy, lanes, act_key, c.rollout
-            )
-            finished = lanes["finished"]
+    def step(state, transitions: Any = None, last_return: Any = None):
+        train, envs = state["train"], state["envs"]
+        if environment:
+            key = jax.random.fold_in(keys.acting, train.step)
+            policy = ft.partial(explore, c, train.model, state["buffer"]["added"])
+            envs, transitions = rollout(environment, policy, envs, key, c.rollout)
+            last_return = envs["last_return"]
         buffer = add(state["buffer"], transitions)
-        update = ft.partial(learn, c, fit, buffer)
         networks = {name: state[name] for name in ("train", "target")}
-        networks, metrics = scan_steps(update, networks, jax.random.split(learn_key, c.updates))
-        metrics = jax.tree.map(jnp.mean, metrics) | {"return": jnp.mean(finished)}
-        return networks | {"buffer": buffer, "lanes": lanes}, metrics
+        draws = jax.random.split(jax.random.fold_in(keys.learning, train.step), c.gradient_steps)
+        networks, metrics = scan_steps(ft.partial(update, buffer), networks, draws)
+        metrics = jax.tree.map(jnp.mean, metrics) | {"return": jnp.mean(last_return)}
+        return networks | {"buffer": buffer, "envs": envs}, metrics
 
     def collect(state, number):
         if c.on_device:
             return ()
         model, added = on_one_device((state["train"].model, state["buffer"]["added"]), mesh)
-        key = jax.random.fold_in(run.key, number)
-        return host.rollout(ft.partial(explore, c, model, added), key, c.rollout), host.finished
+        key = jax.random.fold_in(keys.acting, number)
+        return host.rollout(ft.partial(explore, c, model, added), key, c.rollout), host.last_return
 
     copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, train.model)
-    state = {"train": train, "target": copy, "buffer": buffer, "lanes": {}}
-    if c.on_device:
-        state["lanes"] = start_lanes(ENVIRONMENTS[c.environment], run.key, c.lanes)
-    rows = rc.batch_shardings({name: state[name] for name in ("buffer", "lanes")}, mesh)
+    envs = reset_envs(environment, keys.envs, c.num_envs) if environment else {}
+    state = {"train": train, "target": copy, "buffer": buffer, "envs": envs}
+    rows = rc.batch_shardings({name: state[name] for name in ("buffer", "envs")}, mesh)
     shardings = {"train": plan.shardings, "target": plan.shardings.model} | rows
     state, steps = run_learner(c, run, step, state, shardings, plan=plan, collect=collect)
-
     exit_if_stopped(steps, c.steps)
     plot_metric(run.directory, "return")
     model = on_one_device(state["train"].model, mesh)
     act = eqx.filter_jit(lambda x, key: actions(model, x))
-    found = mean_return(c.environment, act, episodes=c.episodes, key=run.key)
+    found = mean_return(c.environment, act, episodes=c.episodes, key=keys.test)
     report(run.directory, mean_return=found)
+
+
+def make_buffer(c, size, count):
+    shapes = {"observation": (size,), "action": (count,), "next_observation": (size,)}
+    return empty_buffer(c.num_envs, c.buffer // c.num_envs, reward=(), terminated=(), **shapes)
 
 
 def init_fn(c, size, count, key):
@@ -133,23 +130,23 @@ def loss_fn(model, batch, key):
 
 @eqx.filter_jit
 def explore(c, model, added, observations, key):
-    """Acts with noise; at random as long as the buffer has few transitions."""
+    """Acts with noise, and at random in the warmup."""
     chosen = actions(model, observations)
     noise_key, random_key = jax.random.split(key)
-    noisy = chosen + c.noise * jax.random.normal(noise_key, chosen.shape)
+    noisy = chosen + c.noise_std * jax.random.normal(noise_key, chosen.shape)
     random = jax.random.uniform(random_key, chosen.shape, minval=-1, maxval=1)
     return jnp.clip(jnp.where(added < c.warmup * c.rollout, random, noisy), -1, 1)
 
 
 def learn(c, fit, buffer, networks, key):
-    """Updates the networks, and lets the target networks follow them."""
-    batch, target = sample(buffer, c.batch_size // c.lanes, key), networks["target"]
+    """Takes a gradient step, and moves the target networks by tau."""
+    batch, target = sample(buffer, c.batch_size // c.num_envs, key), networks["target"]
     after = batch["next_observation"]
     future = (1 - batch["terminated"]) * values(target, after, actions(target, after))
     train, metrics = fit(
         networks["train"], batch | {"target": batch["reward"] + c.discount * future}
     )
-    return {"train": train, "target": rc.moving_average(target, train.model, c.decay)}, metrics
+    return {"train": train, "target": rc.moving_average(target, train.model, 1 - c.tau)}, metrics
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Federated learning of non-iid clients: FedAvg, FedAdam and SCAFFOLD, against central training.
+"""Federated learning of non-iid clients: FedAvg, FedAdam and SCAFFOLD, and centralised training.
 
 McMahan et al. (2017), arXiv:1602.05629; Reddi et al. (2021), arXiv:2003.00295; Karimireddy et al.
 (2020), arXiv:1910.06378. The clients of a round are the batch of a step, and are split over the
 mesh. Their mean update is the gradient of the step, so any optax optimizer can be the server's.
+
+In FedAvg's paper, a client passes over all its images; here, it draws batches with replacement. The
+FedAdam of the paper does not correct the bias of the moments; this one does, as Adam.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, report, start
 from _images import read_images
-from _plots import plot_lines, plot_metric, plt, save_pictures
+from _plots import plot_lines, plot_metric, plt, save_predictions
 from _usage import refuse
 from jax.flatten_util import ravel_pytree
 
@@ -29,12 +32,12 @@ class Config:
     method: Literal["fedavg", "fedadam", "scaffold"] = "fedavg"  # the algorithm
     clients: int = 64  # number of clients, each with its own part of the training images
     per_round: int = 16  # number of clients that take part in a round
-    alpha: float = 0.1  # clients differ more in their classes if this is lower (Dirichlet)
+    alpha: float = 0.1  # of the Dirichlet split of each class over clients; lower is less iid
     local_steps: int = 10  # number of gradient steps of a client in a round
-    local_batch: int = 16  # number of images in each of them
+    local_batch: int = 16  # number of images in a gradient step of a client, drawn with replacement
     local_rate: float = 0.1  # learning rate of the clients
     server_rate: float | None = None  # learning rate of the server: by default 1, 0.01 for fedadam
-    stragglers: float = 0.0  # fraction of clients that do only some of the local steps
+    stragglers: float = 0.0  # probability that a client does only a random number of local steps
     width: int = 64  # width of the hidden layer
     steps: int = 100  # number of rounds
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
@@ -49,10 +52,8 @@ def main(c: Config) -> None:
     train, test = ([*zip(vectors[x], labels[x], strict=True)] for x in (~held_out, held_out))
     clients = split_by_class(labels[~held_out], c)
     init_fn = lambda key: eqx.nn.MLP(vectors.shape[1], len(names), c.width, depth=1, key=key)
-
-    predict = {"collate_fn": collate_pairs, "predict_fn": predict_fn}
-    functions = {"loss_fn": batch_loss, "metric_fn": metric_fn, **predict}
-    every, arguments = max(1, c.steps // 20), run.fit_arguments
+    functions = PREDICT | {"loss_fn": batch_loss, "metric_fn": metric_fn}
+    every = max(1, c.steps // 20)
     state = rc.fit(
         lambda key: with_controls(c, init_fn(key)),
         server_optimizer(c),
@@ -63,40 +64,35 @@ def main(c: Config) -> None:
         steps=c.steps,
         trainable={"network": eqx.is_inexact_array, "controls": False},
         evaluation=rc.Evaluation(test, every=every, **functions),
-        **dict(arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=5 * every)),
     )
     exit_if_stopped(int(state.step), c.steps)
-    central = rc.fit(  # the same network on all images, in as many gradient steps on as many images
+    steps, directory = c.steps * c.local_steps, run.directory / "centralised"
+    centralised = rc.fit(  # the same initial network on all images, with as many gradient steps
         lambda key: {"network": init_fn(key)},
         optax.sgd(c.local_rate),
         train,
         collate_fn=collate_pairs,
         loss_fn=batch_loss,
         batch_size=c.per_round * c.local_batch,
-        steps=c.steps * c.local_steps,
+        steps=steps,
         evaluation=rc.Evaluation(test, every=every * c.local_steps, **functions),
-        **dict(
-            arguments, checkpoints=rc.Checkpoints(run.directory / "central", every=500), log=None
-        ),
+        **dict(run.fit_arguments, checkpoints=rc.Checkpoints(directory, every=500), log=None),
     )
-    exit_if_stopped(int(central.step), c.steps * c.local_steps)
-
+    exit_if_stopped(int(centralised.step), steps)
     plot_metric(run.directory, "loss")
-    found = rc.predict_examples(state.model, test[:16], batch_size=16, **predict)
-    titles = [f"{names[i]}, was {names[y]}" for i, (_, y) in zip(found, test, strict=False)]
-    pictures = images[held_out][:16].transpose(0, 2, 3, 1)
-    save_pictures(run.directory / "predictions.png", [*pictures], titles)
+    found = rc.predict_examples(state.model, test[:16], batch_size=16, **PREDICT)
+    pictures = [*images[held_out][:16].transpose(0, 2, 3, 1)]
+    shown = pictures, [names[y] for _, y in test[:16]], [names[y] for y in found]
+    save_predictions(run.directory / "predictions.png", *shown)
     if jax.process_index() == 0:  # which has the metrics
         plot_clients(run.directory / "clients.png", labels[~held_out], clients, names)
-        lines = {c.method: accuracies(run.directory, 1)}
-        lines["central"] = accuracies(run.directory / "central", c.local_steps)
-        plot_lines(run.directory / "accuracy.png", "round", "test accuracy", lines)
-        figures = zip(("accuracy", "central_accuracy"), lines.values(), strict=True)
-        report(run.directory, **{name: found[-1] for name, (_, found) in figures})
+        report_accuracies(c, run.directory)
 
 
 def choose_clients(c, round_number):
-    rng = np.random.default_rng([c.run.seed, round_number])
+    # Counted from 1, because [seed, 0] has the same random numbers as [seed], the split by class.
+    rng = np.random.default_rng([c.run.seed, round_number + 1])
     return rng.choice(c.clients, c.per_round, replace=False).tolist()
 
 
@@ -109,20 +105,17 @@ def collate_clients(c, examples, clients):
         rows = [rng.choice(clients[i], size) for i, rng in zip(chosen, rngs, strict=True)]
         least = [1 if rng.random() < c.stragglers else c.local_steps for rng in rngs]
         steps = [rng.integers(x, c.local_steps + 1) for x, rng in zip(least, rngs, strict=True)]
+        # FedAvg weights clients by their images; in the other papers, all count the same.
+        weights = [len(clients[i]) if c.method == "fedavg" else 1 for i in chosen]
         return {
             "client": np.array(chosen, np.int32),
-            "weight": np.array([client_weight(c, clients[i]) for i in chosen], np.float32),
+            "weight": np.array(weights, np.float32),
             "active": np.float32(np.arange(c.local_steps) < np.array(steps)[:, None]),
             "x": images[rows],
             "y": labels[rows],
         }
 
     return collate_fn
-
-
-def client_weight(c, rows):
-    """FedAvg weights clients by their images; in the other papers, all count the same."""
-    return len(rows) if c.method == "fedavg" else 1
 
 
 def with_controls(c, network):
@@ -167,7 +160,7 @@ def round_loss(c):
 
 
 def server_optimizer(c):
-    if c.method == "fedadam":  # unlike that of the paper, it corrects the bias of the moments
+    if c.method == "fedadam":
         rate = 0.01 if c.server_rate is None else c.server_rate
         return optax.adam(rate, b1=0.9, b2=0.99, eps=1e-3)
     return optax.sgd(1.0 if c.server_rate is None else c.server_rate)
@@ -200,9 +193,12 @@ def collate_pairs(examples):
     return tuple(map(np.stack, zip(*examples, strict=True)))
 
 
+PREDICT = {"collate_fn": collate_pairs, "predict_fn": predict_fn}
+
+
 def split_by_class(labels, c):
     """Splits the rows of each class over the clients, in shares of a Dirichlet distribution."""
-    rng = np.random.default_rng(c.run.seed)
+    rng = np.random.default_rng([c.run.seed])
     parts = [[] for _ in range(c.clients)]
     for label in np.unique(labels):
         of_class = rng.permutation(np.flatnonzero(labels == label))
@@ -223,11 +219,16 @@ def plot_clients(file, labels, clients, names):
     figure.savefig(file, dpi=150)
 
 
-def accuracies(directory, local_steps):
-    """Reads the rounds and test accuracies of a run; `local_steps` is its steps in a round."""
-    history = rc.read_metrics(directory / "metrics.jsonl")
-    points = [(x["step"], x["eval/accuracy"]) for x in history if "eval/accuracy" in x]
-    return [step / local_steps for step, _ in points], [accuracy for _, accuracy in points]
+def report_accuracies(c, directory):
+    """Plots the test accuracy after each round, and that of centralised training."""
+    runs = {c.method: (directory, 1), "centralised": (directory / "centralised", c.local_steps)}
+    lines = {}
+    for name, (of_run, steps) in runs.items():
+        history = [x for x in rc.read_metrics(of_run / "metrics.jsonl") if "eval/accuracy" in x]
+        lines[name] = [x["step"] / steps for x in history], [x["eval/accuracy"] for x in history]
+    plot_lines(directory / "accuracy.png", "round", "test accuracy", lines)
+    accuracy, centralised = (found[-1] for _, found in lines.values())
+    report(directory, accuracy=accuracy, centralised_accuracy=centralised)
 
 
 if __name__ == "__main__":

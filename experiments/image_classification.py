@@ -10,7 +10,7 @@ import optax
 import tyro
 from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
 from _images import read_images
-from _plots import plot_metric, save_pictures
+from _plots import plot_metric, save_predictions
 from scipy import ndimage
 from sklearn import metrics
 from sklearn.model_selection import train_test_split
@@ -72,11 +72,9 @@ def main(c: Config) -> None:
     shown = {"target_names": names, "zero_division": 0}  # also of classes that are never predicted
     table = metrics.classification_report([y for _, y in test], predicted, **shown)
     print_once(str(table))
-    titles = [
-        f"{names[y]}, predicted {names[p]}" for (_, y), p in zip(test, predicted, strict=True)
-    ]
-    pictures = [x.transpose(1, 2, 0) for x, _ in test[:32]]
-    save_pictures(run.directory / "predictions.png", pictures, titles)
+    pictures, classes = zip(*((x.transpose(1, 2, 0), names[y]) for x, y in test[:32]), strict=True)
+    guesses = [names[y] for y in predicted[:32]]
+    save_predictions(run.directory / "predictions.png", pictures, classes, guesses)
     report(run.directory, accuracy=metric_fn(test, predicted)["accuracy"])
 
 

@@ -1,7 +1,12 @@
 """Three agents learn to spread over three landmarks (MADDPG, Lowe et al., 2017, arXiv:1706.02275).
 
-Each agent acts on what it observes. In training, its critic knows what all agents observe and do.
-For comparison, the same agents are trained with critics that know only their own agent (DDPG).
+Each agent acts on its own observation. In training, its critic is centralised: it is given the
+observations and actions of all agents. For comparison, the same agents are trained with critics
+that are given only those of their own agent (independent DDPG).
+
+The paper trains on more episodes, with actions that are drawn from a softmax. Here, actions are
+forces, whose squares are penalised with a weight of 1e-3, and Gaussian noise is added to explore.
+Half of a reward is the agent's own and half is shared (`local_ratio` 0.5, the default of mpe2).
 """
 
 import dataclasses
@@ -15,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import Run, Started, exit_if_stopped, report, start
-from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps
+from _common import Run, Started, confidence_95, exit_if_stopped, report, start
+from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plt
 from _replay import add, empty_buffer, sample
 from _usage import refuse
@@ -25,85 +30,80 @@ from mpe2 import simple_spread_v3
 import redcoast as rc
 
 AGENTS, OBSERVED, EPISODE = 3, 18, 25
+TRAINING, TESTS = 0, 1  # streams of the seeds of episodes
 
 
 @dataclass(frozen=True)
 class Config:
-    lanes: int = 8  # number of environments that are stepped side by side
-    updates: int = 20  # number of updates after an episode in each lane
-    batch_size: int = 512  # number of transitions in an update
-    buffer: int = 100000  # number of the newest transitions that are kept
-    noise: float = 0.2  # deviation of the noise that is added to actions of the range -1 to 1
-    discount: float = 0.95  # by which a reward counts less for each step that it is later
-    decay: float = 0.98  # of the moving averages that are the target networks
+    num_envs: int = 8  # number of parallel environments, a multiple of data x fsdp of --mesh
+    gradient_steps: int = 20  # number of gradient steps in an iteration
+    batch_size: int = 512  # number of transitions in a gradient step, a multiple of --num-envs
+    buffer: int = 100000  # number of the newest transitions that are kept, of all environments
+    noise_std: float = 0.2  # standard deviation of the noise on actions, which are from -1 to 1
+    discount: float = 0.95  # gamma, by which a reward counts less for each step that it is later
+    tau: float = 0.02  # part of the difference that target networks move to the trained ones
     width: int = 64  # width of the hidden layers
-    steps: int = 400  # number of episodes in each lane
+    steps: int = 400  # number of iterations: an episode in each environment, then gradient steps
     learning_rate: float = 1e-3  # learning rate of all networks
-    episodes: int = 200  # number of episodes after training, of which the mean return is reported
+    episodes: int = 200  # number of episodes after training; returns are means over the agents
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 
 
 def main(c: Config) -> None:
-    if c.batch_size % c.lanes or c.buffer % (c.lanes * EPISODE):
+    if c.batch_size % c.num_envs or c.buffer % (c.num_envs * EPISODE):
         refuse(
-            f"--batch-size must be divisible by --lanes {c.lanes}, and --buffer by lanes x "
-            f"{EPISODE}, the steps of an episode."
+            f"--batch-size must be divisible by --num-envs {c.num_envs}, and --buffer by "
+            f"{c.num_envs} x {EPISODE}, the steps of an episode in each environment."
         )
-    run = start(c, "maddpg")
-    models = {name: train(c, run, name) for name in ("central", "independent")}
+    run = start(c, "maddpg", split={"--num-envs": c.num_envs})
+    models = {name: train(c, run, name) for name in ("centralised", "independent")}
     policies: dict[str, Any] = {name: ft.partial(act, model) for name, model in models.items()}
     policies["random"] = lambda x, key: jax.random.uniform(key, (*x.shape[:2], 2), minval=-1)
-    envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(c.episodes)]
-    returns = {
-        name: float(mean_return(play(envs, policy, run.key, seed=2**30)))
+    envs, seeds = make_envs(c.episodes), episode_seeds(c, TESTS, 0, c.episodes)
+    returns = {  # the same initial states for each policy
+        name: episode_returns(play(envs, policy, split_keys(run).test, seeds))
         for name, policy in policies.items()
     }
-    plot_returns(run.directory, returns["random"])
-    report(run.directory, **{f"{name}_return": x for name, x in returns.items()})
+    gain = returns["centralised"] - returns["independent"]
+    plot_returns(run.directory, returns["random"].mean())
+    report(
+        run.directory,
+        **{f"{name}_return": float(x.mean()) for name, x in returns.items()},
+        gain=float(gain.mean()),
+        confidence_95=confidence_95(gain),
+    )
 
 
 def train(c: Config, run: Started, critics: str) -> dict:
-    """Trains the agents, each with a `central` or an `independent` critic; returns the networks."""
+    """Trains agents with `centralised` or `independent` critics; returns their networks."""
     if critics == "independent":
         run = dataclasses.replace(run, directory=run.directory / critics)
-    inputs = (OBSERVED + 2) * (AGENTS if critics == "central" else 1)
+    keys, envs = split_keys(run), make_envs(c.num_envs)
+    inputs = (OBSERVED + 2) * (AGENTS if critics == "centralised" else 1)
     shapes = {"observation": (AGENTS, OBSERVED), "action": (AGENTS, 2), "reward": (AGENTS,)}
     shapes["next_observation"] = shapes["observation"]
-    buffer = empty_buffer(c.lanes, c.buffer // c.lanes, **shapes)
-    take = ft.partial(sample, rows=c.batch_size // c.lanes)
-    minibatch = jax.eval_shape(lambda key: take(buffer, key=key), run.key)
+    buffer = empty_buffer(c.num_envs, c.buffer // c.num_envs, **shapes)
+    minibatch = jax.eval_shape(lambda k: sample(buffer, c.batch_size // c.num_envs, k), run.key)
     minibatch["target"] = minibatch["reward"]
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(c.learning_rate))
+    optimizer = optax.chain(clip_networks(0.5), optax.adam(c.learning_rate))
     init = ft.partial(init_fn, c, inputs)
     trained, plan, loss = prepare(run, init, optimizer, loss_fn, minibatch)
-
+    update = ft.partial(learn, c, ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
     mesh = mesh_of(plan)
 
-    def update(buffer, networks, key):
-        batch, target = take(buffer, key=key), networks["target"]
-        after = batch["next_observation"]
-        future = values(target, after, actions(target, after))
-        batch["target"] = batch["reward"] + c.discount * future
-        options = {"loss_fn": loss, "optimizer": optimizer}
-        trained, metrics = rc.train_step(networks["train"], batch, **options)
-        target = rc.moving_average(target, trained.model, c.decay)
-        return {"train": trained, "target": target}, metrics
-
     def step(state, transitions):
-        keys = jax.random.split(jax.random.fold_in(run.key, state["train"].step), c.updates)
+        key = jax.random.fold_in(keys.learning, state["train"].step)
         buffer = add(state["buffer"], transitions)
         networks = {name: state[name] for name in ("train", "target")}
-        networks, metrics = scan_steps(ft.partial(update, buffer), networks, keys)
-        metrics = jax.tree.map(jnp.mean, metrics) | {"return": mean_return(transitions)}
+        draws = jax.random.split(key, c.gradient_steps)
+        networks, metrics = scan_steps(ft.partial(update, buffer), networks, draws)
+        metrics = jax.tree.map(jnp.mean, metrics) | {"return": episode_returns(transitions).mean()}
         return networks | {"buffer": buffer}, metrics
 
-    envs = [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(c.lanes)]
-
     def collect(state, number):
-        # Episodes are seeded by their number, so a run that is resumed has the same ones.
         policy = ft.partial(explore, c, on_one_device(state["train"].model, mesh))
-        key = jax.random.fold_in(run.key, number)
-        return (play(envs, policy, key, seed=number * c.lanes),)
+        key = jax.random.fold_in(keys.acting, number)
+        return (play(envs, policy, key, episode_seeds(c, TRAINING, number, c.num_envs)),)
 
     copy = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, trained.model)
     state = {"train": trained, "target": copy, "buffer": buffer}
@@ -124,6 +124,18 @@ def init_fn(c, inputs, key):
     return {"actors": actors, "critics": networks(inputs, "scalar")(keys[1])}
 
 
+def clip_networks(norm):
+    """Clips the gradient of each network of each agent by its own norm, as if they were trained
+    separately."""
+    clip = optax.clip_by_global_norm(norm)
+    of_agents = jax.vmap(lambda gradient: clip.update(gradient, clip.init(gradient))[0])
+
+    def update(gradients: Any, params: Any) -> Any:
+        return {name: of_agents(gradient) for name, gradient in gradients.items()}
+
+    return optax.stateless(update)
+
+
 def actions(model, observations):
     """The action of each agent, for observations of shape `... agents observed`."""
     act = eqx.filter_vmap(lambda actor, x: actor(x))
@@ -133,17 +145,18 @@ def actions(model, observations):
 def values(model, observations, actions):
     """The value of all agents' actions to each agent."""
 
-    def of_agents(known):
+    def of_agents(own):
         inputs = model["critics"].in_size
-        central = jnp.broadcast_to(known.ravel(), (AGENTS, known.size))
+        joint = jnp.broadcast_to(own.ravel(), (AGENTS, own.size))
         critic = eqx.filter_vmap(lambda critic, x: critic(x))
-        return critic(model["critics"], central if inputs == known.size else known)
+        return critic(model["critics"], joint if inputs == own.size else own)
 
-    known = jnp.concatenate([observations, actions], axis=-1)
-    return jnp.vectorize(of_agents, signature="(a,n)->(a)")(known)
+    own = jnp.concatenate([observations, actions], axis=-1)
+    return jnp.vectorize(of_agents, signature="(a,n)->(a)")(own)
 
 
 def loss_fn(model, batch, key):
+    """The sum over agents of the losses of their actors and critics."""
     observation, taken = batch["observation"], batch["action"]
     errors = values(model, observation, taken) - batch["target"]
     chosen, fixed = actions(model, observation), rc.stop_gradient(model)
@@ -151,7 +164,18 @@ def loss_fn(model, batch, key):
     for i in range(AGENTS):  # each chooses its own action, given those that the others took
         mixed = taken.at[..., i, :].set(chosen[..., i, :])
         gain += jnp.mean(values(fixed, observation, mixed)[..., i])
-    return jnp.mean(errors**2) - gain + 1e-3 * jnp.mean(chosen**2)
+    return AGENTS * jnp.mean(errors**2) - gain + 1e-3 * AGENTS * jnp.mean(chosen**2)
+
+
+def learn(c, fit, buffer, networks, key):
+    """Takes a gradient step, and moves the target networks by tau."""
+    batch, target = sample(buffer, c.batch_size // c.num_envs, key), networks["target"]
+    after = batch["next_observation"]
+    future = values(target, after, actions(target, after))
+    train, metrics = fit(
+        networks["train"], batch | {"target": batch["reward"] + c.discount * future}
+    )
+    return {"train": train, "target": rc.moving_average(target, train.model, 1 - c.tau)}, metrics
 
 
 @eqx.filter_jit
@@ -162,14 +186,24 @@ def act(model, observations, key):
 @eqx.filter_jit
 def explore(c, model, observations, key):
     chosen = actions(model, observations)
-    return jnp.clip(chosen + c.noise * jax.random.normal(key, chosen.shape), -1, 1)
+    return jnp.clip(chosen + c.noise_std * jax.random.normal(key, chosen.shape), -1, 1)
 
 
-def play(envs, policy, key, *, seed):
-    """Plays an episode in each environment; returns its transitions, of shape `lanes steps ...`."""
+def make_envs(count):
+    return [simple_spread_v3.parallel_env(continuous_actions=True) for _ in range(count)]
+
+
+def episode_seeds(c, stream, number, count):
+    """The seeds of the initial states of episodes, which are the same after a resume."""
+    sequence = np.random.SeedSequence(c.run.seed, spawn_key=(stream, number))
+    return sequence.generate_state(count).tolist()
+
+
+def play(envs, policy, key, seeds):
+    """Plays an episode in each environment; returns its transitions, of shape `envs steps ...`."""
     names, taken = envs[0].possible_agents, []
     stack = lambda found: np.array([[x[name] for name in names] for x in found], np.float32)
-    after = stack([env.reset(seed=seed + i)[0] for i, env in enumerate(envs)])
+    after = stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)])
     for step_key in jax.random.split(key, EPISODE):
         before, action = after, np.asarray(policy(after, step_key))
         # The environment has an action for each direction: left, right, down and up.
@@ -185,17 +219,18 @@ def play(envs, policy, key, *, seed):
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *taken)
 
 
-def mean_return(transitions):
-    """The mean over agents and episodes."""
-    return transitions["reward"].sum(axis=1).mean()
+def episode_returns(transitions):
+    """The return of each episode, as a mean over the agents."""
+    return transitions["reward"].sum(axis=1).mean(axis=1)
 
 
 def plot_returns(directory, random):
-    """Plots the returns in training, averaged over ten steps."""
+    """Plots the returns in training, averaged over ten iterations."""
     if jax.process_index() > 0:  # process 0 has the metrics
         return
-    axes = plt.figure().add_subplot(xlabel="episodes in each lane", ylabel="return of an episode")
-    for name, of_run in (("central", directory), ("independent", directory / "independent")):
+    axes = plt.figure().add_subplot(xlabel="iteration", ylabel="return of an episode")
+    runs = {"centralised": directory, "independent": directory / "independent"}
+    for name, of_run in runs.items():
         returns = [x["return"] for x in rc.read_metrics(of_run / "metrics.jsonl")]
         axes.plot(np.convolve(returns, np.full(10, 0.1), "valid"), label=f"{name} critics")
     axes.axhline(random, linestyle="--", color="gray", label="random actions")

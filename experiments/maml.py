@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import Run, confidence_95, exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
-from _plots import plot_lines, plot_metric
+from _plots import plot_lines, plot_metric, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
@@ -28,9 +28,9 @@ class Config:
     glyphs: bool = False  # few-shot classification of characters instead of sinusoids
     ways: int = 5  # number of classes of a task of glyphs
     shots: int | None = None  # examples to learn from: by default 10, or 1 of each class of glyphs
-    queries: int = 5  # number of other examples of a task to be judged by (of each class)
+    queries: int = 5  # other examples of a task (class) to be judged by; sinusoids' tests have 100
     first_order: bool = False  # leave out second derivatives, which is cheaper
-    inner_steps: int = 1  # number of gradient steps on a task in training; tests take 0 to 5
+    inner_steps: int = 1  # gradient steps on a task in training; tests report 0 to 5 of them
     inner_rate: float | None = None  # learning rate of these: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
     steps: int | None = None  # number of training steps: by default 3000, or 300 for glyphs
@@ -41,6 +41,8 @@ class Config:
 def main(config: Config) -> None:
     defaults = zip(("shots", "inner_rate", "steps"), DEFAULTS[config.glyphs], strict=True)
     c: Any = replace(config, **{k: x for k, x in defaults if getattr(config, k) is None})
+    if min(c.shots, c.queries) < 1:
+        raise SystemExit(f"--shots {c.shots} and --queries {c.queries} have to be at least 1.")
     sample, init_fn, losses, score, baseline = (glyphs if c.glyphs else sinusoids)(c)
     run, count = start(c, "maml"), c.shots * (c.ways if c.glyphs else 1)
 
@@ -66,25 +68,26 @@ def main(config: Config) -> None:
     def metric_fn(numbers, outputs):
         scores = np.mean(score(np.stack(outputs), collate_fn(numbers)[3][:, None]), axis=2)
         means = {f"after_{i}_steps": float(np.mean(scores[:, i])) for i in range(6)}
-        deviation = float(np.std(scores[:, min(c.inner_steps, 5)]))
-        return means | {"interval": 1.96 * deviation / len(scores) ** 0.5}  # 95 % confidence
+        return means | {"confidence_95": confidence_95(scores[:, min(c.inner_steps, 5)])}
 
-    predict_fn = lambda model, batch, key: outputs_after(5, model, *batch[:3])
-    functions = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": c.batch_size}
-    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **functions)
-    options = run.fit_arguments | {"collate_fn": collate_fn, "evaluation": evaluation}
-    options |= {"loss_fn": loss_fn, "batch_size": c.batch_size, "steps": c.steps}
-    state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options)
+    data: Any = {"collate_fn": collate_fn, "batch_size": c.batch_size}
+    test: Any = {"predict_fn": lambda model, batch, key: outputs_after(5, model, *batch[:3])}
+    evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **test)
+    options = data | {"loss_fn": loss_fn, "steps": c.steps, "evaluation": evaluation}
+    state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options, **run.fit_arguments)
     exit_if_stopped(int(state.step), c.steps)
     plot_metric(run.directory, "loss")
-    outputs, tests = rc.predict_examples(state.model, TESTS, **functions), collate_fn(TESTS)
+    outputs, tests = rc.predict_examples(state.model, TESTS, **data | test), collate_fn(TESTS)
     figures, simple = metric_fn(TESTS, outputs), float(baseline(*tests))
     lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple] * 2)}
     plot_lines(run.directory / "scores.png", "gradient steps on the task", "test score", lines)
-    if not c.glyphs:
-        lines = {f"after {i} steps": (tests[2][0], outputs[0][i]) for i in (0, 1, 5)}
-        lines["truth"] = tests[2][0], tests[3][0]
-        plot_lines(run.directory / "samples.png", "x", "y", lines)
+    file, (x, y, queries, truth) = run.directory / "samples.png", (part[0] for part in tests)
+    if c.glyphs:  # the examples of a task, which have no predictions, and its queries
+        guesses = [None] * count + [*outputs[0][min(c.inner_steps, 5)].argmax(axis=-1)]
+        save_predictions(file, np.vstack([x, queries]).reshape(-1, 20, 20), [*y, *truth], guesses)
+    else:
+        lines = {f"after {i} steps": (queries, outputs[0][i]) for i in (0, 1, 5)}
+        plot_lines(file, "x", "y", lines | {"truth": (queries, truth)})
     report(run.directory, **figures, baseline=simple)
 
 
@@ -117,13 +120,10 @@ def glyphs(c):
         turned = [np.rot90(x, 0 if is_test else rng.integers(4), (1, 2)) for x in images]
         return np.stack(turned, axis=1).reshape(-1, 400), np.tile(np.arange(c.ways), count)
 
+    normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
+    head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=jax.random.key(0)))
+    init_fn = lambda key: eqx.nn.Sequential([eqx.nn.MLP(400, 128, 256, 1, key=key), normed, head])
     baseline = lambda *t: np.mean([KNN(1).fit(x, y).score(*z) for x, y, *z in zip(*t, strict=True)])
-
-    def init_fn(key):
-        normed = eqx.nn.Lambda(lambda x: jax.nn.relu(jax.nn.standardize(x)))
-        head = jax.tree.map(jnp.zeros_like, eqx.nn.Linear(128, c.ways, key=key))  # prefers no class
-        return eqx.nn.Sequential([eqx.nn.MLP(400, 128, 256, depth=1, key=key), normed, head])
-
     losses = optax.softmax_cross_entropy_with_integer_labels
     return sample, init_fn, losses, lambda outputs, y: outputs.argmax(axis=-1) == y, baseline
 

@@ -16,6 +16,19 @@ def script(monkeypatch):
 
 
 @pytest.fixture
+def experiment(script, request):
+    """The script that the test module names as `NAME`."""
+    return script(request.module.NAME)
+
+
+@pytest.fixture
+def config(experiment, script, request, tmp_path):
+    """Makes configurations with the options `SMALL` of the test module, and others."""
+    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    return lambda **options: experiment.Config(**request.module.SMALL | options, run=run)
+
+
+@pytest.fixture
 def collectives(monkeypatch):
     """The kinds of collectives in the compiled step of an experiment with a loop of its own."""
     kinds = ("all-gather", "all-to-all", "collective-permute", "all-reduce")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 
 import equinox as eqx
 import jax
@@ -12,19 +13,9 @@ import pytest
 
 import redcoast as rc
 
-SMALL = {"lanes": 8, "rollout": 4, "updates": 2, "batch_size": 16, "buffer": 128, "width": 8}
-
-
-@pytest.fixture
-def experiment(script):
-    return script("ddpg")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    given = SMALL | {"steps": 3, "warmup": 1, "episodes": 2}
-    return lambda **options: experiment.Config(**given | options, run=run)
+NAME = "ddpg"
+SMALL = {"num_envs": 8, "rollout": 4, "gradient_steps": 2, "batch_size": 16, "buffer": 128}
+SMALL |= {"width": 8, "steps": 3, "warmup": 1, "episodes": 2}
 
 
 @pytest.mark.seconds(10)  # a whole run
@@ -44,40 +35,51 @@ def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_de
 def test_sizes_that_do_not_divide_are_refused(experiment, config, options, capsys):
     with pytest.raises(SystemExit):
         experiment.main(config(**options))
-    assert "--buffer by lanes x rollout" in capsys.readouterr().err
+    assert "--buffer by that x --rollout" in capsys.readouterr().err
+
+
+def test_environments_that_the_mesh_cannot_split_are_refused(experiment, config, capsys):
+    with pytest.raises(SystemExit):
+        experiment.main(config(num_envs=3, batch_size=15, buffer=120))
+    assert "--num-envs is 3, but --mesh splits it over data x fsdp = 2" in capsys.readouterr().err
+
+
+def test_each_purpose_has_keys_of_its_own(script):
+    """Also after the number of an iteration is folded in, as it is for acting and learning."""
+    keys = script("_learner").split_keys(types.SimpleNamespace(key=jax.random.key(0)))
+    found = [*keys, *(jax.random.fold_in(key, i) for key in keys for i in range(4))]
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in found}) == 5 * 5
 
 
 def test_a_full_buffer_keeps_the_newest_transitions(script):
     replay = script("_replay")
     buffer = replay.empty_buffer(2, 6, reward=(), action=(3,))
-    added = [[], []]
+    expected = [[], []]
     for i in range(5):
         reward = np.arange(4.0, dtype=np.float32).reshape(2, 2) + 10 * i
         action = np.broadcast_to(reward[..., None], (2, 2, 3))
-        buffer = jax.jit(replay.add)(buffer, {"reward": reward, "action": action, "ended": reward})
-        for lane in range(2):
-            added[lane].extend(reward[lane].tolist())
-            filled = np.asarray(buffer["kept"]["reward"])[lane, : min(len(added[lane]), 6)]
-            assert sorted(filled) == added[lane][-6:]
+        buffer = jax.jit(replay.add)(buffer, {"reward": reward, "action": action, "done": reward})
+        for env in range(2):
+            expected[env].extend(reward[env].tolist())
+            filled = np.asarray(buffer["kept"]["reward"])[env, : min(len(expected[env]), 6)]
+            assert sorted(filled) == expected[env][-6:]
     assert buffer["kept"].keys() == {"reward", "action"}
     np.testing.assert_array_equal(buffer["kept"]["action"][..., 0], buffer["kept"]["reward"])
 
 
-def test_samples_are_of_each_lane_and_never_of_empty_places(script):
+def test_samples_are_of_each_environment_and_never_of_empty_places(script):
     replay = script("_replay")
     buffer = replay.empty_buffer(3, 8, reward=())
     new = {"reward": jnp.arange(1.0, 13.0).reshape(3, 4)}
     found = replay.sample(replay.add(buffer, new), 50, jax.random.key(0))["reward"]
     assert found.shape == (3, 50)
-    for lane in range(3):
-        assert set(np.asarray(found[lane]).tolist()) == set(
-            np.asarray(new["reward"][lane]).tolist()
-        )
+    for drawn, added in zip(found.tolist(), new["reward"].tolist(), strict=True):
+        assert {*drawn} == {*added}
 
 
 def test_an_update_is_that_of_the_paper(experiment, config):
     """The critic follows the reward and the target networks, and the actor the critic."""
-    c, rate = config(discount=0.9, decay=0.75), 0.1
+    c, rate = config(discount=0.9, tau=0.25), 0.1
     model, target = (experiment.init_fn(c, 3, 2, jax.random.key(i)) for i in (0, 1))
     train = rc.init_state(lambda key: model, optax.sgd(rate), key=jax.random.key(2))
     rng = np.random.default_rng(0)
@@ -134,7 +136,7 @@ def test_transitions_stay_on_their_device(experiment, config, collectives):
 
 
 def test_actions_are_random_at_first_and_noisy_later(experiment, config):
-    c = config(warmup=5, noise=0.1)
+    c = config(warmup=5, noise_std=0.1)
     model = experiment.init_fn(c, 3, 1, jax.random.key(0))
     seen = jnp.ones((500, 3))
     act = lambda added: experiment.explore(c, model, jnp.int32(added), seen, jax.random.key(1))

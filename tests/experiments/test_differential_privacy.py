@@ -16,18 +16,8 @@ from scipy.stats import norm
 
 import redcoast as rc
 
+NAME = "differential_privacy"
 SMALL = {"width": 8, "batch_size": 24, "steps": 2}
-
-
-@pytest.fixture
-def experiment(script):
-    return script("differential_privacy")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    return lambda **options: experiment.Config(**SMALL | options, run=run)
 
 
 @pytest.mark.seconds(10)  # a whole run

@@ -16,26 +16,26 @@ def environments(script):
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_physics_rewards_and_ends_are_gymnasiums(environments, name):
+def test_states_rewards_and_ends_are_gymnasiums(environments, name):
     environment: Any = environments.ENVIRONMENTS[name]
     reference: Any = gymnasium.make(name).unwrapped
     step, observe = jax.jit(environment.step), jax.jit(environment.observe)
     rng, ends = np.random.default_rng(0), 0
     reference.reset(seed=0)
-    physics = jnp.asarray(reference.state, jnp.float32)
+    env_state = jnp.asarray(reference.state, jnp.float32)
     for _ in range(100):
         action = rng.integers(2) if name == "CartPole-v1" else rng.uniform(-1, 1, 1)
         given = action if name == "CartPole-v1" else 2 * action  # its torque is from -2 to 2
         seen, reward, terminated, _, _ = reference.step(given)
-        physics, found, ended = step(physics, jnp.asarray(action))
-        np.testing.assert_allclose(observe(physics), seen, rtol=1e-3, atol=1e-4)
+        env_state, found, done = step(env_state, jnp.asarray(action))
+        np.testing.assert_allclose(observe(env_state), seen, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(found, reward, rtol=1e-3, atol=1e-4)
-        assert ended == terminated
+        assert done == terminated
         if terminated:
             ends += 1
             reference.reset()
         # The pendulum is chaotic near the top: both start each step from the same state.
-        physics = jnp.asarray(reference.state, jnp.float32)
+        env_state = jnp.asarray(reference.state, jnp.float32)
     assert ends > 1 or name == "Pendulum-v1"
 
 
@@ -57,70 +57,95 @@ def test_episodes_start_from_gymnasiums_distribution(environments):
 
 def test_an_episode_that_ends_is_followed_by_the_next(environments):
     environment = environments.ENVIRONMENTS["CartPole-v1"]
-    step = jax.jit(lambda *args: environments.step_lanes(environment, *args))
-    lanes = environments.start_lanes(environment, jax.random.key(0), 3)
-    assert np.isnan(lanes["finished"]).all()
+    step = jax.jit(lambda *args: environments.step_envs(environment, *args))
+    envs = environments.reset_envs(environment, jax.random.key(0), 3)
+    assert np.isnan(envs["last_return"]).all()
     returns = np.zeros(3)
     for i in range(60):
-        before = lanes
-        lanes, found = step(lanes, jnp.array([1, 1, i % 2]), jax.random.key(i))
-        np.testing.assert_array_equal(found["observation"], before["physics"])
+        before = envs
+        envs, found = step(envs, jnp.array([1, 1, i % 2]), jax.random.key(i))
+        np.testing.assert_array_equal(found["observation"], before["env_state"])
         returns += 1
-        ended = np.asarray(found["ended"])
+        done = np.asarray(found["done"])
         # What the last transition led to is not the first observation of the next episode.
         outside = np.abs(found["next_observation"][:, 2]) > 12 * np.pi / 180
-        np.testing.assert_array_equal(ended, outside)
-        assert (np.abs(lanes["physics"][ended]) < 0.05).all()
-        np.testing.assert_array_equal(np.asarray(lanes["finished"])[ended], returns[ended])
-        returns[ended] = 0
-    assert np.isfinite(lanes["finished"][:2]).all()
+        np.testing.assert_array_equal(done, outside)
+        assert (np.abs(envs["env_state"][done]) < 0.05).all()
+        np.testing.assert_array_equal(np.asarray(envs["last_return"])[done], returns[done])
+        returns[done] = 0
+    assert np.isfinite(envs["last_return"][:2]).all()
 
 
 def test_a_time_limit_truncates(environments):
     environment = environments.ENVIRONMENTS["Pendulum-v1"]
-    lanes = environments.start_lanes(environment, jax.random.key(0), 2)
+    envs = environments.reset_envs(environment, jax.random.key(0), 2)
     policy = lambda observations, key: jnp.zeros((2, 1))
-    run = jax.jit(lambda lanes, key: environments.rollout(environment, policy, lanes, key, 201))
-    lanes, found = run(lanes, jax.random.key(0))
+    run = jax.jit(lambda envs, key: environments.rollout(environment, policy, envs, key, 201))
+    envs, found = run(envs, jax.random.key(0))
     assert found["reward"].shape == (2, 201)
     assert not found["terminated"].any()
-    assert np.flatnonzero(found["ended"][0]).tolist() == [199]
-    np.testing.assert_allclose(lanes["finished"], found["reward"][:, :200].sum(axis=1), rtol=1e-5)
+    assert np.flatnonzero(found["done"][0]).tolist() == [199]
+    np.testing.assert_allclose(envs["last_return"], found["reward"][:, :200].sum(axis=1), rtol=1e-5)
 
 
-def test_lanes_on_the_host_make_the_same_transitions(environments):
-    lanes = environments.HostLanes("CartPole-v1", 3, seed=0)
+def seed_of(key, count):
+    """The seed of the first of some environments on the host; the others have the next ones."""
+    return int(jax.random.randint(key, (), 0, 2**31 - count))
+
+
+def test_environments_on_the_host_make_the_same_transitions(environments):
+    envs, key = environments.HostEnvs("CartPole-v1", 3), jax.random.key(0)
+    envs.reset(key)
     single: Any = gymnasium.make("CartPole-v1")
-    seen, _ = single.reset(seed=0)  # the first lane's seed
+    seen, _ = single.reset(seed=seed_of(key, 3))
     total, ends = 0.0, 0
     for _ in range(60):
-        found = lanes.step(np.ones(3, int))
+        found = envs.step(np.ones(3, int))
         after, reward, terminated, truncated, _ = single.step(1)
         np.testing.assert_array_equal(found["observation"][0], seen)
         np.testing.assert_array_equal(found["next_observation"][0], after)
-        assert found["ended"][0] == (terminated or truncated)
+        assert found["done"][0] == (terminated or truncated)
         total, seen = total + reward, after
         if terminated or truncated:
-            assert lanes.finished[0] == total
+            assert envs.last_return[0] == total
             total, ends, seen = 0.0, ends + 1, single.reset()[0]
     assert ends > 2
 
 
+def test_a_resumed_run_has_new_initial_states_on_the_host(environments):
+    """The first rollout seeds the episodes by its key, which is that of an iteration."""
+    policy = lambda observations, key: np.ones(len(observations), int)
+
+    def observations(keys):
+        envs = environments.HostEnvs("CartPole-v1", 2)
+        found = [envs.rollout(policy, jax.random.key(i), 4)["observation"] for i in keys]
+        return np.concatenate(found, axis=1)
+
+    whole = observations([1, 2])
+    assert whole.shape == (2, 8, 4)
+    np.testing.assert_array_equal(observations([1, 2]), whole)
+    assert (np.abs(np.diff(whole[:, 3:5, 1], axis=1)) > 0.1).all()  # the push of one step
+    resumed = observations([2])[:, 0]
+    for known in (whole[:, 0], whole[:, 4]):
+        assert (resumed != known).any(axis=1).all()
+
+
 def test_continuous_actions_are_scaled_to_those_of_the_environment(environments):
-    lanes = environments.HostLanes("Pendulum-v1", 1, seed=0)
+    envs, key = environments.HostEnvs("Pendulum-v1", 1), jax.random.key(0)
+    envs.reset(key)
     single: Any = gymnasium.make("Pendulum-v1")
-    single.reset(seed=0)
-    found = lanes.step(np.full((1, 1), 0.5, np.float32))
+    single.reset(seed=seed_of(key, 1))
+    found = envs.step(np.full((1, 1), 0.5, np.float32))
     np.testing.assert_allclose(
         found["reward"], single.step(np.array([1.0], np.float32))[1], rtol=1e-5
     )
 
 
 def test_the_mean_return_is_that_of_first_episodes(environments):
-    """Short episodes, which a lane repeats while others go on, do not count more than once."""
+    """Episodes that follow a short one, while others go on, do not count."""
     policy = lambda observations, key: np.ones(len(observations), int)
     found = environments.mean_return("CartPole-v1", policy, episodes=5, key=jax.random.key(3))
-    seed = int(jax.random.randint(jax.random.key(3), (), 0, 2**31 - 5))
+    seed = seed_of(jax.random.split(jax.random.key(3))[0], 5)
     returns = []
     for i in range(5):
         env = gymnasium.make("CartPole-v1")
@@ -134,7 +159,11 @@ def test_the_mean_return_is_that_of_first_episodes(environments):
     ("name", "options", "words"),
     [
         ("CartPole-v9", {"discrete": True}, "CartPole-v9 cannot be created"),
-        ("Acrobot-v1", {"discrete": True, "on_device": True}, "but not Acrobot-v1"),
+        (
+            "Acrobot-v1",
+            {"discrete": True, "on_device": True},
+            "Acrobot-v1 is not written in JAX",
+        ),
         ("Pendulum-v1", {"discrete": True}, "Box.*discrete actions"),
         ("CartPole-v1", {"discrete": False}, "Discrete.*continuous actions"),
         ("FrozenLake-v1", {"discrete": True}, "vectors as observations"),

@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 import redcoast as rc
 
-
-@pytest.fixture
-def experiment(script):
-    return script("evolution")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    given = {"pairs": 16, "width": 4, "steps": 2, "episodes": 2}
-    return lambda **options: experiment.Config(**given | options, run=run)
+NAME = "evolution"
+SMALL = {"perturbations": 16, "width": 4, "steps": 2, "episodes": 2}
 
 
 @pytest.mark.seconds(10)  # a whole run
@@ -38,7 +30,17 @@ def test_a_run_reports_the_return(experiment, config, tmp_path, environment):
 def test_other_environments_are_refused(experiment, config, capsys):
     with pytest.raises(SystemExit):
         experiment.main(config(environment="Acrobot-v1"))
-    assert "CartPole-v1, Pendulum-v1 are written in JAX, but not" in capsys.readouterr().err
+    assert (
+        "Acrobot-v1 is not written in JAX; CartPole-v1, Pendulum-v1 are." in capsys.readouterr().err
+    )
+
+
+def test_equal_returns_have_the_average_of_their_ranks(experiment):
+    returns = np.random.default_rng(0).integers(8, size=30).astype(np.float32)
+    found = jax.jit(experiment.centred_ranks)(jnp.asarray(returns))
+    ranks = stats.rankdata(returns, method="average")  # from 1
+    np.testing.assert_allclose(found, (ranks - 1) / 29 - 0.5, atol=1e-6)
+    np.testing.assert_array_equal(experiment.centred_ranks(jnp.full(5, 500.0)), np.zeros(5))
 
 
 def test_the_gradient_is_that_of_the_expected_return(experiment, script, config, monkeypatch):
@@ -53,18 +55,17 @@ def test_the_gradient_is_that_of_the_expected_return(experiment, script, config,
     slope = jnp.array([3.0])
     one = environments.Environment(
         reset=lambda key: jnp.ones(3),
-        step=lambda physics, action: (physics, slope @ action, jnp.bool_(True)),
-        observe=lambda physics: physics,
+        step=lambda env_state, action: (env_state, slope @ action, jnp.bool_(True)),
+        observe=lambda env_state: env_state,
         limit=1,
     )
     monkeypatch.setitem(environments.ENVIRONMENTS, "Pendulum-v1", one)
     monkeypatch.setattr(rc, "fit", fit)
-    pairs, deviation = 4000, 0.02
     with pytest.raises(KeyboardInterrupt):
-        experiment.main(config(environment="Pendulum-v1", deviation=deviation))
+        experiment.main(config(environment="Pendulum-v1", sigma=0.02))
     ((init_fn, loss_fn),) = seen
     policy = init_fn(jax.random.key(0))
-    given = (policy, jnp.arange(pairs), jax.random.key(1))
+    given = (policy, jnp.arange(4000), jax.random.key(1))
     found = eqx.filter_jit(eqx.filter_grad(loss_fn, has_aux=True))(*given)[0]
     expected = eqx.filter_grad(lambda p: -slope @ jnp.tanh(p(jnp.ones(3))))(policy)
     found, expected = (

@@ -1,6 +1,7 @@
 """Rounds of federated learning against the papers, and what devices exchange in a round."""
 
 import collections
+import dataclasses
 import json
 import types
 
@@ -14,29 +15,20 @@ from scipy.special import softmax
 import redcoast as rc
 from redcoast.dryrun.hlo import collectives
 
+NAME = "federated"
+SMALL = {"clients": 12, "per_round": 8, "local_steps": 4, "local_batch": 6, "width": 8}
+SMALL |= {"steps": 2}
 METHODS = ("fedavg", "fedadam", "scaffold")
 FEATURES, CLASSES = 5, 3
 
 
-@pytest.fixture
-def experiment(script):
-    return script("federated")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    small = {"clients": 12, "per_round": 8, "local_steps": 4, "local_batch": 6, "width": 8}
-    return lambda **options: experiment.Config(**small | {"steps": 2} | options, run=run)
-
-
 @pytest.mark.seconds(10)  # a whole run
-def test_a_run_is_compared_with_central_training(experiment, config, tmp_path):
+def test_a_run_is_compared_with_centralised_training(experiment, config, tmp_path):
     experiment.main(config(method="scaffold", stragglers=0.5))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
-    assert results.keys() == {"accuracy", "central_accuracy"}
-    for name, folder, steps in (("accuracy", ".", 2), ("central_accuracy", "central", 8)):
+    assert results.keys() == {"accuracy", "centralised_accuracy"}
+    for name, folder, steps in (("accuracy", ".", 2), ("centralised_accuracy", "centralised", 8)):
         history = rc.read_metrics(directory / folder / "metrics.jsonl")
         assert history[-1]["step"] == steps
         assert history[-1]["eval/accuracy"] == results[name]
@@ -172,6 +164,23 @@ def test_a_lower_alpha_makes_clients_differ_more(experiment, config, alpha, leas
     assert {*rows} == {*range(1200)}
     largest = [np.bincount(labels[x]).max() / len(x) for x in clients]
     assert least < np.mean(largest) <= most
+
+
+def test_the_split_and_each_round_have_random_numbers_of_their_own(experiment, config, monkeypatch):
+    real, first = np.random.default_rng, []
+
+    def default_rng(seed):
+        first.append(real(seed).random())
+        return real(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", default_rng)
+    for seed in (0, 1):
+        c = config()
+        c = dataclasses.replace(c, run=dataclasses.replace(c.run, seed=seed))
+        experiment.split_by_class(np.arange(100) % 10, c)
+        for i in range(3):
+            experiment.choose_clients(c, i)
+    assert len({*first}) == len(first) == 8
 
 
 def test_stragglers_and_clients_are_drawn_as_asked(experiment, config):

@@ -33,8 +33,10 @@ def run_short(name, directory, *options):
     return result.stdout, {x["step"]: x["loss"] for x in rc.read_metrics(file) if "loss" in x}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("example", "seed"),
+    [pytest.param(x, seed, id=f"{x.name}-{seed}") for x in EXAMPLES for seed in x.seeds],
+)
 def test_every_seed_reaches_the_threshold(example, seed, tmp_path):
     results = run(example.name, seed, tmp_path)
     assert example.reached(results), results

@@ -1,4 +1,4 @@
-"""Runs that make their own data, killed and resumed: environments, buffers, scales and keys."""
+"""Runs that make their own data, killed and resumed: environments, buffers, moments and keys."""
 
 import json
 import signal
@@ -13,9 +13,9 @@ import redcoast as rc
 
 pytestmark = pytest.mark.integration
 SMALL = {
-    "ppo": ["--on-device", "--lanes", 8, "--rollout", 16, "--minibatches", 2, "--epochs", 2],
+    "ppo": ["--on-device", "--num-envs", 8, "--rollout", 16, "--minibatches", 2, "--epochs", 2],
     "ddpg": ["--on-device", "--rollout", 4, "--buffer", 256, "--warmup", 10],
-    "maddpg": ["--batch-size", 32, "--buffer", 1000, "--updates", 2],
+    "maddpg": ["--batch-size", 32, "--buffer", 1000, "--gradient-steps", 2],
 }
 
 

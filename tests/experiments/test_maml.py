@@ -14,6 +14,9 @@ from PIL import Image
 
 import redcoast as rc
 
+NAME = "maml"
+SMALL = {"batch_size": 8, "steps": 2, "queries": 1}
+
 
 @pytest.fixture
 def experiment(script, monkeypatch):
@@ -24,13 +27,6 @@ def experiment(script, monkeypatch):
     )
     monkeypatch.setattr(maml, "read_glyphs", few)
     return maml
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    small = {"batch_size": 8, "steps": 2, "queries": 1}
-    return lambda **options: experiment.Config(**small | options, run=run)
 
 
 @pytest.mark.seconds(10)  # a whole run
@@ -44,12 +40,12 @@ def test_a_run_reports_scores_after_each_step(experiment, config, tmp_path, monk
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     after = {f"after_{i}_steps" for i in range(6)}
-    assert results.keys() == after | {"interval", "baseline"}
+    assert results.keys() == after | {"confidence_95", "baseline"}
     assert all(math.isfinite(x) for x in results.values())
     last = rc.read_metrics(directory / "metrics.jsonl")[-1]
     for name in after:
         assert last[f"eval/{name}"] == pytest.approx(results[name], rel=1e-4)
-    for path in ["loss.png", "scores.png"] + ["samples.png"] * (not glyphs):
+    for path in ["loss.png", "scores.png", "samples.png"]:
         with Image.open(directory / path) as picture:
             picture.verify()
 
@@ -150,6 +146,16 @@ def test_the_baseline_takes_the_nearest_example(experiment, config):
         for j in range(9)
     ]
     assert baseline(x, y, queries, truth) == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("glyphs", [False, True])
+@pytest.mark.parametrize("options", [{"shots": 0}, {"queries": 0}])
+def test_tasks_without_examples_or_queries_are_refused(
+    experiment, config, options, glyphs, tmp_path
+):
+    with pytest.raises(SystemExit, match=r"--shots \d+ and --queries \d have to be at least 1."):
+        experiment.main(config(glyphs=glyphs, **options))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("options", [{"shots": 2}, {"ways": 500}])

@@ -10,18 +10,9 @@ import pytest
 
 import redcoast as rc
 
-SMALL = {"lanes": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8, "episodes": 2}
-
-
-@pytest.fixture
-def experiment(script):
-    return script("ppo")
-
-
-@pytest.fixture
-def config(experiment, script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
-    return lambda **options: experiment.Config(**SMALL | {"steps": 2} | options, run=run)
+NAME = "ppo"
+SMALL = {"num_envs": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8, "episodes": 2}
+SMALL |= {"steps": 2}
 
 
 @pytest.mark.seconds(10)  # a whole run
@@ -41,32 +32,36 @@ def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_de
     ("options", "words"),
     [
         ({"rollout": 15}, "not divisible by --minibatches 2"),
+        ({"num_envs": 9}, "--num-envs is 9, but --mesh splits it over data x fsdp = 2 devices."),
         ({"environment": "Pendulum-v1"}, "discrete actions"),
     ],
 )
-def test_options_without_a_meaning_are_refused(experiment, config, options, words, capsys):
+def test_options_without_a_meaning_are_refused(
+    experiment, config, options, words, capsys, tmp_path
+):
     with pytest.raises(SystemExit):
         experiment.main(config(**options))
     assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())  # before a run has a directory
 
 
 def test_advantages_are_those_of_the_definition(experiment, config):
     """Sums of discounted errors up to the end of an episode; a truncated one has a future."""
     rng = np.random.default_rng(0)
     reward, value, after = (rng.normal(size=(8, 16)).astype(np.float32) for _ in range(3))
-    ended = rng.random((8, 16)) < 0.3
-    terminated = ended & (rng.random((8, 16)) < 0.5)
+    done = rng.random((8, 16)) < 0.3
+    terminated = done & (rng.random((8, 16)) < 0.5)
     c = config()
     expected = np.zeros((8, 16))
-    for lane in range(8):
+    for env in range(8):
         for start in range(16):
             for i in range(start, 16):
-                future = 0 if terminated[lane, i] else after[lane, i]
-                error = reward[lane, i] + c.discount * future - value[lane, i]
-                expected[lane, start] += (c.discount * c.trace) ** (i - start) * error
-                if ended[lane, i]:
+                future = 0 if terminated[env, i] else after[env, i]
+                error = reward[env, i] + c.discount * future - value[env, i]
+                expected[env, start] += (c.discount * c.gae_lambda) ** (i - start) * error
+                if done[env, i]:
                     break
-    transitions = {"reward": reward, "terminated": terminated, "ended": ended}
+    transitions = {"reward": reward, "terminated": terminated, "done": done}
     transitions = jax.tree.map(jnp.asarray, transitions)
     found = experiment.advantages(c, transitions, jnp.asarray(value), jnp.asarray(after))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -75,8 +70,8 @@ def test_advantages_are_those_of_the_definition(experiment, config):
 def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
     c = config(entropy=0.1)
     model = experiment.init_fn(c, 4, 3, jax.random.key(0))
-    scale = {"mean": jnp.float32(2), "variance": jnp.float32(9), "count": jnp.float32(1)}
-    model["scales"]["target"] = scale
+    moments = {"mean": jnp.float32(2), "variance": jnp.float32(9), "count": jnp.float32(1)}
+    model["normalization"]["target"] = moments
     rng = np.random.default_rng(0)
     floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
     old = np.asarray(jax.nn.log_softmax(floats(5, 6, 3)))
@@ -105,7 +100,7 @@ def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
     assert float(loss) == pytest.approx(expected, rel=1e-4)
 
 
-def test_each_epoch_has_every_transition_once_and_in_its_lane(experiment, config):
+def test_each_epoch_has_every_transition_once_and_in_its_environment(experiment, config):
     c = config()
     data = {"x": jnp.arange(8 * 16).reshape(8, 16), "y": jnp.ones((8, 16, 3))}
     found = experiment.shuffled(c, data, jax.random.key(0))
@@ -115,17 +110,17 @@ def test_each_epoch_has_every_transition_once_and_in_its_lane(experiment, config
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch, axis=1), data["x"])
     assert (epochs[0] != epochs[1]).any()
-    assert (epochs[0] % 16 != epochs[0][0] % 16).any()  # lanes have orders of their own
+    assert (epochs[0] % 16 != epochs[0][0] % 16).any()  # each environment has an order of its own
 
 
-def test_the_scale_is_that_of_all_rows_so_far(experiment):
+def test_the_running_moments_are_those_of_all_rows_so_far(experiment):
     rows = np.random.default_rng(0).normal(3, 5, (4, 6, 10, 2)).astype(np.float32)
-    scale = {"mean": jnp.zeros(2), "variance": jnp.zeros(2), "count": jnp.zeros(())}
+    moments = {"mean": jnp.zeros(2), "variance": jnp.zeros(2), "count": jnp.zeros(())}
     for part in rows:
-        scale = experiment.merged(scale, jnp.asarray(part))
+        moments = experiment.update_moments(moments, jnp.asarray(part))
     flat = rows.reshape(-1, 2).astype(np.float64)
-    np.testing.assert_allclose(scale["mean"], flat.mean(axis=0), rtol=1e-4)
-    np.testing.assert_allclose(scale["variance"], flat.var(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(moments["mean"], flat.mean(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(moments["variance"], flat.var(axis=0), rtol=1e-4)
 
 
 def test_transitions_stay_on_their_device(experiment, config, collectives):

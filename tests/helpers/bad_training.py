@@ -146,6 +146,11 @@ ROWS = {
             "`accumulate` is 0",
         ),
         (lambda d: rc.plan_step(state(), None, batch_of(8)), TypeError, "`loss_fn`"),
+        (
+            lambda d: rc.plan_step(state(), loss_fn, batch_of(8), compute_dtype=jnp.int8),
+            ValueError,
+            "`compute_dtype` must be a floating dtype",
+        ),
     ],
     "Checkpointer": [
         (lambda d: rc.Checkpointer(str(d)), TypeError, "`checkpoints` is .*redcoast.Checkpoints"),

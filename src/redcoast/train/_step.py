@@ -86,7 +86,6 @@ def init_state(
         options = {"compute_dtype": compute_dtype, "trainable": trainable}
         return state_of(init_fn(model_key), optimizer, key=key, **options)
 
-    check_compute_dtype(compute_dtype)
     check_functions(init_fn=init_fn)
     check_optimizer(optimizer)
     check_key(key)
@@ -118,6 +117,7 @@ def state_of(
 
 def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
     """Adds the loss scale that training in `compute_dtype` needs to a state that has none."""
+    check_compute_dtype(compute_dtype)
     if state.loss_scale is not None:
         return state
     return dataclasses.replace(state, loss_scale=first_loss_scale(compute_dtype))
@@ -201,17 +201,16 @@ def train_step(
         state, metrics = step(state, batch)
         ```
     """
-    check_compute_dtype(compute_dtype)
     check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     refuse_per_example(state.opt_state)
+    scale = with_loss_scale(state, compute_dtype).loss_scale
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
-    scale = with_loss_scale(state, compute_dtype).loss_scale
     given = (loss_of, params, rest, batch, key, accumulate)
     (loss, aux, rest_after), grads = _scaled_loss_and_grads(scale, *given)
     # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.

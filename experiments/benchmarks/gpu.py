@@ -20,14 +20,12 @@ import contextlib
 import functools as ft
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -38,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from bandwidth import bytes_read, copy_bandwidth, parameters, seconds_of
 from loop import Case, hand_written, make_examples, with_fit
 from real_peak import target_of
 
@@ -287,11 +286,7 @@ def speed_rows(what: str, size: Size, seconds: float, chip: Chip) -> list[Row]:
 def model_flops(config: LlamaConfig, seq: int) -> int:
     """Operations for each token of a training step, without rematerialisation."""
     attention = 12 * config.layers * config.heads * config.head_dim * seq
-    return 6 * (parameters(config) - config.vocab * config.width) + attention
-
-
-def parameters(config: LlamaConfig) -> int:
-    return sum(prod(x.shape) for x in jax.tree.leaves(abstract(config)))
+    return 6 * (parameters(abstract(config)) - config.vocab * config.width) + attention
 
 
 def abstract(config: LlamaConfig) -> Any:
@@ -320,7 +315,8 @@ def generation_rows(size: Size) -> list[Row]:
         tokens = tokens_of(replace(size, batch=batch, seq=size.prompt - 1), 1)
         few, many = (generation_seconds(model, tokens, new) for new in size.new)
         per_token = (many - few) / (size.new[1] - size.new[0])
-        limit = bandwidth / bytes_read(size, batch)
+        length = size.prompt + sum(size.new) // 2
+        limit = bandwidth / bytes_read(model, batch=batch, length=length)
         speeds = (batch / per_token, "tokens/s", batch * limit, "bandwidth")
         rows.append(row(f"generation, batch {batch}", *speeds))
     return rows
@@ -329,39 +325,6 @@ def generation_rows(size: Size) -> list[Row]:
 def generation_seconds(model: Any, tokens: np.ndarray, new: int, rounds: int = 5) -> float:
     run = ft.partial(rc.generate, model, tokens, max_new_tokens=new, eos=())
     return seconds_of(lambda: np.asarray(run()), rounds)
-
-
-def bytes_read(size: Size, batch: int) -> int:
-    """Bytes of bfloat16 that a new token needs: weights, and the cache of half of the tokens."""
-    c = size.model
-    weights = parameters(c) - c.vocab * c.width  # of the embedding, only a few rows are read
-    length = size.prompt + sum(size.new) // 2
-    return 2 * (weights + batch * length * 2 * c.layers * c.kv_heads * c.head_dim)
-
-
-def copy_bandwidth(size: int) -> float:
-    """Bytes read and written per second by a copy of so many bytes."""
-    copy, many = jax.jit(lambda x: x + 1), 10
-
-    def run() -> None:
-        x = zeros
-        for _ in range(many):
-            x = copy(x)
-        jax.block_until_ready(x)
-
-    zeros = jnp.zeros(size // 4, jnp.int32)
-    return many * 2 * size / seconds_of(run, 5)
-
-
-def seconds_of(run: Callable[[], Any], rounds: int) -> float:
-    """The median time of a call, after one that compiles."""
-    run()
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 # The loop

@@ -137,5 +137,5 @@ def test_the_generation_of_the_benchmark_compiles_for_an_h100(gpu, batch):
     generate = lambda m, x: rc.generate(m, x, max_new_tokens=size.new[1], eos=())
     with gpu.attention(True):
         program: Any = jax.jit(generate).lower(model, prompts).compile()
-    weights = 2 * gpu.parameters(size.model)
+    weights = 2 * gpu.parameters(model)
     assert weights < program.memory_analysis().argument_size_in_bytes < 1.01 * weights

@@ -152,6 +152,13 @@ def bench_torch(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_gpu(session: nox.Session) -> None:
+    """Training and generation on one GPU, against what the card could do."""
+    install(session, extras="experiments,cuda12")
+    session.run("python", "experiments/benchmarks/gpu.py", *session.posargs)
+
+
+@nox.session
 def bench_redco(session: nox.Session) -> None:
     """The processor time of a training step against the Flax models that Redco trains."""
     install(session)

@@ -31,7 +31,7 @@ class Config:
     steps: int = 50  # number of training steps
     learning_rate: float = 1e-4  # peak learning rate after the warmup (use about 10x with LoRA)
     remat: Literal["none", "dots", "full"] = "dots"  # what to rematerialise in the backward pass
-    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype (parameters are float32)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # parameters are float32
     prompt: str = "def read_lines(path"  # prompt for the samples
     new_tokens: int = 48  # length of the samples in tokens
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)

@@ -31,7 +31,7 @@ class Config:
     accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 540  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype (weights are float32)
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # weights are float32
     prompt: str = "def main("  # prompt for the sample
     run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
 

@@ -1,22 +1,38 @@
-"""Tokens per second of `rc.generate` and of `transformers` with torch: SmolLM2-135M on the CPU.
+"""Tokens per second of `rc.generate`, of `transformers` with torch, and of the memory's bandwidth.
 
-Both have the same weights in float32 and the same number of threads. Both extend the same prompts
-of 32 tokens greedily by 128 tokens, and take turns in one process. A ratio above 1 means that
-`rc.generate` is faster. Needs torch, transformers and gguf (`nox -s bench_torch`).
+The model is SmolLM2-135M in float32 on the CPU. Both libraries have the same weights and the same
+number of threads, extend the same prompts of 32 tokens greedily by 128 tokens, and take turns in
+one process. The limit is the bandwidth of a copy, divided by the bytes that each new token reads:
+the weights, and the keys and values of the tokens before it. The last columns are milliseconds of
+one step of decoding: the layers, what a full cache adds to them, and the head. Needs gguf; without
+torch and transformers (`nox -s bench_torch`), only `rc.generate` is measured.
 
     python experiments/benchmarks/generation.py
 """
 
 # pyright: reportMissingImports=false
 
+import importlib.util
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-import torch
 import tyro
-from reference import both_models, describe, take_turns
+from bandwidth import bytes_read, copy_bandwidth, seconds_of
 
 import redcoast as rc
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _cells import markdown
+from _published import smollm2
+
+HEAD = ["batch", "limit, tokens/s", "redcoast", "of the limit", "transformers", "ratio"]
+HEAD += ["equal tokens", "layers, ms", "cache, ms", "head, ms"]
 
 
 @dataclass(frozen=True)
@@ -24,39 +40,78 @@ class Config:
     new: int = 128  # number of tokens to generate for each prompt
     prompt: int = 32  # number of tokens in a prompt
     rounds: int = 5  # number of measurements of each
+    copied: int = 2**28  # bytes of the array whose copy measures the bandwidth
 
 
 def main(c: Config) -> None:
-    ours, theirs = both_models()
-    print(describe())
-    for batch in (1, 8):
-        tokens = np.random.default_rng(0).integers(0, 49152, (batch, c.prompt))
-        found = {}
+    """Prints a table with a line for each batch size."""
+    if all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        from reference import both_models, describe
 
-        def generate_here(tokens=tokens, found=found):
-            found["ours"] = np.asarray(rc.generate(ours, tokens, max_new_tokens=c.new, eos=()))
+        print(describe())
+        ours, theirs = both_models()
+    else:
+        print("torch or transformers is missing: only redcoast is measured.")
+        ours, theirs = rc.load_pretrained(smollm2(), dtype=jnp.float32), None
+    bandwidth = copy_bandwidth(c.copied)
+    print(f"A copy reads and writes {bandwidth / 1e9:.1f} GB/s.\n")
+    print(markdown(HEAD, [line(c, ours, theirs, batch, bandwidth) for batch in (1, 8)]))
 
-        def generate_there(tokens=tokens, found=found):
-            ids = torch.tensor(tokens)
-            out = theirs.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=c.new,
-                min_new_tokens=c.new,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            found["theirs"] = out[:, c.prompt :].numpy()
 
-        times = take_turns(generate_here, generate_there, c.rounds)
-        speeds = {name: batch * c.new / times[name] for name in ("ours", "theirs")}
-        alike = np.mean(found["ours"] == found["theirs"])
-        print(
-            f"batch {batch}: redcoast {speeds['ours']:.1f} tokens/s, transformers "
-            f"{speeds['theirs']:.1f}, ratio {times['ratio']:.2f} (at least 1.0); {alike:.1%} of "
-            "the tokens are equal",
-            flush=True,
-        )
+def line(c: Config, ours: Any, theirs: Any, batch: int, bandwidth: float) -> list[str]:
+    tokens = np.random.default_rng(0).integers(0, ours.config.vocab, (batch, c.prompt))
+    length = c.prompt + c.new // 2
+    limit = batch * bandwidth / bytes_read(ours, batch=batch, length=length)
+    here = lambda: np.asarray(rc.generate(ours, tokens, max_new_tokens=c.new, eos=()))
+    if theirs is None:
+        speed, compared = batch * c.new / seconds_of(here, c.rounds), ["", "", ""]
+    else:
+        speed, compared = turns(c, here, there(c, theirs, tokens), batch)
+    steps = [f"{1e3 * seconds:.1f}" for seconds in parts(ours, batch, c.prompt + c.new, c.rounds)]
+    return [str(batch), f"{limit:.1f}", f"{speed:.1f}", f"{speed / limit:.2f}", *compared, *steps]
+
+
+def there(c: Config, theirs: Any, tokens: np.ndarray) -> Callable[[], np.ndarray]:
+    """The same generation with `transformers`."""
+    import torch
+
+    ids = torch.tensor(tokens)
+    options = {"max_new_tokens": c.new, "min_new_tokens": c.new, "do_sample": False}
+    options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    return lambda: theirs.generate(ids, **options)[:, c.prompt :].numpy()
+
+
+def turns(
+    c: Config, here: Callable[[], Any], there: Callable[[], Any], batch: int
+) -> tuple[float, list[str]]:
+    """Tokens per second here; and there, the ratio, and the share of tokens that are equal."""
+    from reference import take_turns
+
+    times, alike = take_turns(here, there, c.rounds), np.mean(here() == there())
+    speeds = [batch * c.new / times[name] for name in ("ours", "theirs")]
+    return speeds[0], [f"{speeds[1]:.1f}", f"{times['ratio']:.2f}", f"{alike:.1%}"]
+
+
+def parts(model: Any, batch: int, length: int, rounds: int) -> tuple[float, float, float]:
+    """Seconds of the layers, of reading a cache of `length` tokens, and of the head."""
+    hidden = jnp.ones((batch, 1, model.config.width), model.embed.dtype)
+    unembed = jax.jit(lambda model, x: model.unembed(x))
+    head = seconds_of(lambda: jax.block_until_ready(unembed(model, hidden)), rounds)
+    short, full = (step_seconds(model, batch, n, rounds) for n in (rounds + 1, length))
+    return short, full - short, head
+
+
+def step_seconds(model: Any, batch: int, length: int, rounds: int) -> float:
+    """Seconds of a step of decoding without its head, over a cache of `length` tokens."""
+    tokens, cache = jnp.zeros((batch, 1), jnp.int32), model.init_cache(batch, length)
+    step = jax.jit(lambda model, cache: model.decode(tokens, cache), donate_argnums=1)
+
+    def run() -> None:
+        nonlocal cache
+        hidden, cache = step(model, cache)
+        jax.block_until_ready(hidden)
+
+    return seconds_of(run, rounds)
 
 
 if __name__ == "__main__":

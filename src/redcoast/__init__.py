@@ -47,6 +47,7 @@ from .train._average import moving_average as moving_average
 from .train._compile import compile_step as compile_step
 from .train._gradients import stop_gradient as stop_gradient
 from .train._gradients import with_gradient as with_gradient
+from .train._loss_scale import LossScale as LossScale
 from .train._plan import plan_step as plan_step
 from .train._predict import predict as predict
 from .train._prepare import Prepared as Prepared

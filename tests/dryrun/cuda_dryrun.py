@@ -1,23 +1,27 @@
 """The CUDA compiler without a GPU: `nox -s dryrun-cuda`."""
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from odd_vocabulary import check_sent
+from paths import EXPERIMENTS
 
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import target_devices
 from redcoast.dryrun._target import parse_target
 
+KEY = jax.random.key(0)
 CARDS = [chip.name for chip in CHIPS.values() if chip.kind == "gpu"]
 
 
@@ -96,3 +100,42 @@ def test_without_jax_platforms(first):
 
 def test_a_vocabulary_that_does_not_divide_costs_nothing():
     check_sent("a100-40gb:2", 2)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS / "benchmarks"))
+    return importlib.import_module("gpu")
+
+
+def test_the_benchmark_of_a_gpu_fits_on_an_h100(gpu):
+    """The programs of `experiments/benchmarks/gpu.py`."""
+    target = parse_target("h100:1")
+    size, usable = gpu.SIZES["1b"], target.chip.usable
+    peaks = gpu.foretold(size, target.name)
+    remats = [gpu.least_remat(peaks, kernel, usable) for kernel in (True, False)]
+    assert peaks[f"True {remats[0]}"] < usable
+    assert peaks[f"False {remats[1]}"] < usable
+
+    place = SingleDeviceSharding(target_devices(target).devices[0])
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    model = jax.tree.map(placed, eqx.filter_eval_shape(gpu.init_fn(size.model, remats[0]), KEY))
+    opt_state = jax.tree.map(placed, jax.eval_shape(gpu.OPTIMIZER.init, model))
+    tokens = placed(jnp.zeros((size.batch, size.seq + 1), jnp.int32))
+    with gpu.attention(True):
+        step = gpu.bare_step().lower(model, opt_state, tokens).compile()
+    assert "__cudnn$fmha" in step.as_text()
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_generation_of_the_benchmark_compiles_for_an_h100(gpu, batch):
+    size = gpu.SIZES["1b"]
+    place = SingleDeviceSharding(target_devices(parse_target("h100:1")).devices[0])
+    half = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=place)
+    model = jax.tree.map(half, gpu.abstract(size.model))
+    prompts = jax.ShapeDtypeStruct((batch, size.prompt), jnp.int32, sharding=place)
+    generate = lambda m, x: rc.generate(m, x, max_new_tokens=size.new[1], eos=())
+    with gpu.attention(True):
+        program: Any = jax.jit(generate).lower(model, prompts).compile()
+    weights = 2 * gpu.parameters(model)
+    assert weights < program.memory_analysis().argument_size_in_bytes < 1.01 * weights

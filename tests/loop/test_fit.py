@@ -408,7 +408,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
             "nan for the first batch",
         ),
         ({"collate_fn": lambda e: {"x": np.zeros((3, 16))}}, ValueError, "16 examples"),
-        ({"compute_dtype": jnp.float16}, ValueError, "bfloat16"),
+        ({"compute_dtype": jnp.int8}, ValueError, "bfloat16"),
         ({"batch_size": 8.0}, TypeError, "8.0"),
         ({"examples": {"x": np.zeros((9, 16))}}, TypeError, "columns"),
         ({"accumulate": 3}, ValueError, "accumulate=3"),

@@ -111,7 +111,7 @@ def test_bfloat16_compute_keeps_float32_state():
     assert seen[:3] == [jnp.bfloat16, jnp.bfloat16, jnp.int32]
 
 
-@pytest.mark.parametrize(("dtype", "words"), [(jnp.float16, "bfloat16"), (jnp.int8, "floating")])
+@pytest.mark.parametrize(("dtype", "words"), [(jnp.bool_, "floating"), (jnp.int8, "floating")])
 def test_other_compute_dtypes_raise(dtype, words):
     with pytest.raises(ValueError, match=words):
         stepper(compute_dtype=dtype)(start(), BATCH)

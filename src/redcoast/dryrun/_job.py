@@ -69,8 +69,9 @@ def make_job(
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
-    check_compute_dtype(compute_dtype, training=True)
-    make = ft.partial(init_state, init_fn, optimizer, trainable=trainable)
+    check_compute_dtype(compute_dtype)
+    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    make = ft.partial(init_state, init_fn, optimizer, **given)
     batch = abstract_batch(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)

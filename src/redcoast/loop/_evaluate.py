@@ -210,7 +210,7 @@ def _plan(
 
 def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> (means, weight)`."""
-    check_compute_dtype(compute_dtype, training=False)
+    check_compute_dtype(compute_dtype)
     return _compile(_evaluation, plan, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
 
@@ -218,7 +218,7 @@ def compile_prediction(
     predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
 ) -> Callable[..., Any]:
     """A compiled `(model, batch, key) -> predictions`."""
-    check_compute_dtype(compute_dtype, training=False)
+    check_compute_dtype(compute_dtype)
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
         return _compile(predict, plan, **options)

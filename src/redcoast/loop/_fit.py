@@ -141,7 +141,9 @@ def fit(
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
     with watching(), saver.locked(), contextlib.ExitStack() as stack:
-        abstract, key, create = starting_state(model_or_state, optimizer, key, trainable)
+        abstract, key, create = starting_state(
+            model_or_state, optimizer, key, compute_dtype, trainable
+        )
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)

@@ -29,7 +29,7 @@ from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan import check_coupling
 from ..train._reuse import reused_plan as plan_step
-from ..train._step import TrainState, create_split, init_state, state_of
+from ..train._step import TrainState, create_split, init_state, state_of, with_loss_scale
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 
 logger = logging.getLogger("redcoast")
@@ -39,12 +39,14 @@ def starting_state(
     model_or_state: PyTree,
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray | None,
+    compute_dtype: Any,
     trainable: PyTree,
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
     """The abstract state of the run, its key, and a function that makes it with given shardings."""
+    given = {"compute_dtype": compute_dtype, "trainable": trainable}
     if is_init_fn(model_or_state):
         key = jax.random.key(0) if key is None else key
-        create = ft.partial(init_state, model_or_state, optimizer, key=key, trainable=trainable)
+        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
         return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
     if isinstance(model_or_state, TrainState):
         if key is not None:
@@ -56,15 +58,15 @@ def starting_state(
         )
         refuse_per_example(model_or_state.opt_state)
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
-        place = lambda shardings: place_tree(model_or_state, shardings)
-        return model_or_state, model_or_state.key, place
+        state = with_loss_scale(model_or_state, compute_dtype)
+        return state, state.key, lambda shardings: place_tree(state, shardings)
     refuse_deleted(
         model_or_state,
         "The model that `fit` was given",
         "Pass the model of the state that the last step returned, `state.model`.",
     )
     key = jax.random.key(0) if key is None else key
-    create = lambda m, k: state_of(m, optimizer, key=k, trainable=trainable)
+    create = lambda m, k: state_of(m, optimizer, key=k, **given)
 
     def make(shardings: PyTree) -> TrainState:
         # A copy: training donates its state, and the caller's model stays theirs.

@@ -19,6 +19,7 @@ from ._run import RunInfo, all_loggers, start_loggers
 logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]
 MAX_SKIPPED = 20
+LEAST_LOSS_SCALE = 1.0
 
 
 class PackedMetrics(eqx.Module):
@@ -146,9 +147,9 @@ class MetricsReader:
         if first:
             raise ValueError(
                 f"`loss_fn` returned {loss} for the first batch.{why} Common causes are a "
-                "logarithm of zero, a division by zero, an empty mask, and inputs that are NaN or "
-                "infinite. `jax.config.update('jax_debug_nans', True)` shows where the first NaN "
-                "is computed."
+                "logarithm of zero, a division by zero, an empty mask, inputs that are NaN or "
+                "infinite, and values above 65,504 in float16. "
+                "`jax.config.update('jax_debug_nans', True)` shows where the first NaN is computed."
             )
         raise FloatingPointError(
             f"Loss or gradient was NaN or infinite at {self._skipped} steps in a row, up to step "
@@ -164,13 +165,16 @@ class MetricsReader:
         with noting(f"Raised while step {step} was computed."):
             values = self._values = read_step_metrics(metrics)
         skipped = bool(values.get("skipped", 0.0))
-        self._skipped = self._skipped + 1 if skipped else 0
+        # float16 may have overflowed, in which case a smaller loss scale helps.
+        overflow = skipped and values.get("loss_scale", LEAST_LOSS_SCALE) > LEAST_LOSS_SCALE
+        self._skipped = self._skipped + 1 if skipped and not overflow else 0
         self._trained |= not skipped
         self.write(values, step)
         if skipped:
+            scale = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             logger.warning(
-                "Step %d was skipped: loss %g, gradient norm %g.",
-                *(step, values["loss"], values["grad_norm"]),
+                "Step %d was skipped: loss %g, gradient norm %g.%s",
+                *(step, values["loss"], values["grad_norm"], scale),
             )
 
 
@@ -189,7 +193,8 @@ def metrics_reader(
     - `run`: the information about the run for the loggers, from [`redcoast.run_info`][]. If the run
         has a directory, metrics are also written to `metrics.jsonl` there.
     - `max_skipped`: the number of steps skipped in a row, because the loss or the gradient is NaN
-        or infinite, after which an error is raised. With 1, each step is read at once.
+        or infinite, after which an error is raised. With 1, each step is read at once. Steps with a
+        [`redcoast.LossScale`][] above 1 do not count.
 
     **Returns:**
 

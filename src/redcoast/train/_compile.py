@@ -408,7 +408,10 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
                 f"It was given {show(x)} at {_name(path)} and returned {show(y)} at "
                 f"{_name(other)}. Values that change from step to step must be JAX arrays."
             )
-    return f"It was given {len(before)} leaves and returned {len(after)}."
+    names = [{_name(path) for path, _ in leaves} for leaves in (before, after)]
+    changed = ", ".join(sorted(names[0] ^ names[1]))
+    counts = f"It was given {len(before)} leaves and returned {len(after)}."
+    return f"{counts} Only one of them has {changed}."
 
 
 def compile_call(

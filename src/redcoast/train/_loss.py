@@ -22,7 +22,7 @@ _DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
 LossFn = Callable[..., Any]
 # Names of metrics that `train_step` returns.
-_RESERVED = ("loss", "grad_norm", "skipped", "learning_rate")
+_RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "skipped_total")
 
 
 class LossResult(NamedTuple):

@@ -14,6 +14,7 @@ from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, plan_shardings
 from ._coupled import find_coupled, warn_of_microbatches
 from ._loss import LossFn, evaluate_loss
+from ._precision import check_compute_dtype
 from ._step import TrainState
 
 
@@ -59,6 +60,7 @@ def plan_step(
     """
     check_functions(loss_fn=loss_fn)
     check_integer("accumulate", accumulate)
+    check_compute_dtype(compute_dtype)
     mesh = ambient_or_default(mesh)
     if mesh.size == 1:
         return plan_shardings(state, mesh, overrides=overrides)

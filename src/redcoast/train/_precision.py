@@ -6,19 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 
-def check_compute_dtype(dtype: Any, *, training: bool) -> None:
-    """Raises an error for dtypes that are not floating, and for float16 in training."""
+def check_compute_dtype(dtype: Any) -> None:
+    """Raises an error for dtypes that are not floating."""
     if dtype is None:
         return
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, but is {dtype!r}."
-        )
-    if training and jnp.dtype(dtype) == jnp.float16:
-        raise ValueError(
-            "`compute_dtype=jnp.float16` cannot be used for training: its range, 6e-8 to 65,504, "
-            "is so small that gradients overflow or vanish without loss scaling. Use jnp.bfloat16, "
-            "which has the range of float32 and needs no loss scaling."
         )
 
 

@@ -48,7 +48,7 @@ def predict(
         ```
     """
     check_functions(predict_fn=predict_fn)
-    check_compute_dtype(compute_dtype, training=False)
+    check_compute_dtype(compute_dtype)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     with noting("Raised by `predict_fn`, or in what it calls."):

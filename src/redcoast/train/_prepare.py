@@ -75,8 +75,9 @@ def prepare(
         state, metrics = step(state, batch)
         ```
     """
-    options = {"accumulate": accumulate, "compute_dtype": compute_dtype, "trainable": trainable}
-    create = ft.partial(init_state, init_fn, optimizer, key=key, trainable=trainable)
+    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    create = ft.partial(init_state, init_fn, optimizer, key=key, **given)
+    options = {"accumulate": accumulate, **given}
     abstract = eqx.filter_eval_shape(create)
     plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
     loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
 
-from ._step import TrainState, train_step
+from ._step import TrainState, train_step, with_loss_scale
 
 
 def train_steps(
@@ -44,6 +44,7 @@ def train_steps(
             f"The arrays of `batches` have the leading dimensions {sorted(sizes)}, but they must "
             "all have the same one, the number of steps."
         )
+    state = with_loss_scale(state, options.get("compute_dtype"))
     carried, static = eqx.partition(state, eqx.is_array)
 
     def body(carried: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, Array]]:

@@ -1,3 +1,4 @@
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from ..core._errors import check_functions, check_integer, check_key, check_kind
 from ..core._pytree import join, partition_trainable, show_path, split
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
+from ._loss_scale import LossScale, first_loss_scale
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
 from ._skip_nonfinite import guarded_update
@@ -25,12 +27,14 @@ class TrainState(eqx.Module):
     - `opt_state`: the optimizer state for the trainable leaves of `model`.
     - `step`: the number of steps taken, including skipped steps; int32.
     - `key`: the PRNG key of the run, the same at all steps. Step n uses `fold_in(key, n)`.
+    - `loss_scale`: a [`redcoast.LossScale`][] if the loss is computed in float16, else `None`.
     """
 
     model: PyTree
     opt_state: PyTree
     step: Int[Array, "..."]
     key: PRNGKeyArray
+    loss_scale: LossScale | None = None
 
 
 def init_state(
@@ -39,6 +43,7 @@ def init_state(
     *,
     key: PRNGKeyArray,
     shardings: PyTree[NamedSharding | None] | None = None,
+    compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
 ) -> TrainState:
     """Creates the state of a training run, sharded from the start.
@@ -53,6 +58,8 @@ def init_state(
     - `optimizer`: an optax optimizer.
     - `key`: a JAX key. It is split into the key that initialises the model and the key of the run.
     - `shardings`: the result of [`redcoast.infer_shardings`][] for the abstract state.
+    - `compute_dtype`: as in [`redcoast.train_step`][]; with `jnp.float16`, the state has a
+        `loss_scale`.
     - `trainable`: the leaves that the optimizer trains, as in [`redcoast.train_step`][].
 
     **Returns:**
@@ -61,8 +68,9 @@ def init_state(
 
     **Raises:**
 
-    `ValueError` if `trainable` selects no leaves, or if the optimizer needs the gradient of each
-    example. `TypeError` if the model contains an optimizer state that would be trained.
+    `ValueError` if `trainable` selects no leaves, if `compute_dtype` is not floating, or if the
+    optimizer needs the gradient of each example. `TypeError` if the model contains an optimizer
+    state that would be trained.
 
     !!! Example
 
@@ -75,7 +83,8 @@ def init_state(
 
     def create(key: PRNGKeyArray) -> TrainState:
         model_key, key = jax.random.split(key)
-        return state_of(init_fn(model_key), optimizer, key=key, trainable=trainable)
+        options = {"compute_dtype": compute_dtype, "trainable": trainable}
+        return state_of(init_fn(model_key), optimizer, key=key, **options)
 
     check_functions(init_fn=init_fn)
     check_optimizer(optimizer)
@@ -86,7 +95,12 @@ def init_state(
 
 
 def state_of(
-    model: PyTree, optimizer: optax.GradientTransformation, *, key: PRNGKeyArray, trainable: PyTree
+    model: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: PRNGKeyArray,
+    compute_dtype: Any,
+    trainable: PyTree,
 ) -> TrainState:
     """Creates the state at step 0 for a given model."""
     params, _ = partition_trainable(model, trainable)
@@ -98,7 +112,15 @@ def state_of(
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     refuse_per_example(state.opt_state)
-    return jax.tree.map(_strongly_typed, state)
+    return with_loss_scale(jax.tree.map(_strongly_typed, state), compute_dtype)
+
+
+def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
+    """Adds the loss scale that training in `compute_dtype` needs to a state that has none."""
+    check_compute_dtype(compute_dtype)
+    if state.loss_scale is not None:
+        return state
+    return dataclasses.replace(state, loss_scale=first_loss_scale(compute_dtype))
 
 
 def create_split(
@@ -132,7 +154,7 @@ def train_step(
     """Takes one optimizer step; a pure function that can be jitted, vmapped and scanned.
 
     If the loss or the gradient is NaN or infinite, the step is skipped: the model and the optimizer
-    state do not change.
+    state do not change. If the state has a `loss_scale`, the loss is scaled by it.
 
     **Arguments:**
 
@@ -152,7 +174,9 @@ def train_step(
         other.
     - `compute_dtype`: the dtype in which the loss and its gradient are computed, such as
         `jnp.bfloat16`. Parameters and optimizer state keep their dtype. All floating arrays of the
-        model and the batch are cast; use integers or booleans for exact counts and masks.
+        model and the batch are cast; use integers or booleans for exact counts and masks. With
+        `jnp.float16`, a state without a `loss_scale` gets one. Create the state with the same
+        `compute_dtype`, so that its structure does not change.
     - `trainable`: the leaves that the optimizer trains: a function of a leaf, or a PyTree of
         booleans that may be a prefix of the model, as for `eqx.partition`. Frozen leaves need no
         gradient and no optimizer state. Arrays in an `eqx.nn.State` are never trained.
@@ -161,12 +185,13 @@ def train_step(
 
     The new state, and the metrics: `loss`, `grad_norm` (the Euclidean norm of the gradient over all
     leaves), `skipped` (1.0 if the step was skipped), `learning_rate` if the optimizer state has it
-    (`optax.inject_hyperparams`), and the entries of `aux`.
+    (`optax.inject_hyperparams`), `loss_scale` (that of this step) and `skipped_total` (the number
+    of steps skipped so far) if the state has a `loss_scale`, and the entries of `aux`.
 
     **Raises:**
 
     `ValueError` or `TypeError`, at tracing time, if `loss_fn` returns anything else, if
-    `accumulate` does not divide the batch size, if `compute_dtype` is `float16`, or if the
+    `accumulate` does not divide the batch size, if `compute_dtype` is not floating, or if the
     optimizer is not that of the state or needs the gradient of each example.
 
     !!! Example
@@ -176,17 +201,18 @@ def train_step(
         state, metrics = step(state, batch)
         ```
     """
-    check_compute_dtype(compute_dtype, training=True)
     check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     refuse_per_example(state.opt_state)
+    scale = with_loss_scale(state, compute_dtype).loss_scale
     part = ft.partial(partition_trainable, trainable=trainable)
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
-    (loss, aux, rest_after), grads = loss_and_grads(loss_of, params, rest, batch, key, accumulate)
+    given = (loss_of, params, rest, batch, key, accumulate)
+    (loss, aux, rest_after), grads = _scaled_loss_and_grads(scale, *given)
     # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
     grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
@@ -202,6 +228,7 @@ def train_step(
         updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
         params_after = optax.apply_updates(params, updates)
     model = _select(finite, eqx.combine(params_after, rest_after), state.model)
+    adjusted = None if scale is None else scale.adjust(finite)
     metrics = {
         **aux,
         "loss": loss,
@@ -209,7 +236,10 @@ def train_step(
         "skipped": 1.0 - finite.astype(jnp.float32),
         **_learning_rate(opt_state),
     }
-    return TrainState(model, opt_state, state.step + 1, state.key), metrics
+    if scale is not None and adjusted is not None:
+        metrics["loss_scale"] = scale.value
+        metrics["skipped_total"] = adjusted.skipped.astype(jnp.float32)
+    return TrainState(model, opt_state, state.step + 1, state.key, adjusted), metrics
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
@@ -271,6 +301,20 @@ def loss_and_grads(
         aux["weight"] = weight  # the sum over microbatches, not the mean
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return (loss, aux, eqx.combine(arrays, static)), grads
+
+
+def _scaled_loss_and_grads(
+    scale: LossScale | None, loss_of: Callable[..., Any], *args: Any
+) -> tuple[tuple[Array, dict[str, Array], PyTree], PyTree]:
+    if scale is None:
+        return loss_and_grads(loss_of, *args)
+
+    def scaled(*args: Any) -> tuple[Array, Any]:
+        loss, rest = loss_of(*args)
+        return scale.scale(loss), rest
+
+    (loss, aux, rest), grads = loss_and_grads(scaled, *args)
+    return (scale.unscale(loss), aux, rest), scale.unscale(grads)
 
 
 def split_rows(batch: PyTree, count: int) -> PyTree:

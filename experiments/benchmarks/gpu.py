@@ -1,0 +1,372 @@
+"""Training, generation and memory on one GPU, compared with what the card could do.
+
+    pip install "redcoast[experiments,cuda12]" && python experiments/benchmarks/gpu.py
+
+Takes less than eight minutes and needs no network: the weights and the tokens are random. It prints
+one table and writes a JSON. The model is a LLaMA with the sizes of TinyLlama, 1.1 billion
+parameters, which are kept in float32 and computed in bfloat16. The least rematerialisation with
+which the dry run says that the step fits is used.
+
+- MFU: model operations per second, 6 for each parameter (without the embedding) and token, and
+  `12 * layers * width * length` for attention (Chowdhery et al., 2022, appendix B), divided by the
+  published peak rate.
+- Limit of generation: the bytes of the weights and of the cache, which each new token reads,
+  divided by the bandwidth of a copy on this card.
+
+A part that fails is reported, and the others go on. `--size tiny` runs in seconds on a CPU.
+"""
+
+import contextlib
+import functools as ft
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from bandwidth import bytes_read, copy_bandwidth, parameters, seconds_of
+from loop import Case, hand_written, make_examples, with_fit
+from real_peak import target_of
+
+import redcoast as rc
+from redcoast import losses
+from redcoast.dryrun._chips import CHIPS, Chip
+from redcoast.models import Llama, LlamaConfig, _attention
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _cells import markdown
+
+WARM_UP = 3
+OPTIMIZER = optax.adamw(1e-4)
+REMATS = ("none", "dots", "full")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    model: LlamaConfig
+    batch: int  # sequences in a training step
+    seq: int  # tokens in a sequence
+    prompt: int  # tokens in a prompt
+    new: tuple[int, int]  # the numbers of new tokens whose times are subtracted
+    batches: tuple[int, ...]  # batch sizes of generation
+    copied: int  # bytes of the array that is copied
+    steps: int  # of the small network that measures the overhead of the loop
+
+
+SIZES = {
+    "1b": Size(
+        LlamaConfig(vocab=32000, width=2048, layers=22, heads=32, kv_heads=4, hidden=5632),
+        batch=8,
+        seq=2048,
+        prompt=128,
+        new=(16, 256),
+        batches=(1, 8, 64),
+        copied=2**30,
+        steps=1000,
+    ),
+    "tiny": Size(
+        LlamaConfig(vocab=64, width=32, layers=2, heads=2, kv_heads=1, hidden=64),
+        batch=2,
+        seq=16,
+        prompt=8,
+        new=(1, 16),
+        batches=(1, 2),
+        copied=2**20,
+        steps=20,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    size: Literal["1b", "tiny"] = "1b"
+    batch: int | None = None  # sequences in a training step, if not the usual number
+    steps: int = 20  # measured training steps
+    target: str | None = None  # the card as a dry run calls it, such as h100:1; by default its name
+    seconds: int = 400  # no part begins later than this
+    out: Path = Path("runs/gpu")
+    foretell: bool = False  # only print the foretold memory as JSON; for the child process
+
+
+def main(c: Config) -> list[Row]:
+    """Measures all parts, prints a table and writes a JSON."""
+    size = SIZES[c.size] if c.batch is None else replace(SIZES[c.size], batch=c.batch)
+    device = jax.devices()[0]
+    target = c.target or ("cpu:1" if device.platform == "cpu" else target_of(device.device_kind))
+    if c.foretell:
+        print(json.dumps(foretold(size, target)))
+        return []
+    # Another platform has no kernel, so it has nothing to compare.
+    kernels = (True, False) if device.platform == "gpu" else (False,)
+    found: dict[str, Any] = {"device": device.device_kind, "target": target, "size": asdict(size)}
+    found |= {"versions": versions(), "rows": [], "failed": {}, "seconds": 0.0}
+    chip, begin = CHIPS[target.partition(":")[0]], time.perf_counter()
+
+    def part(name: str, measure: Callable[[], list[Row]]) -> None:
+        if time.perf_counter() - begin > c.seconds:
+            found["failed"][name] = f"not begun within {c.seconds} s"
+            return
+        try:
+            found["rows"] += measure()
+        except Exception:
+            found["failed"][name] = traceback.format_exc()
+        found["seconds"] = time.perf_counter() - begin
+        write(c.out, found)
+
+    peaks: dict[str, int] = {}
+    part("dry run", lambda: peaks.update(foretell(c, size, target)) or [])
+    # The first part that trains, because a device reports the peak of the whole process.
+    for kernel in kernels:
+        name = "cuDNN attention" if kernel else "attention without cuDNN"
+        remat = least_remat(peaks, kernel, chip.usable)
+        train = ft.partial(train_rows, size, c.steps, chip, kernel, remat, name)
+        part(f"training, {name}", train)
+        if kernel == kernels[0]:
+            part("memory", ft.partial(memory_rows, device, peaks, kernel, remat))
+            part("a bare loop", ft.partial(bare_rows, size, c.steps, chip, kernel, remat, name))
+            part("generation", lambda: generation_rows(size))
+            part("the loop", lambda: loop_rows(size))
+    print(show(found))
+    return found["rows"]
+
+
+def row(what: str, measured: float, unit: str, reference: float | None = None, of: str = "") -> Row:
+    ratio = measured / reference if reference else None
+    names = {"what": what, "measured": measured, "unit": unit}
+    return names | {"compared with": of, "reference": reference, "ratio": ratio}
+
+
+# Training
+
+
+def init_fn(config: LlamaConfig, remat: Any) -> Callable[[Any], Llama]:
+    return lambda key: Llama(replace(config, remat=remat), key=key)
+
+
+def make_loss() -> Callable[..., Any]:
+    """A loss function of its own for each variant, for which nothing is compiled yet."""
+
+    def loss_fn(model: Llama, tokens: Any, key: Any) -> Any:
+        return losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+    return loss_fn
+
+
+@contextlib.contextmanager
+def attention(kernel: bool) -> Iterator[None]:
+    """Attention with cuDNN's kernel, also in programs for a GPU that is not there, or without."""
+    has_kernel = _attention._has_kernel
+
+    def chosen(q: Any, k: Any) -> bool:
+        with mock.patch.object(jax, "default_backend", return_value="gpu"):
+            return kernel and has_kernel(q, k)
+
+    with mock.patch.object(_attention, "_has_kernel", chosen):
+        yield
+
+
+def foretold(size: Size, target: str) -> dict[str, int]:
+    """The peak memory of a step by a dry run, for each kind of attention, with the least
+    rematerialisation that fits, or the most."""
+    batch = jax.ShapeDtypeStruct((size.batch, size.seq + 1), jnp.int32)
+    options: dict[str, Any] = {"target": target, "compute_dtype": jnp.bfloat16, "suggest": False}
+    found = {}
+    for kernel in (True, False) if CHIPS[target.partition(":")[0]].kind == "gpu" else (False,):
+        for remat in REMATS:
+            with attention(kernel):
+                make = init_fn(size.model, remat)
+                run = rc.dry_run(make, make_loss(), batch, OPTIMIZER, **options)
+            found[f"{kernel} {remat}"] = run.memory["peak"]
+            if run.fits:
+                break
+    return found
+
+
+def foretell(c: Config, size: Size, target: str) -> dict[str, int]:
+    """`foretold`, in a process that leaves the card alone."""
+    if target.startswith("cpu"):
+        return foretold(size, target)
+    command = [sys.executable, __file__, "--foretell", "--size", c.size, "--target", target]
+    command += ["--batch", str(size.batch)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def least_remat(peaks: dict[str, int], kernel: bool, usable: int) -> str:
+    fits = [remat for remat in REMATS if peaks.get(f"{kernel} {remat}", usable + 1) <= usable]
+    return fits[0] if fits else REMATS[-1]
+
+
+def tokens_of(size: Size, steps: int) -> np.ndarray:
+    """Synthetic sequences for so many steps."""
+    shape = (steps * size.batch, size.seq + 1)
+    return np.random.default_rng(0).integers(0, size.model.vocab, shape, np.int32)
+
+
+def train_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, name: str):
+    """Training with `fit`, and the time until its first step is done."""
+    times: list[float] = []
+    with attention(kernel):
+        begin = time.perf_counter()
+        rc.fit(
+            init_fn(size.model, remat),
+            OPTIMIZER,
+            tokens_of(size, steps + WARM_UP),
+            collate_fn=np.stack,
+            loss_fn=make_loss(),
+            batch_size=size.batch,
+            steps=steps + WARM_UP,
+            mesh=rc.make_mesh(devices=jax.devices()[:1]),
+            compute_dtype=jnp.bfloat16,
+            log=[rc.progress_logger(False), lambda *_: times.append(time.perf_counter())],
+        )
+    seconds = (times[-1] - times[WARM_UP - 1]) / steps
+    what = f"fit, {name}, remat {remat}"
+    first = row(f"time to the first step, {what}", times[0] - begin, "s")
+    return [*speed_rows(what, size, seconds, chip), first]
+
+
+def bare_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, name: str):
+    """The same training in a loop of `jax.jit` and optax."""
+    batches = tokens_of(size, steps + WARM_UP).reshape(-1, size.batch, size.seq + 1)
+    begin, loss = 0.0, None
+    with attention(kernel):
+        model = jax.jit(init_fn(size.model, remat))(jax.random.key(0))
+        opt_state, step = OPTIMIZER.init(model), bare_step()
+        for i, tokens in enumerate(batches):
+            model, opt_state, loss = step(model, opt_state, tokens)
+            if i + 1 == WARM_UP:
+                jax.block_until_ready(loss)
+                begin = time.perf_counter()
+        jax.block_until_ready(loss)
+    seconds = (time.perf_counter() - begin) / steps
+    return speed_rows(f"bare jit, {name}, remat {remat}", size, seconds, chip)
+
+
+def bare_step() -> Any:
+    """A training step without redcoast: no plan, no guard, no metrics."""
+    loss_fn = make_loss()
+
+    def step(model: Any, opt_state: Any, tokens: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), model), tokens, None)
+
+        value, grads = jax.value_and_grad(loss)(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = OPTIMIZER.update(grads, opt_state, model)
+        return optax.apply_updates(model, updates), opt_state, value
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def speed_rows(what: str, size: Size, seconds: float, chip: Chip) -> list[Row]:
+    tokens = size.batch * size.seq
+    rate = model_flops(size.model, size.seq) * tokens / seconds
+    peak = chip.flops["bfloat16"] / 1e12
+    return [
+        row(what, tokens / seconds, "tokens/s"),
+        row(f"MFU, {what}", rate / 1e12, "TFLOP/s", peak, "peak rate"),
+    ]
+
+
+def model_flops(config: LlamaConfig, seq: int) -> int:
+    """Operations for each token of a training step, without rematerialisation."""
+    attention = 12 * config.layers * config.heads * config.head_dim * seq
+    return 6 * (parameters(abstract(config)) - config.vocab * config.width) + attention
+
+
+def abstract(config: LlamaConfig) -> Any:
+    return eqx.filter_eval_shape(init_fn(config, "none"), jax.random.key(0))
+
+
+def memory_rows(device: Any, peaks: dict[str, int], kernel: bool, remat: str) -> list[Row]:
+    """The peak that the card reports after the first training, against the dry run's."""
+    stats = device.memory_stats() or {}
+    if "peak_bytes_in_use" not in stats or f"{kernel} {remat}" not in peaks:
+        return []
+    foretold = peaks[f"{kernel} {remat}"] / 2**30
+    return [row("peak memory", stats["peak_bytes_in_use"] / 2**30, "GiB", foretold, "dry run")]
+
+
+# Generation
+
+
+def generation_rows(size: Size) -> list[Row]:
+    """New tokens per second in bfloat16, without the prompt, against the bandwidth's limit."""
+    bandwidth = copy_bandwidth(size.copied)
+    rows = [row("bandwidth of a copy", bandwidth / 1e9, "GB/s")]
+    half = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), Llama(size.model, key=key))
+    model = jax.jit(half)(jax.random.key(0))
+    for batch in size.batches:
+        tokens = tokens_of(replace(size, batch=batch, seq=size.prompt - 1), 1)
+        few, many = (generation_seconds(model, tokens, new) for new in size.new)
+        per_token = (many - few) / (size.new[1] - size.new[0])
+        length = size.prompt + sum(size.new) // 2
+        limit = bandwidth / bytes_read(model, batch=batch, length=length)
+        speeds = (batch / per_token, "tokens/s", batch * limit, "bandwidth")
+        rows.append(row(f"generation, batch {batch}", *speeds))
+    return rows
+
+
+def generation_seconds(model: Any, tokens: np.ndarray, new: int, rounds: int = 5) -> float:
+    run = ft.partial(rc.generate, model, tokens, max_new_tokens=new, eos=())
+    return seconds_of(lambda: np.asarray(run()), rounds)
+
+
+# The loop
+
+
+def loop_rows(size: Size) -> list[Row]:
+    """The time between the steps of a network that takes the card no time."""
+    case = Case("small MLP", width=64, depth=1, batch_size=32, steps=size.steps, target=0.0)
+    model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
+    examples = make_examples(2000)
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+        by_hand, fit = (run(model, examples, case) for run in (hand_written, with_fit))
+    return [row("fit, 32-64-10 MLP", 1e3 / fit, "ms/step", 1e3 / by_hand, "bare jit")]
+
+
+# Results
+
+
+def versions() -> dict[str, str]:
+    return {"jax": jax.__version__, "equinox": eqx.__version__, "optax": optax.__version__}
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_text(json.dumps(found, indent=1, default=str))
+
+
+def show(found: dict[str, Any]) -> str:
+    """The table, and what failed."""
+    keys = ("measured", "unit", "compared with", "reference", "ratio")
+    body = [[r["what"], *(_shown(r[key]) for key in keys)] for r in found["rows"]]
+    size = found["size"]
+    about = f"{found['device']}; {size['batch']} x {size['seq']:,} tokens; {found['versions']}"
+    failed = [f"{name} failed: {why}" for name, why in found["failed"].items()]
+    return "\n".join([about, f"{found['seconds']:.0f} s", "", markdown(["", *keys], body), *failed])
+
+
+def _shown(x: float | str | None) -> str:
+    return "" if x is None else x if isinstance(x, str) else f"{x:,.4g}"
+
+
+if __name__ == "__main__":
+    # JAX reserves three quarters of the memory unless told otherwise.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
+    main(tyro.cli(Config, description=__doc__))

@@ -160,7 +160,8 @@ def bench_gpu(session: nox.Session) -> None:
 
 @nox.session
 def bench_redco(session: nox.Session) -> None:
-    """The processor time of a training step against the Flax models that Redco trains."""
+    """The processor time of training steps against Redco, and the Flax models that it trains."""
     install(session)
     session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6")
-    session.run("python", "experiments/benchmarks/step.py", *session.posargs)
+    for script in ("step.py", "trainers.py"):
+        session.run("python", f"experiments/benchmarks/{script}", *session.posargs)

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import flax
@@ -92,9 +93,8 @@ def pair(
 ) -> tuple[tuple[Step, Any], tuple[Step, Any]]:
     """The compiled steps and the states of both models, of the same sizes."""
     tokens = np.random.default_rng(0).integers(3, VOCAB, (batch_size, seq), np.int32)
-    halves = isinstance(OURS[family], models.BartConfig | models.T5Config)
-    deep = {"layers": layers} | ({"decoder_layers": layers} if halves else {})
-    config = dataclasses.replace(OURS[family], **deep)
+    halves = hasattr(OURS[family], "decoder_layers")
+    config = deepen(OURS[family], layers)
     kind = getattr(models, type(config).__name__.removesuffix("Config"))
     ours = kind(config, key=jax.random.key(0))
     theirs = flax_model(family, layers)
@@ -104,7 +104,8 @@ def pair(
 
     def their_logits(params):
         options = {"decoder_input_ids": tokens} if halves else {}
-        return theirs(tokens, **options, params=params).logits
+        with mock.patch("jax.numpy.clip", _clip):
+            return theirs(tokens, **options, params=params).logits
 
     counts = [
         sum(x.size for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
@@ -116,11 +117,23 @@ def pair(
     )
 
 
+def _clip(x: Any, a_min: Any = None, a_max: Any = None, clip: Any = jnp.clip) -> Any:
+    """`jnp.clip` with the names of its arguments in transformers' T5, which JAX has removed."""
+    return clip(x, a_min, a_max)
+
+
+def deepen(config: Any, layers: int) -> Any:
+    """A configuration with this number of layers, in each half if it has two."""
+    halves = {"decoder_layers": layers} if hasattr(config, "decoder_layers") else {}
+    return dataclasses.replace(config, layers=layers, **halves)
+
+
 def flax_model(family: str, layers: int) -> Any:
     name, suffix, sizes = THEIRS[family]
     deep = dict.fromkeys(LAYERS.get(family, ("num_hidden_layers",)), layers)
     config = getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **sizes, **deep)
-    return getattr(transformers, f"Flax{name}{suffix}")(config, seed=0)
+    with mock.patch("jax.numpy.clip", _clip):
+        return getattr(transformers, f"Flax{name}{suffix}")(config, seed=0)
 
 
 def training_step(model: Any, logits_of: Callable[[Any], Any], tokens: Any) -> tuple[Step, Any]:

@@ -98,18 +98,21 @@ def attend(
         mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
     # The same as `jax.nn.dot_product_attention`, which would compute the softmax of float64 in
-    # float32. Queries are scaled before the product so that float16 does not overflow.
-    grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    scores = jnp.einsum("bsngk,btnk->bngst", grouped, k).astype(wide(q.dtype))
+    # float32. Queries are scaled before the product so that float16 does not overflow. There is a
+    # dimension for groups only if there are fewer key heads, since XLA copies arrays for it.
+    g = "" if q.shape[2] == k.shape[2] else "g"
+    grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
+    scores = jnp.einsum(f"bsn{g}k,btnk->bn{g}st", grouped, k).astype(wide(q.dtype))
     if bias is not None:
         bias = bias.astype(scores.dtype)
-        scores += bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+        scores += bias.reshape(bias.shape[0], *scores.shape[1:-2], *bias.shape[2:])
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     # The smallest finite number instead of -inf: queries that see no key must not get NaN.
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    seen = jnp.expand_dims(visible, range(1, scores.ndim - 2))
+    scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
-    return jnp.einsum("bngst,btnk->bsngk", weights, v).reshape(q.shape)
+    return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(q.shape)
 
 
 def _has_kernel(q: Array, k: Array) -> bool:

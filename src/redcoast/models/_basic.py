@@ -16,9 +16,14 @@ def rms_norm(
     x: Float[Array, "*rows width"], scale: Float[Array, " width"], eps: float
 ) -> Float[Array, "*rows width"]:
     """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
-    y = x.astype(wide(x.dtype))
-    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * _along(scale, x)
+
+    @jax.checkpoint
+    def norm(x, scale):
+        y = x.astype(wide(x.dtype))
+        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+        return y.astype(x.dtype) * _along(scale, x)
+
+    return norm(x, scale)
 
 
 def layer_norm(
@@ -28,10 +33,15 @@ def layer_norm(
     eps: float,
 ) -> Float[Array, "*rows width"]:
     """Layer norm (Ba et al., 2016) over the last dimension."""
-    y = x.astype(wide(x.dtype))
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * _along(scale, x) + _along(shift, x)
+
+    @jax.checkpoint
+    def norm(x, scale, shift):
+        y = x.astype(wide(x.dtype))
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+        return y.astype(x.dtype) * _along(scale, x) + _along(shift, x)
+
+    return norm(x, scale, shift)
 
 
 def _along(vector: Array, x: Array) -> Array:
@@ -39,8 +49,9 @@ def _along(vector: Array, x: Array) -> Array:
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-_gelu = partial(jax.nn.gelu, approximate=False)
-_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+# Their derivatives are computed from the input alone, which is the only array that is kept.
+_gelu = jax.checkpoint(partial(jax.nn.gelu, approximate=False))
+_gelu_tanh = jax.checkpoint(partial(jax.nn.gelu, approximate=True))
 
 # Some names differ only in how PyTorch computes the same function.
 ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
@@ -58,6 +69,13 @@ ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
     "swish": jax.nn.silu,
     "tanh": jnp.tanh,
 }
+
+
+def activate_gated(
+    activation: str, gate: Float[Array, "*rows hidden"], up: Float[Array, "*rows hidden"]
+) -> Float[Array, "*rows hidden"]:
+    """Returns `activation(gate) * up`. The backward pass keeps `gate` and `up` only."""
+    return jax.checkpoint(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
 
 
 def check_activation(name: str) -> None:

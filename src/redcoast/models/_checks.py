@@ -64,11 +64,11 @@ def _kind(kind: Any) -> str:
 
 
 def check_config(config: Any, *sizes: str) -> None:
-    """Raises if a field has a wrong type or is out of range, if a size is below 1, if `kv_heads`
-    does not divide `heads`, or if `remat` is unknown."""
+    """Raises if a field has a wrong type or is out of range, if a size or `unroll` is below 1, if
+    `kv_heads` does not divide `heads`, or if `remat` is unknown."""
     check_remat(config.remat)
     check_fields(config)
-    for name in sizes:
+    for name in (*sizes, *["unroll"] * (config.unroll is not None)):
         if getattr(config, name) < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {getattr(config, name)}.")
     kv_heads = getattr(config, "kv_heads", config.heads)

@@ -14,6 +14,8 @@ _POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+# The largest number of layers that are by default not a loop in programs for a CPU.
+MOST_UNROLLED = 4
 
 
 def check_remat(remat: str) -> None:
@@ -29,6 +31,7 @@ def scan_layers(
     cache: PyTree = None,
     key: PRNGKeyArray | None = None,
     remat: Remat = "none",
+    unroll: int | None = None,
 ) -> tuple[Float[Array, "..."], PyTree]:
     """Applies layers one after the other to the residual stream.
 
@@ -42,6 +45,8 @@ def scan_layers(
     - `key`: PRNG key, split into one for each layer; None gives None to each layer.
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
         (everything except the products with weights) or `"full"` (the entire layer).
+    - `unroll`: how many layers one iteration of the loop runs; by default all of them on a CPU, if
+        they are at most four, and otherwise one.
 
     **Returns:**
 
@@ -49,12 +54,16 @@ def scan_layers(
     """
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
+    # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
+    loop = count > MOST_UNROLLED or jax.default_backend() != "cpu"
+    together = min(unroll or (1 if loop else count), count)
 
     def body(carry, inputs):
         return layer_fn(*carry, *inputs), None
 
     if policy := _POLICIES[remat]:
-        # Inside a scan the compiler cannot undo rematerialisation by CSE.
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (layers, jnp.arange(count), keys))
+        # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=together > 1)
+    inputs = (layers, jnp.arange(count), keys)
+    (x, cache), _ = jax.lax.scan(body, (x, cache), inputs, unroll=together)
     return x, cache

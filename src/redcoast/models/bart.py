@@ -36,6 +36,8 @@ class BartConfig:
       the outputs that are added to the residual stream; of the attention weights; and of the hidden
       features of the feed-forward network.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
@@ -58,6 +60,7 @@ class BartConfig:
     attention_dropout: int | float = 0.0
     activation_dropout: int | float = 0.0
     remat: Remat = "none"
+    unroll: int | None = None
     decoder_start: int = 2
     eos: tuple[int, ...] = ()
     bos: int | None = None
@@ -233,7 +236,9 @@ class Bart(eqx.Module):
             return _mlp(layer, x, keys[2], c), cache
 
         layers = (stack.layers, stored)
-        return scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+        return scan_layers(
+            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
 
 
 def _attention(layer, x, kv, visible, key, config):

@@ -49,6 +49,8 @@ class BertConfig:
       outputs that are added to the residual stream; of the attention weights; and of the input of a
       classification head (by default the same as `dropout`).
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -75,6 +77,7 @@ class BertConfig:
     attention_dropout: int | float = 0.1
     head_dropout: int | float | None = None
     remat: Remat = "none"
+    unroll: int | None = None
     pad: int | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -229,7 +232,7 @@ class Bert(eqx.Module):
             x = x + mlp(layer, x, c, mlp_key)
             return mlp_norm(layer, x, c.norm_eps), cache
 
-        return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat)[0]
+        return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)[0]
 
     def pool(
         self,

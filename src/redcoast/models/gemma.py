@@ -49,6 +49,8 @@ class GemmaConfig:
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -79,6 +81,7 @@ class GemmaConfig:
     attention_dropout: int | float = 0.0
     context: int = 8192
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -224,7 +227,9 @@ class Gemma(eqx.Module):
             return x + _norm(y, layer.mlp_post_norm, c), cache
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
-        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return _norm(x, self.norm, c), cache
 
 

@@ -38,6 +38,8 @@ class GPT2Config:
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -62,6 +64,7 @@ class GPT2Config:
     residual_dropout: int | float = 0.1
     attention_dropout: int | float = 0.1
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -252,7 +255,9 @@ class GPT2(eqx.Module):
             return x + _mlp(layer, x, keys[2], c), cache
 
         inputs = (self.layers, stored)
-        x, cache = scan_layers(layer_fn, x, inputs, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, inputs, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
 
 

@@ -37,6 +37,8 @@ class GPTJConfig:
       of the outputs that are added to the residual stream, and of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -59,6 +61,7 @@ class GPTJConfig:
     attention_dropout: int | float = 0.0
     context: int = 2048
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -160,7 +163,9 @@ class GPTJ(eqx.Module):
             y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, key)
             return x + z + y, cache
 
-        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
 
 

@@ -42,6 +42,8 @@ class LlamaConfig:
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -67,6 +69,7 @@ class LlamaConfig:
     attention_dropout: int | float = 0.0
     context: int = 2048
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -164,7 +167,9 @@ class Llama(eqx.Module):
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             return x + gated_feed_forward(layer, y, "silu"), cache
 
-        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return rms_norm(x, self.norm, c.norm_eps), cache
 
 

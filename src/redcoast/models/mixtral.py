@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
-from ._basic import look_up, normal, output_scale, rms_norm
+from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates
 from ._einsum import product
@@ -45,6 +45,8 @@ class MixtralConfig:
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
       (everything except the products with weights outside of the experts) or `"full"` (the entire
       layer).
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -71,6 +73,7 @@ class MixtralConfig:
     router_loss_weight: int | float = 0.001
     context: int = 32768
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -226,7 +229,8 @@ class Mixtral(eqx.Module):
             return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
 
         carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
-        x, carry = scan_layers(layer_fn, x, self.layers, cache=carry, key=key, remat=c.remat)
+        options = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        x, carry = scan_layers(layer_fn, x, self.layers, cache=carry, **options)
         return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
 
 
@@ -242,4 +246,4 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
 def _mlp(layer, x):
     gate = product("betd,edh->beth", x, layer.gate)
     up = product("betd,edh->beth", x, layer.up)
-    return product("beth,ehd->betd", jax.nn.silu(gate) * up, layer.down)
+    return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)

@@ -39,6 +39,8 @@ class OPTConfig:
     - `dropout`, `attention_dropout`: the dropout rates of the outputs that are added to the
       residual stream, and of the attention weights.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
 
     **Raises:**
@@ -63,6 +65,7 @@ class OPTConfig:
     dropout: int | float = 0.1
     attention_dropout: int | float = 0.0
     remat: Remat = "none"
+    unroll: int | None = None
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
@@ -200,7 +203,9 @@ class OPT(eqx.Module):
             y = _mlp(layer, x if c.post_norm else _norm(x, *norms), mlp_key, c)
             return _norm(x + y, *norms) if c.post_norm else x + y, cache
 
-        x, cache = scan_layers(layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return _norm(x, self.norm, self.norm_shift) if c.final_norm else x, cache
 
 

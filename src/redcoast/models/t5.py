@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, look_up, normal, rms_norm
+from ._basic import ACTIVATIONS, activate_gated, check_activation, look_up, normal, rms_norm
 from ._cache import admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates
 from ._cross_cache import CrossCache, DecoderMask, cross_view
@@ -44,6 +44,8 @@ class T5Config:
       the feed-forward network, the outputs that are added to the residual stream, and the final
       hidden states.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
     - `kind`: the `model_type` under which `save_pretrained` saves the model. It does not change the
       results.
     - `decoder_start`: the token id that the decoder starts with.
@@ -71,6 +73,7 @@ class T5Config:
     scale_head: bool | None = None
     dropout: int | float = 0.1
     remat: Remat = "none"
+    unroll: int | None = None
     kind: Literal["t5", "mt5"] = "t5"
     decoder_start: int = 0
     eos: tuple[int, ...] = ()
@@ -259,7 +262,9 @@ class T5(eqx.Module):
             return x + _mlp(layer, y, keys[2], c), cache
 
         layers = (stack.layers, stored)
-        x, cache = scan_layers(layer_fn, x, layers, cache=cache, key=key, remat=c.remat)
+        x, cache = scan_layers(
+            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
         return dropout(rms_norm(x, stack.norm, c.norm_eps), c.dropout, last_key), cache
 
 
@@ -273,7 +278,9 @@ def _attention(layer, x, kv, visible, bias, key, config):
 def _mlp(layer, x, key, config):
     hidden_key, key = split_key(key, 2)
     up = product("bsd,dh->bsh", x, layer.up)
-    act = ACTIVATIONS[config.activation]
-    hidden = act(up) if layer.gate is None else act(product("bsd,dh->bsh", x, layer.gate)) * up
+    if layer.gate is None:
+        hidden = ACTIVATIONS[config.activation](up)
+    else:
+        hidden = activate_gated(config.activation, product("bsd,dh->bsh", x, layer.gate), up)
     hidden = dropout(hidden, config.dropout, hidden_key)
     return dropout(product("bsh,hd->bsd", hidden, layer.down), config.dropout, key)

@@ -41,6 +41,8 @@ class ViTConfig:
     - `dropout`, `attention_dropout`: the dropout rates of the embeddings and the outputs that are
       added to the residual stream, and of the attention weights.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
 
     **Raises:**
 
@@ -66,6 +68,7 @@ class ViTConfig:
     dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
     remat: Remat = "none"
+    unroll: int | None = None
 
     def __post_init__(self):
         check_config(self, "width", "layers", "heads", "hidden", "channels")
@@ -177,7 +180,7 @@ class ViT(eqx.Module):
             )
             return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache
 
-        x, _ = scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat)
+        x, _ = scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
 
     def pool(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch pooled"]:

@@ -1,0 +1,118 @@
+"""The processor time of training steps on eight emulated devices, compared with Redco's trainer.
+
+    nox -s bench_redco
+
+`rc.fit` and `redco.Trainer` train models of the same size, in float32 with AdamW, and take turns in
+one process. Each turn is a later call, which compiles nothing. A ratio above 1 means that redcoast
+takes longer. Needs redco, and flax and transformers in the versions of `step.py`.
+"""
+
+# pyright: reportMissingImports=false
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+import redco
+import tyro
+from step import OURS, VOCAB, deepen, flax_model
+
+import redcoast as rc
+
+# Model shards of Redco, and the mesh here.
+MESHES = {"data=8": 1, "data=2,model=4": 4}
+
+
+def main(
+    families: tuple[str, ...] = ("gpt2", "llama"),
+    layers: int = 4,
+    batch_size: int = 16,
+    seq: int = 128,
+    steps: int = 4,
+    turns: int = 5,
+) -> None:
+    """Prints a table of ratios.
+
+    Args:
+        families: The families of models to compare; no encoder-decoders.
+        layers: The number of layers.
+        batch_size: The number of sequences in a batch, over all devices.
+        seq: The sequence length in tokens.
+        steps: The number of steps in a turn.
+        turns: The number of turns of each.
+    """
+    rc.emulate_devices(8)
+    rows = list(np.random.default_rng(0).integers(3, VOCAB, (batch_size * steps, seq), np.int32))
+    print("| family | mesh | fit / Redco's trainer | least and most |\n| --- | --- | ---: | ---: |")
+    for family in families:
+        for mesh, shards in MESHES.items():
+            ours = with_fit(family, layers, mesh, rows, batch_size)
+            theirs = with_redco(family, layers, shards, rows, batch_size)
+            found = [ours() / theirs() for _ in range(turns + 1)][1:]  # the first turn compiles
+            low, median, high = min(found), statistics.median(found), max(found)
+            print(f"| {family} | {mesh} | {median:.2f} | {low:.2f} {high:.2f} |", flush=True)
+
+
+def with_fit(
+    family: str, layers: int, mesh: str, rows: list[Any], batch_size: int
+) -> Callable[[], float]:
+    """A function that trains for an epoch and returns the processor time."""
+    config = deepen(OURS[family], layers)
+    model = getattr(rc.models, type(config).__name__.removesuffix("Config"))
+    sizes = {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    options: dict[str, Any] = {"collate_fn": np.stack, "loss_fn": loss_fn, "log": False}
+    options |= {"batch_size": batch_size, "mesh": rc.make_mesh(**sizes)}
+    optimizer = optax.adamw(1e-4)
+    state: Any = lambda key: model(config, key=key)
+
+    def epoch() -> float:
+        nonlocal state
+        steps = len(rows) // batch_size + (0 if callable(state) else int(state.step))
+        begin = time.process_time()
+        state = rc.fit(state, optimizer, rows, steps=steps, **options)
+        state.step.block_until_ready()
+        return time.process_time() - begin
+
+    return epoch
+
+
+def loss_fn(model: Any, batch: Any, key: Any) -> Any:
+    return rc.losses.cross_entropy(model(batch), batch)
+
+
+def with_redco(
+    family: str, layers: int, shards: int, rows: list[Any], batch_size: int
+) -> Callable[[], float]:
+    """The same with `redco.Trainer`."""
+    model = flax_model(family, layers)
+
+    def their_loss(rng: Any, state: Any, params: Any, batch: Any, is_training: bool) -> Any:
+        logits = state.apply_fn(input_ids=batch["tokens"], params=params, train=False).logits
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+
+    deployer = redco.Deployer(jax_seed=0, n_model_shards=shards, verbose=False)
+    rules = deployer.get_sharding_rules(params_shape_or_params=model.params)
+    trainer = redco.Trainer(
+        deployer=deployer,
+        collate_fn=lambda examples: {"tokens": np.stack(examples)},
+        apply_fn=model,
+        loss_fn=their_loss,
+        params=model.params,
+        optimizer=optax.adamw(1e-4),
+        params_sharding_rules=rules,
+    )
+
+    def epoch() -> float:
+        begin = time.process_time()
+        trainer.train(rows, per_device_batch_size=batch_size // 8 * shards)
+        assert trainer.step  # waits for the last step
+        return time.process_time() - begin
+
+    return epoch
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

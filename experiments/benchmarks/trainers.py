@@ -62,7 +62,9 @@ def with_fit(
     """A function that trains for an epoch and returns the processor time."""
     config = deepen(OURS[family], layers)
     model = getattr(rc.models, type(config).__name__.removesuffix("Config"))
-    sizes = {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    sizes: dict[str, Any] = {
+        name: int(size) for name, size in (part.split("=") for part in mesh.split(","))
+    }
     options: dict[str, Any] = {"collate_fn": np.stack, "loss_fn": loss_fn, "log": False}
     options |= {"batch_size": batch_size, "mesh": rc.make_mesh(**sizes)}
     optimizer = optax.adamw(1e-4)

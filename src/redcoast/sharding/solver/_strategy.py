@@ -213,9 +213,7 @@ def batch_dims(program: Program, count: int) -> BatchDims:
     return BatchDims(classes, roots, count)
 
 
-def batch_gathers(
-    program: Program, strategy: Strategy, sizes: Mapping[str, int]
-) -> int | float:
+def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:
     """Bytes that each device sends to all-gather the batch over `fsdp`.
 
     A batch is given split over `data` and `fsdp`, also if the strategy splits it over `data` alone.

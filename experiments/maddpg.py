@@ -171,6 +171,7 @@ def learn(c, fit, buffer, networks, key):
     """Takes a gradient step, and moves the target networks by tau."""
     batch, target = sample(buffer, c.batch_size // c.num_envs, key), networks["target"]
     after = batch["next_observation"]
+    # Episodes are truncated and never terminated, so each transition has a future.
     future = values(target, after, actions(target, after))
     train, metrics = fit(
         networks["train"], batch | {"target": batch["reward"] + c.discount * future}
@@ -225,14 +226,16 @@ def episode_returns(transitions):
 
 
 def plot_returns(directory, random):
-    """Plots the returns in training, averaged over ten iterations."""
+    """Plots the returns in training, averaged over the last ten iterations."""
     if jax.process_index() > 0:  # process 0 has the metrics
         return
     axes = plt.figure().add_subplot(xlabel="iteration", ylabel="return of an episode")
     runs = {"centralised": directory, "independent": directory / "independent"}
     for name, of_run in runs.items():
         returns = [x["return"] for x in rc.read_metrics(of_run / "metrics.jsonl")]
-        axes.plot(np.convolve(returns, np.full(10, 0.1), "valid"), label=f"{name} critics")
+        count = min(10, len(returns))
+        means = np.convolve(returns, np.full(count, 1 / count), "valid")
+        axes.plot(range(count, len(returns) + 1), means, label=f"{name} critics")
     axes.axhline(random, linestyle="--", color="gray", label="random actions")
     axes.legend()
     plt.savefig(directory / "returns.png", dpi=150)

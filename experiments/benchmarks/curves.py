@@ -34,9 +34,11 @@ def main(runs: Path = Path("runs/examples")) -> None:
     for ax, example in zip(axes.flat, drawn, strict=False):
         for file in sorted((runs / example.name).glob("*/*/metrics.jsonl")):
             found = [x for x in rc.read_metrics(file) if example.curve in x]
-            ax.plot([x["step"] for x in found], [x[example.curve] for x in found], linewidth=1)
+            steps, label = [x["step"] for x in found], f"seed {file.parts[-3]}"
+            ax.plot(steps, [x[example.curve] for x in found], linewidth=1, label=label)
         label = example.curve.removeprefix("eval/").replace("_", " ")
         ax.set(title=example.name, xlabel="step", ylabel=label)
+        ax.legend()
     figure.savefig(DOCS / "images" / "learning_curves.png", dpi=120)
 
 

@@ -61,6 +61,22 @@ def test_losses_are_the_same_on_every_mesh(example, tmp_path, monkeypatch):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["ddpg", "maddpg"])
+def test_meshes_differ_no_more_than_weights_that_differ_by_rounding(name, tmp_path):
+    """With the default options, whose gradient steps amplify rounding in float64 too."""
+    script, out = EXPERIMENTS / "benchmarks" / "rounding.py", tmp_path / "differences.json"
+    command = [sys.executable, str(script), "--names", name, "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = {k: np.maximum.accumulate(x) for k, x in json.loads(out.read_text())[name].items()}
+    changed = found.pop("changed weights")
+    assert changed[6] < 1e-12  # a difference of the programs would be seen here
+    assert changed[-1] > 1e-4
+    assert found.keys() == {"8", "2x4"}
+    for differences in found.values():
+        assert len(differences) == SHORT
+        assert (differences < 1e-12 + 10 * changed).all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_resume_and_log_to_wandb_without_an_account(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
 
 import redcoast as rc
@@ -17,10 +15,9 @@ def planned_and_sent(fn, model, batch, mesh, used=None):
     `used` is what is compiled: what a step uses of `fn`.
     """
     plan = rc.plan_shardings(model, mesh, fn=fn, args=(batch, None))
-    rows = NamedSharding(mesh, P(tuple(plan.report.program.batch_axes)))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     given = jax.tree.map(place, model, plan.shardings)
-    placed = jax.tree.map(lambda x: place(x, rows), batch)
+    placed = jax.tree.map(place, batch, rc.batch_shardings(batch, mesh))
     loss_fn = plan.constrain(used or fn)
     has_aux = isinstance(jax.eval_shape(loss_fn, given, placed, None), tuple)
     step = jax.value_and_grad(loss_fn, has_aux=has_aux)
@@ -172,4 +169,22 @@ def test_rematerialised_layers_are_priced_as_they_run():
     model |= {"up": array(*inner), "down": array(*outer)}
     priced, sent, plan = planned_and_sent(stacked, model, array(16, 8, 64), real_mesh(2, 1, 4))
     assert plan.report.program.batch_axes == ("data",)
+    assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def table(model, batch, key):
+    """Looks up a row of a table for each example, as clients do that keep their own state."""
+    rows = model["rows"][batch["client"]]
+    return jnp.mean((batch["x"] @ model["out"] * rows) ** 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 4, 1), (2, 2, 2)])
+def test_a_batch_that_is_not_split_over_fsdp_is_gathered(sizes):
+    """It is given split over data and fsdp, since that does not depend on the plan."""
+    model = {"rows": array(64, 4096), "out": array(512, 4096)}
+    batch = {"client": jax.ShapeDtypeStruct((16,), jnp.int32), "x": array(16, 512)}
+    priced, sent, plan = planned_and_sent(table, model, batch, real_mesh(*sizes))
+    assert "fsdp" not in plan.report.program.batch_axes
+    (cause,) = (x for x in plan.report.program.traffic if "the batch, which is given" in x.cause)
+    assert cause.axes == ("fsdp",)
     assert abs(priced - sent) < 0.02 * sent, str(plan)

@@ -17,7 +17,15 @@ from ..solver._cost import (
     sum_bytes,
 )
 from ..solver._hardware import Hardware, all_gather, all_reduce
-from ..solver._strategy import Decision, batch_dims, is_split, parts, stored, used_axes
+from ..solver._strategy import (
+    Decision,
+    batch_dims,
+    batch_gathers,
+    is_split,
+    parts,
+    stored,
+    used_axes,
+)
 from ..tree._overrides import spec_axes
 from ..tree._rows import Row
 from ._data import Traffic, TrafficKind
@@ -74,6 +82,9 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entri
     for meeting in batch_meetings(graph, batch):
         cause = "all-gathers of the batch, compared with itself"
         yield spread, "activations", cause, met(meeting, batch) / count(meeting.dims)
+    cause = "all-gathers of the batch, which is given split over fsdp too"
+    size = batch_gathers(decision.program, decision.strategy, reasons.axes)
+    yield ("fsdp",), "activations", cause, size
 
 
 def _way(backward: bool) -> str:

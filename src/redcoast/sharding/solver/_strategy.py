@@ -15,17 +15,21 @@ from ._classes import Classes, conflicts, splittable
 from ._cost import Axes, BatchDims, Parameter, Problem, build_problem
 from ._eliminate import search
 from ._groups import group
-from ._hardware import Hardware
+from ._hardware import Hardware, all_gather
 
 
 @dataclass(frozen=True)
 class Program:
-    """The graph and values of a traced function; `parameters` are the values of the tree."""
+    """The graph and values of a traced function.
+
+    `parameters` are the values of the tree, and `examples` the batch's arrays of rows.
+    """
 
     traced: Traced
     graph: Graph
     scope: Scope
     parameters: tuple[Value, ...]
+    examples: tuple[Value, ...]
     batch: Batch
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
 
@@ -83,8 +87,12 @@ def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     graph.held.update(node for value in parameters for node in value.dims)
-    batch = find_batch(graph, rest[: traced.batch], rest[traced.batch :])
-    return Program(traced, graph, scope, tuple(parameters), batch, find_constants(scope))
+    given = rest[: traced.batch]
+    batch = find_batch(graph, given, rest[traced.batch :])
+    rows = (value for place, value in enumerate(given) if place not in batch.left_out)
+    examples = tuple(value for value in rows if value.dims)
+    constants = find_constants(scope)
+    return Program(traced, graph, scope, tuple(parameters), examples, batch, constants)
 
 
 def _used(traced: Traced, trainable: Sequence[bool]) -> tuple[bool, ...]:
@@ -189,8 +197,9 @@ def _decide(
     computed = computed_dims(program, classes, chosen)
     # Strategies are compared by communication and arithmetic only.
     hardware = replace(hardware, memory_bandwidth=inf)
-    seconds = problem(hardware).cost(picked)
-    communication = problem(replace(hardware, flops=inf)).cost(picked)
+    gathered = batch_gathers(program, strategy, sizes) / hardware.batch_bandwidth
+    seconds = problem(hardware).cost(picked) + gathered
+    communication = problem(replace(hardware, flops=inf)).cost(picked) + gathered
     return Decision(computed, strategy, program, classes, chosen, seconds, communication)
 
 
@@ -202,6 +211,18 @@ def batch_dims(program: Program, count: int) -> BatchDims:
     nodes = (*program.batch.given, *program.batch.made)
     roots = frozenset(classes[node] for node in nodes if classes.divides(node))
     return BatchDims(classes, roots, count)
+
+
+def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:
+    """Bytes that each device sends to all-gather the batch over `fsdp`.
+
+    A batch is given split over `data` and `fsdp`, also if the strategy splits it over `data` alone.
+    """
+    if "fsdp" in strategy.batch:
+        return 0
+    given = batch_dims(program, parts(DEFAULT.batch, sizes))
+    size = sum(value.bytes for value in program.examples if given.parts(value.dims[:1]) > 1)
+    return all_gather(sizes["fsdp"], size / sizes["data"])
 
 
 def _problem(

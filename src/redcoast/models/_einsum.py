@@ -1,6 +1,5 @@
 """Products with weights, which may have LoRA adapters; the projections of attention layers."""
 
-import math
 import re
 from typing import Any
 
@@ -96,29 +95,13 @@ def product(
 
 def _einsum(equation: str, x: Array, weight: Array) -> Array:
     letters, of_weight, result = re.split(",|->", equation)
-    n = sum(c in letters for c in of_weight)  # the contracted dimensions
-    as_matrix = letters[-n:] == of_weight[:n] and result == letters[:-n] + of_weight[n:]
-    if not as_matrix or jax.default_backend() != "cpu":
-        return jnp.einsum(equation, x, weight)
-    matrix = _transpose(weight.reshape(math.prod(weight.shape[:n]), -1))
-    rows = letters[:-n]
-    out = jnp.einsum(f"{rows}i,oi->{rows}o", x.reshape(*x.shape[:-n], -1), matrix)
-    return out.reshape(*x.shape[:-n], *weight.shape[n:])
-
-
-@jax.custom_jvp
-def _transpose(weight: Float[Array, "inputs outputs"]) -> Float[Array, "outputs inputs"]:
-    """Transposes a weight, and separates the transposition of its gradient from a product.
-
-    JAX computes the gradient as the transpose of a product. XLA's CPU compiler merges the two into
-    a product that takes 1.5 to 3 times as long.
-    """
-    return weight.T
-
-
-@_transpose.defjvp
-def _transpose_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return primals[0].T, jax.lax.optimization_barrier(tangents[0].T)
+    if weight.ndim == 2 and of_weight[0] in letters:
+        # JAX computes the gradient of a weight as the transpose of a product. XLA's CPU compiler
+        # merges the two for matrices, into a product that takes 1.5 to 3 times as long. A dimension
+        # of size 1 prevents this, and other compilers remove it.
+        split = f"{letters},{of_weight[0]}z{of_weight[1]}->{result[:-1]}z{result[-1]}"
+        return jnp.squeeze(jnp.einsum(split, x, weight[:, None]), -2)
+    return jnp.einsum(equation, x, weight)
 
 
 def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:

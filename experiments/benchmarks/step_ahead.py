@@ -10,16 +10,10 @@ GPUs do not count the bytes accessed; that for TPUs counts the body of a loop on
 
 import os
 
-# JAX reads these when it is first imported; see `ahead.py`.
-os.environ |= {
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+# JAX reads these when it is first imported; no accelerator is looked for.
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import equinox as eqx
@@ -29,11 +23,10 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from traffic.measure import count_collectives
+from traffic.targets import Platform, target_devices
 
 import redcoast as rc
 from redcoast import models
-from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
 
 SIZES: dict[str, Any] = {"vocab": 32000, "width": 768, "layers": 6, "heads": 12, "hidden": 3072}
 SHAPE = (8, 512)
@@ -42,10 +35,9 @@ CONFIGS = {
     "LLaMA": models.LlamaConfig(**SIZES, kv_heads=12),
     "LLaMA, grouped": models.LlamaConfig(**SIZES, kv_heads=6),
 }
-TARGETS = {"a100": "a100:4", "h100": "h100:4", "v4": "v4:2x2x1"}
 
 
-def main(platforms: tuple[Literal["a100", "h100", "v4"], ...], /) -> None:
+def main(platforms: tuple[Platform, ...], /) -> None:
     """Prints a table.
 
     Args:
@@ -54,7 +46,7 @@ def main(platforms: tuple[Literal["a100", "h100", "v4"], ...], /) -> None:
     heads = ("device", "mesh", "model", "dtype", "MB of temporaries", "GB accessed", "collectives")
     print(f"| {' | '.join(heads)} |\n| --- | --- | --- | --- | ---: | ---: | ---: |")
     for name in platforms:
-        devices = target_devices(parse_target(TARGETS[name])).devices
+        devices = target_devices(name)
         for data, model in ((1, 1), (2, 2)):
             mesh = rc.make_mesh(data=data, model=model, devices=devices[: data * model])
             for family, config in CONFIGS.items():
@@ -68,7 +60,8 @@ def measure(config: Any, mesh: Mesh, dtype: str) -> tuple[str, str, str]:
     abstract = eqx.filter_eval_shape(lambda key: kind(config, key=key), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct(SHAPE, jnp.int32)
     # The models choose the same operations as on the device.
-    platform = "tpu" if mesh.devices.flat[0].platform == "tpu" else "gpu"
+    platform = mesh.devices.flat[0].platform
+    platform = "gpu" if platform == "cuda" else platform
     with mock.patch("jax.default_backend", return_value=platform):
         plan = rc.plan_shardings(abstract, mesh, fn=loss_of(dtype), args=(tokens,))
         compiled = compile_step(plan, loss_of(dtype), abstract, tokens, mesh)

@@ -8,10 +8,10 @@ import redcoast as rc
 from redcoast.dryrun import _devices as devices
 from redcoast.dryrun import _target as target
 
-Platform = Literal["a100", "v4", "v5e", "cpu"]
+Platform = Literal["a100", "h100", "v4", "v5e", "cpu"]
 
-NAMES = {"a100": "a100-80gb:8", "v4": "v4:2x2x2", "v5e": "v5e:2x4"}
-EXTRAS = {"a100": "cuda12", "v4": "tpu", "v5e": "tpu"}
+NAMES = {"a100": "a100-80gb:8", "h100": "h100:8", "v4": "v4:2x2x2", "v5e": "v5e:2x4"}
+EXTRAS = {"a100": "cuda12", "h100": "cuda12", "v4": "tpu", "v5e": "tpu"}
 
 
 def target_devices(platform: Platform) -> list[Any]:

@@ -8,20 +8,17 @@ A GPT-2 of 4 layers and width 256 is trained on the source of Python's standard 
 import sys
 from pathlib import Path
 
-import redcoast as rc
-
-rc.emulate_devices(8)  # before JAX is used
-
 import jax
 import matplotlib
 import numpy as np
 import optax
 import tyro
 
+import redcoast as rc
+from redcoast.models import GPT2, GPT2Config
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _corpus import read_texts, windows
-
-from redcoast.models import GPT2, GPT2Config
 
 matplotlib.use("Agg")  # there may be no display
 from matplotlib import pyplot as plt
@@ -71,6 +68,7 @@ def main(steps: int = 150, out: Path = PICTURE) -> None:
         steps: The number of training steps.
         out: The PNG file.
     """
+    rc.emulate_devices(8)
     texts, _ = read_texts(None)
     rows = windows(map(str.encode, texts), SEQ)[: steps * BATCH]
     batches = np.random.default_rng(0).permutation(rows).reshape(steps, BATCH, SEQ + 1)

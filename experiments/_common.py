@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import optax
 import tyro
-from _usage import mesh_sizes, refuse
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
 import redcoast as rc
+from redcoast_cli._usage import mesh_sizes, refuse
 
 
 @dataclass(frozen=True)

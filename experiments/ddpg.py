@@ -22,9 +22,9 @@ from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollo
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
-from _usage import refuse
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ import tyro
 from _common import Run, exit_if_stopped, report, start
 from _images import read_images
 from _plots import plot_lines, plot_metric, plt, save_predictions
-from _usage import refuse
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)

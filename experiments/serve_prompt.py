@@ -9,9 +9,9 @@ import numpy as np
 import tyro
 from _common import Hosts, broadcast_text, print_once
 from _published import chat_template, read_tokenizer, smollm2
-from _usage import mesh_sizes
 
 import redcoast as rc
+from redcoast_cli._usage import mesh_sizes
 
 
 @dataclass(frozen=True)

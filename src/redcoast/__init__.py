@@ -1,6 +1,7 @@
 """Automatic distributed training and inference of any PyTree model, in plain functions."""
 
 import importlib as _importlib
+import importlib.metadata as _metadata
 import typing as _typing
 
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
@@ -80,6 +81,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> _typing.Any:
+    if name == "__version__":
+        return _metadata.version("redcoast")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_LAZY[name], __name__)

@@ -250,10 +250,10 @@ def _run_id(path: Path, resumed: bool) -> str:
 def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:
     """Selects offline mode if there is no account and no mode was requested."""
     asked = "mode" in options or "WANDB_MODE" in os.environ or settings.mode != "online"
-    return {} if asked or _has_account(settings) else {"mode": "offline"}
+    return {} if asked or has_account(settings) else {"mode": "offline"}
 
 
-def _has_account(settings: Any) -> bool:
+def has_account(settings: Any) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):

@@ -5,6 +5,7 @@ from math import prod
 
 import redcoast as rc
 from redcoast.dryrun._job import make_job, plan_job
+from redcoast.dryrun._place import target_place
 
 from ._options import Plan
 from ._usage import mesh_sizes, refuse
@@ -32,5 +33,4 @@ def make_plan(c: Plan) -> rc.Plan:
         refuse(f"--batch must be at least 1, but is {c.batch}.")
     workload = make_workload(c.model, c.seq)
     job = make_job(*workload.arguments(c.batch or count))
-    rc.emulate_devices(count)
-    return plan_job(job, rc.make_mesh(**sizes), rc.Hardware())
+    return plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())

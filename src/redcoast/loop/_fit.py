@@ -34,6 +34,10 @@ from ._setup import (
     announce,
     best_mesh,
     complete_evaluation,
+    conclude,
+    continued,
+    describe,
+    introduce,
     mesh_of_run,
     plan_run,
     prepare_evaluation,
@@ -140,11 +144,15 @@ def fit(
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
+    if not quiet:
+        introduce(saver.directory)
     with watching(), saver.locked(), contextlib.ExitStack() as stack:
         abstract, key, create = starting_state(
             model_or_state, optimizer, key, compute_dtype, trainable
         )
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
+        if not quiet:
+            describe(abstract, data, evaluation, compute_dtype)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
@@ -168,7 +176,10 @@ def fit(
         stopping = stack.enter_context(stop_on_signal(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
-        return _loop(state, data, step, stopping, reader, explain, measure, due, saver)
+        state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
+    if not quiet:
+        conclude(int(state.step), saver.directory)
+    return state
 
 
 def _loop(
@@ -189,8 +200,9 @@ def _loop(
     def evaluate() -> dict[str, float]:
         number, at = (done.number, done.state) if done else (first, state)
         note = f"Raised in the evaluation after step {number}."
-        with reader.paused(), noting(note), rescue(doubtful=()):
-            metrics = measure(at.model, at.key) if measure else {}
+        assert measure is not None
+        with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
+            metrics = measure(at.model, at.key, advance=advance)
         reader.write({f"eval/{name}": value for name, value in metrics.items()}, number)
         return metrics
 
@@ -215,7 +227,7 @@ def _loop(
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)
             if stop:
-                logger.warning("Training stopped after step %d.", number)
+                logger.warning("Training stopped after step %d. %s", number, continued(saver))
                 break
         reader.flush()
     return done.state if done else state

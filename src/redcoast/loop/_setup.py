@@ -3,8 +3,10 @@
 import functools as ft
 import inspect
 import logging
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,18 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._donation import refuse_deleted
 from ..core._errors import check_kind, noting, several
 from ..core._pytree import partition_trainable, show_path
 from ..data._batches import Batches
 from ..data._collate import CollateFn
+from ..data._sources import count_examples
 from ..distributed._arrays import place_tree, put
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
-from ..tracking._run import RunInfo, code_version, say
+from ..tracking._run import RunInfo, code_version, say, say_once
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan import check_coupling
@@ -200,8 +204,69 @@ def prepare_evaluation(
     return compiled
 
 
+def introduce(directory: Path | None) -> None:
+    """Prints versions, devices and the run's directory, before anything that takes time."""
+    say_once(program_line())
+    if directory is not None:
+        say_once(f"Run directory: {show_directory(directory)}")
+
+
+def program_line() -> str:
+    """The versions, and the devices of all processes."""
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    devices = f"{count} {kind if kind != 'cpu' else 'CPU'} device{'s' if count > 1 else ''}"
+    if jax.process_count() > 1:
+        devices += f" in {jax.process_count()} processes"
+    return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
+
+
+def show_directory(directory: Path) -> Path:
+    """A directory as a user would type it."""
+    try:
+        return directory.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return directory
+
+
+def describe(
+    state: TrainState, data: Batches, evaluation: Evaluation | None, compute_dtype: Any
+) -> None:
+    """Prints what is trained on, for how long, and in which precision."""
+    parts = [] if data.length is None else [f"{data.length:,} examples"]
+    of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
+    if data.steps is None:
+        parts.append(f"batches {of_batches}")
+    else:
+        parts.append(f"{data.steps:,} steps {of_batches}")
+        if data.length:
+            parts[-1] += f" ({data.steps * data.batch_size / data.length:.3g} epochs)"
+    if evaluation is not None and (count := count_examples(evaluation.examples)):
+        parts.append(f"{count:,} to evaluate")
+    say(wrapped("Data", ", ".join(parts)))
+    say(wrapped("Precision", precision_of(state, compute_dtype)))
+
+
+def precision_of(state: TrainState, compute_dtype: Any) -> str:
+    """The dtypes of the parameters, and that of the computation if it is another."""
+    arrays = [x for x in jax.tree.leaves(state.model) if eqx.is_inexact_array(x) or _floats(x)]
+    names = sorted({str(x.dtype) for x in arrays})
+    computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
+    if computed is None or names == [computed]:
+        return " and ".join(names)
+    return f"{' and '.join(names)} parameters, {computed} computation"
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def wrapped(label: str, text: str) -> str:
+    """A line of the summary, in the columns of the plan's."""
+    return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
+
+
 def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
-    """Prints how the model is sharded, and what a user should know about the run."""
+    """Prints how the model is sharded, what a user should know about the run, and what is next."""
     say(str(plan))
     shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
     if resumed:
@@ -218,6 +283,21 @@ def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
             f"of them computes all of it. A multiple of {shards} would be split."
         )
+    if data.steps is None or data.step < data.steps:
+        say("Compiling ...")
+
+
+def conclude(step: int, directory: Path | None) -> None:
+    """Prints where the last checkpoint of a run is."""
+    if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
+        say(f"Checkpoint: {show_directory(saved)}")
+
+
+def continued(saver: Checkpointer) -> str:
+    """How a run that was stopped goes on."""
+    if saver.directory is None:
+        return "Nothing was saved, because `checkpoints` was not given."
+    return f"The same call resumes it from {show_directory(saver.directory)}."
 
 
 def run_info(
@@ -248,6 +328,7 @@ def run_info(
     """
     config = {
         "batch_size": data.batch_size,
+        "examples": data.length,
         "mesh": dict(plan.mesh.shape),
         "versions": code_version(),
     }

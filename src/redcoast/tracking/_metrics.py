@@ -130,11 +130,16 @@ class MetricsReader:
                 log(dict(metrics), step)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Reads the last step, and stops the clock of the throughput, during an evaluation."""
+    def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
+        """Reads the last step, and stops the clock of the throughput, during an evaluation.
+
+        Returns a function to call for each of the `batches` that are evaluated.
+        """
         self.flush()
         self._call("pause")
-        yield
+        if batches:
+            self._call("evaluating", batches)
+        yield lambda: self._call("advance")
         self._call("resume")
 
     def _check(self, step: int, explain: Callable[[bool], str] | None) -> None:
@@ -157,9 +162,9 @@ class MetricsReader:
             f"{why} Lower the learning rate, clip the gradient, or inspect the data of these steps."
         )
 
-    def _call(self, method: str) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         for log in self._logs:
-            getattr(log, method, lambda: None)()
+            getattr(log, method, lambda *_: None)(*args)
 
     def _read(self, step: int, metrics: PackedMetrics | Mapping[str, Any]) -> None:
         with noting(f"Raised while step {step} was computed."):

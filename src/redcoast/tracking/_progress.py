@@ -16,7 +16,7 @@ logger = logging.getLogger("redcoast")
 _WINDOW = 30.0
 _BAR_INTERVAL = 0.1
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
-_SHORTEST_BAR = 8  # columns
+_SHORTEST_BAR = 5  # columns
 
 
 class _Sample(NamedTuple):
@@ -34,7 +34,7 @@ class Progress:
         start: int,
         bar: Any | None,
         file: Stream | None,
-        steps_per_epoch: float | None = None,
+        steps_per_epoch: int | float | None = None,
     ):
         self._total, self._bar, self._file = total_steps, bar, file
         self._steps_per_epoch = steps_per_epoch
@@ -154,9 +154,7 @@ class Progress:
     def _details(self, first: _Sample, last: _Sample) -> list[str]:
         details = []
         if self._steps_per_epoch:
-            epoch = f"{self._step / self._steps_per_epoch:.1f}"
-            of_total = f"/{self._total / self._steps_per_epoch:.1f}" if self._total else ""
-            details.append(f"epoch {epoch}{of_total}")
+            details.append(f"epoch {self._step / self._steps_per_epoch:.1f}")
         if "loss" in self._metrics:
             details.append(f"loss {float(self._metrics['loss']):.4g}")
         seconds = last.seconds - first.seconds
@@ -176,7 +174,7 @@ def progress(
     start: int = 0,
     enabled: bool | None = None,
     file: Stream | None = None,
-    steps_per_epoch: float | None = None,
+    steps_per_epoch: int | float | None = None,
 ) -> Progress:
     """Shows the progress of a loop: step, loss, throughput, time left.
 

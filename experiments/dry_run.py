@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import tyro
+import _options
 from _table1 import print_table1
 
 from redcoast_cli import _dry_run
@@ -54,4 +54,4 @@ def written(options: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -41,8 +41,9 @@ from .tracking._jsonl import read_metrics as read_metrics
 from .tracking._metrics import MetricsReader as MetricsReader
 from .tracking._metrics import metrics_reader as metrics_reader
 from .tracking._progress import progress_logger as progress_logger
-from .tracking._run import RunInfo as RunInfo
 from .tracking._run import console_logger as console_logger
+from .tracking._run_info import RunInfo as RunInfo
+from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
 from .tracking._wandb import wandb_logger as wandb_logger
 from .train._average import moving_average as moving_average
 from .train._compile import compile_step as compile_step

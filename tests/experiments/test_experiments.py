@@ -401,7 +401,8 @@ def test_two_processes_classify_images(tmp_path):
     assert number_after(words, together) == pytest.approx(number_after(words, alone), abs=0.01)
     histories = [rc.read_metrics(only_run(tmp_path / x) / "metrics.jsonl") for x in ("one", "two")]
     for one, two in zip(*histories, strict=True):
-        assert one == pytest.approx(two, rel=1e-2)
+        for name in one.keys() - {"step_seconds", "examples_per_second"}:
+            assert one[name] == pytest.approx(two[name], rel=1e-2)
     assert (only_run(tmp_path / "two") / "loss.png").is_file()
 
 

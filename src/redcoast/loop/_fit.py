@@ -39,7 +39,9 @@ from ._setup import (
     describe,
     introduce,
     mesh_of_run,
+    optimizer_name,
     plan_run,
+    precision_of,
     prepare_evaluation,
     run_info,
     starting_state,
@@ -164,7 +166,14 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
-        info = run_info(found, data, directory=saver.directory, resumed=restored is not None)
+        settings = {
+            "optimizer": optimizer_name(abstract),
+            "precision": precision_of(abstract, compute_dtype),
+            "accumulate": accumulate,
+            "epochs": epochs,
+        }
+        where: Any = {"directory": saver.directory, "resumed": restored is not None}
+        info = run_info(found, data, settings=settings, **where)
         if not quiet:
             announce(found, data, resumed=info.resumed)
         measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)

@@ -4,7 +4,7 @@ import functools as ft
 import inspect
 import logging
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from os import PathLike
@@ -28,6 +28,7 @@ from ..data._sources import count_examples
 from ..distributed._arrays import place_tree, put
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
+from ..sharding.report._data import PlannedArray
 from ..tracking._run import RunInfo, code_version, say, say_once
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
@@ -306,6 +307,7 @@ def run_info(
     *,
     directory: str | PathLike[str] | None = None,
     resumed: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> RunInfo:
     """Describes a training run to loggers.
 
@@ -315,6 +317,7 @@ def run_info(
     - `data`: the batches, at the first step that is to be taken.
     - `directory`: the directory of the run, for `metrics.jsonl`.
     - `resumed`: whether the state was restored from a checkpoint.
+    - `settings`: other settings to record, such as the optimizer.
 
     **Returns:**
 
@@ -329,7 +332,11 @@ def run_info(
     config = {
         "batch_size": data.batch_size,
         "examples": data.length,
+        "steps": data.steps,
+        "parameters": sum(x.size for x in plan.report.arrays if x.role == "parameter"),
         "mesh": dict(plan.mesh.shape),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        **(settings or {}),
         "versions": code_version(),
     }
     return RunInfo(
@@ -339,4 +346,35 @@ def run_info(
         config=config,
         step=data.step,
         steps=data.steps,
+        rows=tuple(map(plan_row, plan.report.arrays)),
     )
+
+
+def plan_row(array: PlannedArray) -> dict[str, Any]:
+    """A row of the plan as a table."""
+    return {
+        "array": array.path,
+        "shape": " x ".join(map(str, array.shape)),
+        "dtype": array.dtype,
+        "role": array.role,
+        "sharding": str(tuple(array.spec)),
+        "kind": array.reason.kind,
+        "reason": array.reason.text,
+        "MB": array.bytes / 1e6,
+        "MB per device": array.bytes_per_device / 1e6,
+    }
+
+
+def optimizer_name(state: TrainState) -> str:
+    """The transformations of an optimizer that have a state, such as `ScaleByAdam`."""
+    names: dict[str, None] = {}
+
+    def collect(node: Any) -> None:
+        if isinstance(node, tuple | list):
+            if hasattr(node, "_fields"):
+                names[type(node).__name__.removesuffix("State")] = None
+            for part in node:
+                collect(part)
+
+    collect(state.opt_state)
+    return ", ".join(name for name in names if name != "Empty")

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from ..core._errors import check_integer, noting
 from ..distributed._kv_store import is_main
+from ._rates import Rates
 from ._run import RunInfo, all_loggers, start_loggers
 
 logger = logging.getLogger("redcoast")
@@ -80,8 +81,11 @@ class MetricsReader:
     It is created by [`redcoast.metrics_reader`][].
     """
 
-    def __init__(self, logs: Sequence[Log], *, max_skipped: int = MAX_SKIPPED):
+    def __init__(
+        self, logs: Sequence[Log], *, run: RunInfo | None = None, max_skipped: int = MAX_SKIPPED
+    ):
         self._logs, self._max_skipped = logs, max_skipped
+        self._rates = Rates(run or RunInfo())
         self._pending: tuple[int, Any] | None = None
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
@@ -123,11 +127,18 @@ class MetricsReader:
         if before is not None:
             self._read(*before)
 
-    def write(self, metrics: dict[str, float], step: int) -> None:
-        """Passes other metrics to the loggers, such as those of an evaluation."""
+    def write(
+        self, metrics: dict[str, float], step: int, rates: Mapping[str, float] | None = None
+    ) -> None:
+        """Passes other metrics to the loggers, such as those of an evaluation.
+
+        `rates` are figures such as the throughput, for loggers with the attribute `wants_rates`.
+        """
         for log in self._logs if metrics else ():
+            others = dict(rates or {}) if getattr(log, "wants_rates", False) else {}
+            others = {name: x for name, x in others.items() if name not in metrics}
             with noting(f"Raised by `log` ({_name(log)}) for the metrics of step {step}."):
-                log(dict(metrics), step)
+                log({**metrics, **others}, step)
 
     @contextlib.contextmanager
     def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
@@ -137,9 +148,11 @@ class MetricsReader:
         """
         self.flush()
         self._call("pause")
+        self._rates.pause()
         if batches:
             self._call("evaluating", batches)
         yield lambda: self._call("advance")
+        self._rates.resume()
         self._call("resume")
 
     def _check(self, step: int, explain: Callable[[bool], str] | None) -> None:
@@ -174,7 +187,7 @@ class MetricsReader:
         overflow = skipped and values.get("loss_scale", LEAST_LOSS_SCALE) > LEAST_LOSS_SCALE
         self._skipped = self._skipped + 1 if skipped and not overflow else 0
         self._trained |= not skipped
-        self.write(values, step)
+        self.write(values, step, self._rates(step, values) if self._logs else None)
         if skipped:
             scale = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             logger.warning(
@@ -223,7 +236,7 @@ def metrics_reader(
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
         logs = start_loggers(loggers, run or RunInfo(), stack) if is_main() else []
-        reader = MetricsReader(logs, max_skipped=max_skipped)
+        reader = MetricsReader(logs, run=run, max_skipped=max_skipped)
         yield reader
         reader.flush()
 

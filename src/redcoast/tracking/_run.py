@@ -21,32 +21,12 @@ from typing import Any, SupportsFloat
 
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
+from ._run_info import RunInfo as RunInfo
 from ._terminal import BOLD, DIM, columns, styled
 
 logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunInfo:
-    """The information about a run that its loggers receive before the first step.
-
-    **Attributes:**
-
-    - `directory`: the run's directory, if it has one.
-    - `resumed`: whether the run was resumed from a checkpoint.
-    - `plan`: the summary and the table of the plan, as text.
-    - `config`: the settings of the run: batch size, mesh, versions.
-    - `step`, `steps`: the number of steps completed before, and in total if that is known.
-    """
-
-    directory: Path | None = None
-    resumed: bool = False
-    plan: str = ""
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    step: int = 0
-    steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,8 @@ _END = None
 class WandbLogger:
     """The logger that `wandb_logger` creates."""
 
+    wants_rates = True
+
     def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
         self._thread: threading.Thread | None = None
@@ -196,6 +198,15 @@ def wandb_logger(
 def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
     if run.plan:
         session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
+    if run.rows:
+        names = [*run.rows[0]]
+        data = [[_cell(row[name]) for name in names] for row in run.rows]
+        session.log({"plan_table": wandb.Table(columns=names, data=data)})
+
+
+def _cell(value: Any) -> Any:
+    """What a table of W&B holds: each column has one type."""
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:

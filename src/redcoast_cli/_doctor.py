@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import sys
+from typing import Any
 
 import jax
 
@@ -55,7 +56,7 @@ def devices() -> list[str]:
         found = jax.local_devices()
     except RuntimeError as error:
         return [f"{'Devices':<18}none: {error}"]
-    kinds: dict[str, list[jax.Device]] = {}
+    kinds: dict[str, list[Any]] = {}
     for device in found:
         kinds.setdefault(device.device_kind, []).append(device)
     return [
@@ -64,7 +65,7 @@ def devices() -> list[str]:
     ]
 
 
-def device_memory(device: jax.Device) -> str:
+def device_memory(device: Any) -> str:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
 

@@ -56,7 +56,7 @@ def test_memory_and_utilisation_where_they_are_known(clock, monkeypatch):
             return {"peak_bytes_in_use": 5e9}
 
     monkeypatch.setattr(_rates.jax, "local_devices", lambda: [Device()])
-    rates = Rates(rc.RunInfo(config={"flops_per_step": 3e14, "peak_flops": 1e15}), clock)
+    rates = Rates(rc.RunInfo(config={"seconds_at_peak": 0.3}), clock)
     rates(1, {})
     clock.now += 0.5
     found = {"peak_memory_gb": 5.0, "step_seconds": 0.5, "mfu": 0.6}

@@ -48,6 +48,7 @@ from ._setup import (
 )
 from ._steps import Step, training_steps
 from ._stop import stop_on_signal
+from ._utilisation import seconds_at_peak
 
 logger = logging.getLogger("redcoast")
 
@@ -171,6 +172,7 @@ def fit(
             "precision": precision_of(abstract, compute_dtype),
             "accumulate": accumulate,
             "epochs": epochs,
+            "seconds_at_peak": seconds_at_peak(abstract, loss_fn, data.spec, data.mesh, **given),
         }
         where: Any = {"directory": saver.directory, "resumed": restored is not None}
         info = run_info(found, data, settings=settings, **where)

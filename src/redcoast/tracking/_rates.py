@@ -39,10 +39,8 @@ class Rates:
             found["tokens_per_second"] = float(metrics["weight"]) / seconds
         elif rows:
             found["examples_per_second"] = rows / seconds
-        if (flops := self._config.get("flops_per_step")) and (
-            peak := self._config.get("peak_flops")
-        ):
-            found["mfu"] = flops / seconds / peak
+        if least := self._config.get("seconds_at_peak"):
+            found["mfu"] = least / seconds
         return found
 
     def pause(self) -> None:

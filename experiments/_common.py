@@ -120,6 +120,7 @@ def report(directory: Path, **figures: float) -> None:
     """Prints the results of a run, and writes them to `results.json` in its directory."""
     if jax.process_index() == 0:
         (directory / "results.json").write_text(json.dumps(figures, indent=2))
+        finish(directory, figures)
     for name, figure in figures.items():
         print_once(f"{name.replace('_', ' ').capitalize()}: {figure:.4g}")
     pictures = ", ".join(sorted(path.name for path in directory.glob("*.png")))
@@ -127,6 +128,24 @@ def report(directory: Path, **figures: float) -> None:
         print_once(f"Pictures: {pictures}")
     print_once(f"Run: {directory}")
     print_once(f"To train further: {resume_command()} --steps N")
+
+
+def finish(directory: Path, figures: dict[str, float]) -> None:
+    """Plots what a run logged, and adds plots and samples to W&B and TensorBoard."""
+    # Imported here: matplotlib takes a second, and is not needed before.
+    from _plots import plot_run
+    from _publish import publish
+
+    if (directory / "metrics.jsonl").exists():
+        plot_run(directory)
+        publish(directory, directory.parent.name, figures)
+
+
+def save_sample(directory: Path, text: str) -> None:
+    """Prints generated text, and writes it to `samples.txt` in the directory of the run."""
+    print_once(f"Sample:\n{text}")
+    if jax.process_index() == 0:
+        (directory / "samples.txt").write_text(text, "utf-8")
 
 
 def confidence_95(scores: np.ndarray) -> float:

@@ -409,3 +409,33 @@ def test_two_processes_classify_images(tmp_path):
 def test_the_page_on_hosts_contains_the_job_script():
     job = (FOLDER / "language_modeling.sbatch").read_text("utf-8")
     assert f"```bash\n{job}```" in (FOLDER.parent / "docs" / "hosts.md").read_text("utf-8")
+
+
+@pytest.mark.seconds(5)  # six plots
+def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
+    """All that was logged is in one picture, with a log axis for a loss that falls tenfold."""
+    plots, publish = script("_plots"), script("_publish")
+    run = rc.RunInfo(directory=tmp_path / "run", config={"batch_size": 8, "examples": 80})
+    with rc.metrics_reader(False, run) as reader:
+        for step in range(1, 61):
+            metrics = {"loss": 100.0 / step, "accuracy": -1.0, "learning_rate": 1e-3}
+            reader.push(step, {name: np.float32(x) for name, x in metrics.items()})
+        reader.write({"eval/loss": 1.5, "eval/accuracy": 0.5}, 60)
+    seen = {}
+    draw = plots.draw_metric
+    monkeypatch.setattr(
+        plots, "draw_metric", lambda axes, h, name: seen.update({name: axes}) or draw(axes, h, name)
+    )
+    plots.plot_run(tmp_path / "run")
+    assert next(iter(seen)) == "loss"
+    assert {"accuracy", "learning_rate", "examples_per_second"} <= seen.keys()
+    assert [seen[name].get_yscale() for name in ("loss", "accuracy")] == ["log", "linear"]
+    assert len(seen["loss"].lines) == 3  # each step, their mean, and the validation
+    (tmp_path / "run" / "samples.txt").write_text("Some <text>.")
+    (tmp_path / "run" / "tensorboard").mkdir()
+    found = []
+    monkeypatch.setattr(publish, "to_tensorboard", lambda *args: found.append(args))
+    publish.publish(tmp_path / "run", "project", {"accuracy": 0.5})
+    ((_, step, pictures, texts, figures),) = found
+    assert (step, texts, figures) == (60, {"samples": "Some <text>."}, {"accuracy": 0.5})
+    assert [path.name for path in pictures] == ["run.png"]

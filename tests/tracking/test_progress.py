@@ -122,6 +122,7 @@ def test_epoch_is_shown_where_there_is_room(clock, monkeypatch):
         monkeypatch.setattr(_progress.sys, "stderr", file := Terminal())
         monkeypatch.setenv("COLUMNS", str(columns))
         bar = progress(1000, enabled=True, steps_per_epoch=250)
+        assert bar._bar is not None
         bar._bar.ncols, bar._bar.dynamic_ncols = columns, None
         for step in range(1, 600):
             bar.update(step, {"loss": 0.5}, 8)

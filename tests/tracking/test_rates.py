@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import redcoast as rc
-from redcoast.tracking import _rates
 from redcoast.tracking._rates import Rates
 
 RUN = rc.RunInfo(config={"batch_size": 32, "examples": 64})
@@ -55,7 +54,7 @@ def test_memory_and_utilisation_where_they_are_known(clock, monkeypatch):
         def memory_stats(self):
             return {"peak_bytes_in_use": 5e9}
 
-    monkeypatch.setattr(_rates.jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     rates = Rates(rc.RunInfo(config={"seconds_at_peak": 0.3}), clock)
     rates(1, {})
     clock.now += 0.5

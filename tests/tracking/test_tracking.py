@@ -97,9 +97,9 @@ def test_console_lines_fit_the_terminal(monkeypatch, colours):
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "" if colours else "1")
-    monkeypatch.setattr(sys, "stdout", Screen())
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
     console_logger(every=0)({f"metric_{i}": i / 7 for i in range(9)}, 20)
-    text = sys.stdout.getvalue()
+    text = screen.getvalue()
     assert ("\x1b[" in text) == colours
     lines = re.sub(r"\x1b\[\d*m", "", text).splitlines()
     assert 1 < len(lines) < 9

@@ -58,7 +58,7 @@ def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> N
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         lines[key] = np.array(points, float).reshape(-1, 2).T
     steps, values = lines[name]
-    smooth = len(steps) > 50
+    smooth = len(steps) > 50 and name != "learning_rate"
     if len(steps):
         axes.plot(steps, values, alpha=0.25 if smooth else 1, label=None if smooth else "training")
     if smooth:

@@ -35,7 +35,6 @@ from ._setup import (
     best_mesh,
     complete_evaluation,
     conclude,
-    continued,
     describe,
     introduce,
     mesh_of_run,
@@ -189,7 +188,7 @@ def fit(
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
         state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
     if not quiet:
-        conclude(int(state.step), saver.directory)
+        conclude(int(state.step), data.steps, saver.directory)
     return state
 
 
@@ -238,7 +237,7 @@ def _loop(
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)
             if stop:
-                logger.warning("Training stopped after step %d. %s", number, continued(saver))
+                logger.warning("Training stopped after step %d.", number)
                 break
         reader.flush()
     return done.state if done else state

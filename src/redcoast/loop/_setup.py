@@ -17,7 +17,6 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._donation import refuse_deleted
 from ..core._errors import check_kind, noting, several
@@ -30,6 +29,7 @@ from ..distributed._mesh import batch_shards
 from ..sharding import Plan
 from ..sharding.report._data import PlannedArray
 from ..tracking._run import RunInfo, code_version, say, say_once
+from ..tracking._terminal import show_directory
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan import check_coupling
@@ -221,14 +221,6 @@ def program_line() -> str:
     return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
 
 
-def show_directory(directory: Path) -> Path:
-    """A directory as a user would type it."""
-    try:
-        return directory.absolute().relative_to(Path.cwd())
-    except ValueError:
-        return directory
-
-
 def describe(
     state: TrainState, data: Batches, evaluation: Evaluation | None, compute_dtype: Any
 ) -> None:
@@ -288,17 +280,15 @@ def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
         say("Compiling ...")
 
 
-def conclude(step: int, directory: Path | None) -> None:
-    """Prints where the last checkpoint of a run is."""
+def conclude(step: int, steps: int | None, directory: Path | None) -> None:
+    """Prints where the last checkpoint of a run is, and how a run that was stopped goes on."""
+    stopped = steps is not None and step < steps
     if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
         say(f"Checkpoint: {show_directory(saved)}")
-
-
-def continued(saver: Checkpointer) -> str:
-    """How a run that was stopped goes on."""
-    if saver.directory is None:
-        return "Nothing was saved, because `checkpoints` was not given."
-    return f"The same call resumes it from {show_directory(saver.directory)}."
+        if stopped:
+            say(f"The same call, with this directory, continues after step {step:,}.")
+    elif stopped and directory is None:
+        say("Nothing was saved, because `fit` was called without `checkpoints`.")
 
 
 def run_info(

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from io import TextIOBase
+from pathlib import Path
 from typing import TextIO
 
 Stream = TextIO | TextIOBase
@@ -28,3 +29,11 @@ def styled(text: str, style: str, file: Stream | None = None) -> str:
     """Text in a style on a terminal with colours; standard output by default."""
     wanted = text and has_colours(sys.stdout if file is None else file)
     return f"\x1b[{style}m{text}\x1b[0m" if wanted else text
+
+
+def show_directory(directory: Path) -> Path:
+    """A directory as a user would type it."""
+    try:
+        return directory.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return directory

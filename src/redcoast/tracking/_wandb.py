@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ._run import Metrics, RunInfo, code_version, join_run, say
+from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
 _END = None
@@ -125,7 +126,7 @@ class WandbLogger:
     def _announce(self, session: Any, offline: dict[str, str]) -> str:
         if session.disabled:
             return ""
-        upload = f"wandb sync {shlex.quote(str(Path(session.dir).parent))}"
+        upload = f"wandb sync {shlex.quote(str(show_directory(Path(session.dir).parent)))}"
         if session.offline:
             reason = "no account was found" if offline else "as requested"
             say(f"W&B is offline ({reason}). To upload the run later: {upload}")

@@ -60,7 +60,9 @@ class Decoding:
 
         ```python
         decoding = rc.Decoding(beams=4, no_repeat_ngram_size=3, min_new_tokens=5)
-        new = rc.generate(model, prompts, max_new_tokens=20, decoding=decoding)
+        config = LlamaConfig(
+            vocab=256, width=64, layers=2, heads=4, kv_heads=2, hidden=128, decoding=decoding
+        )  # `rc.generate` uses them for models with this configuration
         ```
     """
 

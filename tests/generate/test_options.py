@@ -87,7 +87,8 @@ def test_a_stream_sees_the_history_too_and_stop_ends_a_row():
     stopped = rc.generate(MODEL, LEFT, stop=lambda row: row[-1] == last, **options)
     ended = np.cumsum(expected == last, axis=1) - (expected == last) > 0
     np.testing.assert_array_equal(stopped, np.where(ended, 0, expected))
-    assert ended.any() and not ended.all()
+    assert ended.any()
+    assert not ended.all()
 
 
 def test_several_results_of_a_row_are_the_best_hypotheses_or_different_samples():
@@ -132,7 +133,8 @@ def test_an_encoder_decoder_begins_with_the_forced_token():
     options: Any = {"max_new_tokens": 3, "forced_bos": 6, "min_length": 3, "eos": range(11)}
     found = rc.generate(model, LEFT, mask=MASK, **options)
     # All tokens end a row, but not before there are two new ones.
-    assert (np.asarray(found)[:, 0] == 6).all() and (np.asarray(found)[:, 1] == 0).all()
+    assert (np.asarray(found)[:, 0] == 6).all()
+    assert (np.asarray(found)[:, 1] == 0).all()
 
 
 def test_a_function_of_the_users_changes_logits():

@@ -9,6 +9,7 @@ from .checkpoint._policy import Checkpoints as Checkpoints
 from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
 from .checkpoint._tree import load_checkpoint as load_checkpoint
 from .checkpoint._tree import save_checkpoint as save_checkpoint
+from .core._decoding import Decoding as Decoding
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches

@@ -91,6 +91,13 @@ def check_heads(config: Any, *, even: bool = False) -> None:
         raise ValueError(f"The head size must be even, but is {config.head_dim}.")
 
 
+def drop_default_head_size(config: Any) -> None:
+    """Sets `head_size` to None if it is `width / heads`, so that configurations of the same model
+    are equal."""
+    if config.head_size is not None and config.head_size * config.heads == config.width:
+        object.__setattr__(config, "head_size", None)
+
+
 def check_rates(config: Any, *rates: str) -> None:
     """Raises if a dropout rate is not in [0, 1)."""
     for name in rates:

@@ -38,7 +38,9 @@ def load_pretrained(
 
     **Returns:**
 
-    The model. Its configuration is `model.config`.
+    The model. Its configuration is `model.config`. Its `decoding` has the options of the file
+    `generation_config.json`, which [`redcoast.generate`][] uses by default; options that are not
+    implemented are warned of.
 
     **Raises:**
 
@@ -63,19 +65,26 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: Any, path: str | Path, *, max_file_bytes: int | float = 2_000_000_000
+    model: Any,
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_file_bytes: int | float = 2_000_000_000,
 ) -> None:
     """Saves a model of `redcoast.models` in the format of `transformers`.
 
-    Writes `config.json` and `model.safetensors`, or several files and their index. The model may be
-    sharded over any mesh. The host needs memory for two copies of one file. In a job of several
-    processes, all of them must call this with the same `path` on a shared file system; they write
-    different files. The directory appears under its name only once it is complete.
+    Writes `config.json`, `generation_config.json` if the model generates, and `model.safetensors`,
+    or several files and their index. The model may be sharded over any mesh. The host needs memory
+    for two copies of one file. In a job of several processes, all of them must call this with the
+    same `path` on a shared file system; they write different files. The directory appears under its
+    name only once it is complete.
 
     **Arguments:**
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
+    - `tokenizer`: a directory, such as the one that the model was loaded from, from which the files
+        of the tokenizer, the chat template and the processor are copied.
     - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
         has a file of its own.
 
@@ -83,7 +92,7 @@ def save_pretrained(
 
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
     `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
-    which must be merged first.
+    which must be merged first. `FileNotFoundError` if there is no directory `tokenizer`.
 
     !!! Example
 
@@ -94,4 +103,5 @@ def save_pretrained(
     """
     from ._save import save
 
-    save(model, Path(path).expanduser().absolute(), max_file_bytes)
+    source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
+    save(model, Path(path).expanduser().absolute(), source, max_file_bytes)

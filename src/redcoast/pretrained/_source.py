@@ -43,6 +43,7 @@ def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Pa
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SETTINGS = "config.json"
+GENERATION = "generation_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -83,7 +84,12 @@ def _open_directory(path: Path) -> Source:
         if twice := stored.keys() & found.keys():
             raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
         stored |= found
-    return Source(read_json(file_inside(path, SETTINGS)), stored)
+    generation = (path / GENERATION).is_file()
+    return Source(
+        read_json(file_inside(path, SETTINGS)),
+        stored,
+        generation=read_json(file_inside(path, GENERATION)) if generation else None,
+    )
 
 
 def tensor_files(path: Path) -> list[Path]:

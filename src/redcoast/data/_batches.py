@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree, UInt64
 
 from ..core._errors import check_functions, check_integer, check_key, listed, noting
+from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..distributed._arrays import own_rows
 from ..distributed._kv_store import is_main
@@ -176,7 +177,8 @@ class Batches:
         epochs, indices = shuffled(positions, self._length, self._seed())
         which = " and ".join(map(str, sorted(set(epochs.tolist()))))
         return indices.tolist(), (
-            f"The batch held the examples with indices {listed(indices.tolist())} of epoch {which}."
+            f"The batch held the examples with indices {listed(indices.tolist(), 8)} of epoch "
+            f"{which}."
         )
 
     def close(self) -> None:
@@ -253,6 +255,7 @@ class Batches:
 _EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its start."
 
 
+@hide_frames
 def batches(
     examples: Any,
     collate_fn: CollateFn,

@@ -6,7 +6,7 @@ import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core._errors import noting
+from ..core._errors import listed, noting
 from ..distributed._heartbeat import doing
 
 
@@ -29,6 +29,7 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
             "(a list, an array, a dataset), be a function from the epoch to such an object, or be "
             "an iterator with `get_state` and `set_state`, such as Grain's."
+            + (f" `list({name})` has both, if it fits in memory." * hasattr(examples, "__iter__"))
         )
     make: Callable[[int], Any] = examples
     length = _length(make(0), f"{name}(0)")
@@ -60,7 +61,7 @@ def _length(examples: Any, name: str) -> int:
 
 def fetch(examples: Any, indices: list[int]) -> list[Any]:
     """Returns the examples with the given indices, fetched in one call if possible."""
-    note = noting(lambda: f"Raised by the examples with indices {indices}.")
+    note = noting(lambda _: [f"Raised by the examples with indices {listed(indices)}."])
     with note, doing("reading examples"):
         if hasattr(examples, "__getitems__"):  # faster for datasets on disk
             return list(examples.__getitems__(indices))

@@ -8,7 +8,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
+from ..core._frames import hide_frames
 
+
+@hide_frames
 def generate(
     model: PyTree,
     tokens: Shaped[Array | np.ndarray, "batch ..."],

@@ -20,6 +20,7 @@ _CALLS = {
     "output_fn": "output_fn(predictions)",
     "metric_fn": "metric_fn(examples, outputs)",
     "collate_fn": "collate_fn(examples)",
+    "log": "log(metrics, step)",
 }
 
 
@@ -37,20 +38,24 @@ def calling(
     **Arguments:**
 
     - `name`: the name of the function, one of those in `_CALLS`.
-    - `given`: its arguments, or examples of them, by what they are called in the note.
+    - `given`: those of its arguments that the note describes, by what they are called there.
     - `where`: the rest of the first note.
     """
 
     def notes(error: BaseException) -> list[str]:
-        found = [f"{_the(what)} {describe(x)}." for what, x in given.items()]
+        found = [_sentence(what, x) for what, x in given.items()]
         found += _hints(error, name, given.get("batch"))
         return [f"Raised by `{name}`{where}.", *([Last("\n".join(found))] if found else [])]
 
     return noting(notes)
 
 
-def _the(what: str) -> str:
-    return f"The {what} {'are' if what.endswith('s') else 'is'}"
+def _sentence(what: str, x: Any) -> str:
+    if what not in ("examples", "outputs"):
+        return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x)}."
+    first, *others = dict.fromkeys(map(describe, x)) or ["missing"]
+    another = f", and another is {others[0]}" if others else ""
+    return f"The first of the {what} is {first}{another}."
 
 
 def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
@@ -65,13 +70,18 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
             f"`{name}` is compiled before the values of its arrays are known. In place of `if`, "
             "`float(x)` and `x.item()`, use `jnp.where` or `jax.lax.cond`, and return arrays."
         ]
+    if isinstance(error, RuntimeError) and "requires a key" in str(error):  # `eqx.nn.Dropout`
+        return [
+            f"`{name}` gets a `key`. Split it into one for each example and pass those, as in "
+            "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
+        ]
     if not isinstance(error, TypeError | ValueError):
         return []
     layers = _layers(error)
     if layer := _batched_layer(layers, batch):
         return [
-            f"`{layer}` was called with the entire batch. If it takes one example, as the layers of "
-            'Equinox do, use `jax.vmap`, as in `jax.vmap(model)(batch["x"])`.'
+            f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
+            'layers do, use `jax.vmap`, as in `jax.vmap(model)(batch["x"])`.'
         ]
     return [
         f"It failed in a `{type(x).__name__}` with {describe(eqx.filter(x, eqx.is_array))}."

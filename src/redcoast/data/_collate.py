@@ -23,9 +23,8 @@ def collate(
 ) -> PyTree:
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example."""
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
-    first = {"first example": next(iter(examples), None)}
     where = f" for the examples with indices {listed(indices, MOST)}"
-    with calling("collate_fn", first, where=where), doing("`collate_fn`"):
+    with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
         try:
             arrays = collate_fn(examples, **options)
         except SystemExit as error:
@@ -55,7 +54,10 @@ def takes_rngs(collate_fn: CollateFn) -> bool:
 def _check_rows(arrays: PyTree, rows: int) -> None:
     leaves = jax.tree.leaves(arrays)
     if not leaves:
-        raise ValueError("`collate_fn` returned no arrays; it must return a PyTree of them.")
+        missing = " Is a `return` missing?" * (arrays is None)
+        raise ValueError(
+            f"`collate_fn` returned no arrays; it must return a PyTree of them.{missing}"
+        )
     if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):

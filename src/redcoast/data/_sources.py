@@ -22,6 +22,11 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
             "examples, as in a list of dicts or a dataset."
         )
+    if isinstance(examples, tuple) and _are_columns(examples):
+        raise TypeError(
+            f"`{name}` is a tuple of {len(examples)} arrays with {len(examples[0])} rows each, which "
+            f"are columns. Its items must be examples, as in `list(zip(*{name}))`."
+        )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)
     if not callable(examples):
@@ -29,7 +34,7 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
             "(a list, an array, a dataset), be a function from the epoch to such an object, or be "
             "an iterator with `get_state` and `set_state`, such as Grain's."
-            + (f" `list({name})` has both, if it fits in memory." * hasattr(examples, "__iter__"))
+            + _alternative(examples, name)
         )
     make: Callable[[int], Any] = examples
     length = _length(make(0), f"{name}(0)")
@@ -45,6 +50,21 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
         return found
 
     return of_epoch, length
+
+
+def _are_columns(examples: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds arrays of as many rows, but different shapes, such as `(x, y)`."""
+    shapes = {getattr(x, "shape", None) for x in examples}
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    return len(shapes) > 1 and len(rows) == 1 and rows != {0}
+
+
+def _alternative(examples: Any, name: str) -> str:
+    if hasattr(examples, "dataset"):  # a loader of batches, such as PyTorch's
+        return f" Pass the `dataset` of the {type(examples).__name__}."
+    if hasattr(examples, "__iter__"):
+        return f" `list({name})` has both, if it fits in memory."
+    return ""
 
 
 def count_examples(examples: Any, name: str = "examples") -> int | None:

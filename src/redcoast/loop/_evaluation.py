@@ -144,9 +144,8 @@ class CompiledEvaluation:
         metrics: dict[str, float] = {}
         if is_main():
             examples = fetch(self.evaluation.examples, list(range(len(outputs))))
-            given = {"first example": examples, "first output": outputs}
-            firsts = {name: next(iter(x), None) for name, x in given.items()}
-            with calling("metric_fn", firsts), doing("`metric_fn`"):
+            given = {"examples": examples, "outputs": outputs}
+            with calling("metric_fn", given), doing("`metric_fn`"):
                 metrics = metric_fn(examples, outputs)
             metrics = _check_metrics(metrics, taken)
         return decide("the metrics of an evaluation", metrics)

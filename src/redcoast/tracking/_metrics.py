@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..core._errors import check_integer, noting
+from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._run import RunInfo, all_loggers, start_loggers
 
@@ -135,7 +136,7 @@ class MetricsReader:
     def write(self, metrics: dict[str, float], step: int) -> None:
         """Passes other metrics to the loggers, such as those of an evaluation."""
         for log in self._logs if metrics else ():
-            with noting(f"Raised by `log` ({_name(log)}) for the metrics of step {step}."):
+            with calling("log", {}, where=f" ({_name(log)}) for the metrics of step {step}"):
                 log(dict(metrics), step)
 
     @contextlib.contextmanager

@@ -73,9 +73,11 @@ def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, jax.Array):
+        hint = " Is a `return` missing?" * (loss is None)
+        hint += " The loss comes first: `return loss, aux`." * isinstance(loss, dict)
         raise TypeError(
             f"`loss_fn` returned a loss of type {type(loss).__name__}. It must be a scalar JAX "
-            f"array that depends on the model.{' Is a `return` missing?' * (loss is None)}"
+            f"array that depends on the model.{hint}"
         )
     if loss.ndim:
         raise ValueError(

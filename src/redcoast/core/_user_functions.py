@@ -1,5 +1,6 @@
 """Notes on the errors of the user's functions: what they were called with, and a hint."""
 
+import itertools
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from ._errors import noting, several
 from ._frames import Last, is_hidden
 from ._pytree import show_path
 
+MOST = 1000  # examples that are compared
 # How redcoast calls the functions that it is given.
 _CALLS = {
     "init_fn": "init_fn(key)",
@@ -53,7 +55,7 @@ def calling(
 def _sentence(what: str, x: Any) -> str:
     if what not in ("examples", "outputs"):
         return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x)}."
-    first, *others = dict.fromkeys(map(describe, x)) or ["missing"]
+    first, *others = dict.fromkeys(map(describe, itertools.islice(x, MOST))) or ["missing"]
     another = f", and another is {others[0]}" if others else ""
     return f"The first of the {what} is {first}{another}."
 

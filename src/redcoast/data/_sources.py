@@ -24,8 +24,8 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
         )
     if isinstance(examples, tuple) and _are_columns(examples):
         raise TypeError(
-            f"`{name}` is a tuple of {len(examples)} arrays with {len(examples[0])} rows each, which "
-            f"are columns. Its items must be examples, as in `list(zip(*{name}))`."
+            f"`{name}` is a tuple of {len(examples)} arrays with {len(examples[0])} rows each, "
+            f"which are columns. Its items must be examples, as in `list(zip(*{name}))`."
         )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)

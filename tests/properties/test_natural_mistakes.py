@@ -9,6 +9,8 @@ import pytest
 from natural_mistakes import ROWS
 from paths import HELPERS
 
+import redcoast as rc
+
 
 @pytest.fixture(scope="session")
 def printed(tmp_path_factory):
@@ -39,3 +41,19 @@ def test_the_last_line_says_what_would_work(printed, name):
 
 def test_there_are_the_newcomers_mistakes_and_twenty_more():
     assert len(ROWS) >= 34 + 20
+
+
+def test_exceptions_are_public():
+    modules = {id(x): x for name, x in sys.modules.items() if name.startswith("redcoast.")}
+    found = {
+        x
+        for module in modules.values()
+        for x in vars(module).values()
+        if isinstance(x, type) and issubclass(x, Exception) and "redcoast" in x.__module__
+    }
+    private = {"CannotRebind"}  # never leaves the package
+    named = {x.__name__ for x in found}
+    assert named >= {"CheckpointDamaged", "CheckpointMismatch", "CheckpointNotSaved", "ProcessLost"}
+    for kind in found:
+        assert kind.__name__ in private or getattr(rc, kind.__name__) is kind
+        assert kind.__name__ in private or kind.__module__ == "redcoast"

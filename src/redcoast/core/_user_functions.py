@@ -1,5 +1,6 @@
 """Notes on the errors of the user's functions: what they were called with, and a hint."""
 
+import contextlib
 import itertools
 import traceback
 from collections.abc import Mapping
@@ -45,8 +46,10 @@ def calling(
     """
 
     def notes(error: BaseException) -> list[str]:
-        found = [_sentence(what, x) for what, x in given.items()]
-        found += _hints(error, name, given.get("batch"))
+        found = []
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            found += [_sentence(what, x) for what, x in given.items()]
+            found += _hints(error, name, given.get("batch"))
         return [f"Raised by `{name}`{where}.", *([Last("\n".join(found))] if found else [])]
 
     return noting(notes)

@@ -332,6 +332,11 @@ ROWS = {
         "'layrs' matches no array's path",
     ),
     # And more.
+    "a misspelt argument": (
+        lambda d: fit(batchsize=8),
+        TypeError,
+        r"`fit` has no argument `batchsize`\. Did you mean `batch_size`\?$",
+    ),
     "results in the wrong order": (
         lambda d: fit(lambda m, b, k: ({"accuracy": 1.0}, good(m, b, k))),
         TypeError,

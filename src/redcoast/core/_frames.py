@@ -1,8 +1,11 @@
 """Hides the frames of redcoast and JAX in tracebacks, as JAX hides its own."""
 
 import contextlib
+import difflib
 import functools as ft
+import inspect
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,10 +42,22 @@ def hide_frames(fn: Fn) -> Fn:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, TypeError):
+                _suggest(fn, error)
             tidy(error)
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]
+
+
+def _suggest(fn: Callable[..., Any], error: TypeError) -> None:
+    """Adds a note to the error of a call with an argument that the function does not have."""
+    name = re.search(rf"\b{fn.__name__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    names = list(inspect.signature(fn).parameters)
+    if name is not None:
+        close = difflib.get_close_matches(name[1], names, n=1)
+        remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
+        error.add_note(f"`{fn.__name__}` has no argument `{name[1]}`. {remedy}")
 
 
 def tidy(error: BaseException) -> None:

@@ -123,6 +123,11 @@ def looked_up(model, batch, key):
     return jnp.mean(jnp.take(model.layers[0].weight, batch["y"] + 40, axis=0))
 
 
+def variance(model, batch, key):
+    out = jax.vmap(model)(batch["x"])
+    return jnp.mean((out - jnp.mean(out, 0, keepdims=True)) ** 2)
+
+
 def convolved(dtype, shape):
     conv = eqx.nn.Conv2d(1, 2, 3, key=KEY)
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]))
@@ -464,6 +469,13 @@ ROWS = {
         lambda d: fit(model=lambda: model()),
         TypeError,
         r"It is called as `init_fn\(key\)`",
+    ),
+    "an evaluation in batches of a loss of the full batch": (
+        lambda d: rc.evaluate(
+            model(), EXAMPLES, collate_fn=collate, loss_fn=variance, batch_size=8, mesh=ONE
+        ),
+        None,
+        r"natural_mistakes\.py:\d+: UserWarning: .*its result depends on `batch_size`",
     ),
     "the directory of checkpoints": (
         lambda d: rc.load_checkpoint(run(d) / "checkpoints"),

@@ -1,4 +1,4 @@
-"""Hides the frames of redcoast and JAX in tracebacks, as JAX hides its own."""
+"""Hides the frames of redcoast and JAX in tracebacks and warnings, as JAX hides its own."""
 
 import contextlib
 import difflib
@@ -6,8 +6,10 @@ import functools as ft
 import inspect
 import os
 import re
+import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -94,6 +96,14 @@ def _is_defect(error: BaseException) -> bool:
         return False
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HIDDEN[0])
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's code that called redcoast."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and is_hidden(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def own_line(trace: Any) -> str:

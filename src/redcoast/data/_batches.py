@@ -105,6 +105,7 @@ class Batches:
         )
         return jax.tree.map(abstract, self.peek())
 
+    @hide_frames
     def peek(self) -> PyTree[np.ndarray]:
         """Collates this process's rows of a first batch on the host, without advancing."""
         own = own_rows(self.mesh, self.batch_size)
@@ -125,6 +126,7 @@ class Batches:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
 
+    @hide_frames
     def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
         """Sets the position, so that the next batch is the one after the given state.
 
@@ -189,6 +191,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    @hide_frames
     def __next__(self) -> Batch:
         if self._loading is None:
             self._loading = self._load()

@@ -106,6 +106,7 @@ class CompiledEvaluation:
     mean_loss: Callable[..., Any] | None
     prediction: Callable[..., Any] | None
 
+    @hide_frames
     def __call__(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
         """The metrics of a model."""
         metrics: dict[str, float] = {}

@@ -113,6 +113,7 @@ class Plan:
 
         return Constrained(fn, self.mesh, self.compute)
 
+    @hide_frames
     def verify(
         self,
         loss_fn: Callable[..., Any],

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..core._errors import check_integer, noting
+from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._run import RunInfo, all_loggers, start_loggers
@@ -94,6 +95,7 @@ class MetricsReader:
         self._skipped = 0  # steps in a row
         self._read_steps = self._skipped_steps = 0  # of all
 
+    @hide_frames
     def push(
         self,
         step: int,
@@ -127,6 +129,7 @@ class MetricsReader:
             self.flush()
         self._check(step, explain)
 
+    @hide_frames
     def flush(self) -> None:
         """Waits for the last step and reads its metrics."""
         before, self._pending = self._pending, None

@@ -19,6 +19,7 @@ def printed(tmp_path_factory):
     command = [sys.executable, str(HELPERS / "natural_mistakes.py"), str(directory)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr
+    assert not process.stderr, "something is printed below the last error"
     return json.loads(process.stdout.splitlines()[-1])
 
 

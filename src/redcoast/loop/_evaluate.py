@@ -226,7 +226,7 @@ def compile_prediction(
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
         return _compile(predict, plan, **options)
-    return _compile(_prediction_to_read, plan, over=plan.mesh, gather=gather, **options)
+    return _compile(_prediction_to_read, plan, **options, over=plan.mesh, gather=gather)
 
 
 def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> Callable[..., Any]:

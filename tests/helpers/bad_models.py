@@ -46,7 +46,7 @@ ROWS = {
         ),
     ],
     "load_checkpoint": [
-        (lambda d: rc.load_checkpoint(d / "none"), ValueError, "no checkpoint at.*none"),
+        (lambda d: rc.load_checkpoint(d / "none"), FileNotFoundError, "no checkpoint at.*none"),
         (
             lambda d: rc.load_checkpoint(saved(d), {"v": np.ones((2, 3), np.float32)}),
             ValueError,
@@ -157,7 +157,7 @@ ROWS = {
         ),
     ],
     "load_pretrained": [
-        (lambda d: rc.load_pretrained(d / "none"), ValueError, "nothing at.*none"),
+        (lambda d: rc.load_pretrained(d / "none"), FileNotFoundError, "nothing at.*none"),
         (
             lambda d: rc.load_pretrained(written(d / "e" / "config.json", "{}")),
             ValueError,
@@ -235,7 +235,7 @@ ROWS = {
         (lambda d: lora.trainable(llama()), ValueError, "no adapters"),
         (lambda d: lora.adapters(llama()), ValueError, "no adapters"),
         (lambda d: lora.with_adapters(llama(), llama()), ValueError, "there are none"),
-        (lambda d: lora.load_adapters(llama(), d / "none"), ValueError, "none"),
+        (lambda d: lora.load_adapters(llama(), d / "none"), FileNotFoundError, "none"),
         (lambda d: lora.save_adapters(llama(), d / "l"), ValueError, "no adapters"),
     ],
 }

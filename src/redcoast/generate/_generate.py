@@ -9,8 +9,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
 from ..core._decoding import Decoding
+from ..core._frames import hide_frames
 
 
+@hide_frames
 def generate(
     model: PyTree,
     tokens: Shaped[Array | np.ndarray, "batch ..."],

@@ -7,8 +7,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._errors import check_kind
+from ..core._frames import hide_frames
 
 
+@hide_frames
 def load_pretrained(
     path: str | Path,
     *,
@@ -44,10 +46,11 @@ def load_pretrained(
 
     **Raises:**
 
-    `ValueError` if there is no model at `path`, or if its architecture or one of its settings is
-    not implemented; if the weights are pickled, because unpickling can run arbitrary code; or if
-    the files do not hold exactly the tensors of the model (all missing, unexpected and misshapen
-    ones are listed). `TypeError` if the configuration does not have a field of `options`.
+    `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no model, or if its
+    architecture or one of its settings is not implemented; if the weights are pickled, because
+    unpickling can run arbitrary code; or if the files do not hold exactly the tensors of the model
+    (all missing, unexpected and misshapen ones are listed). `TypeError` if the configuration does
+    not have a field of `options`.
 
     !!! Example
 
@@ -64,6 +67,7 @@ def load_pretrained(
     return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, options)
 
 
+@hide_frames
 def save_pretrained(
     model: Any,
     path: str | Path,

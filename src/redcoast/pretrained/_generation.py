@@ -1,12 +1,12 @@
 """The defaults of decoding in `generation_config.json`, or in older `config.json` files."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._frames import warn
 from ._settings import published_ids, token_ids
 from ._source import GENERATION, SETTINGS
 
@@ -70,10 +70,9 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     elif given.get("do_sample"):
         unserved.append("beam search that samples (`do_sample`)")
     if unserved:
-        warnings.warn(
+        warn(
             f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
-            f"that are left out: {'; '.join(unserved)}.",
-            stacklevel=2,
+            f"that are left out: {'; '.join(unserved)}."
         )
     try:
         return Decoding(**options)

@@ -50,9 +50,10 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def open_source(path: Path) -> Source:
     """Reads the settings and the headers of the files, but no tensors."""
     if not path.exists():
-        raise ValueError(
-            f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, "
-            "such as one from `huggingface-cli download --local-dir`, or a `.gguf` file."
+        raise FileNotFoundError(
+            f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, or "
+            "a `.gguf` file. Download a model of Hugging Face's first, with "
+            "`huggingface-cli download NAME --local-dir DIRECTORY`."
         )
     if path.is_dir():
         return _open_directory(path)

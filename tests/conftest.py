@@ -37,6 +37,8 @@ from budget import pytest_runtest_call  # noqa: E402, F401  # a hook
 jaxtyping.jaxtyped = check_annotations  # pyright: ignore[reportAttributeAccessIssue]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What fails shows all frames, those of redcoast too.
+jax.config.update("jax_traceback_filtering", "off")
 
 
 def pytest_collection_finish():

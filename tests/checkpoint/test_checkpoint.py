@@ -236,7 +236,7 @@ def test_a_missing_optimizer_state_raises(tmp_path):
 
 
 def test_missing_and_newer_checkpoints_raise(tmp_path):
-    with pytest.raises(ValueError, match="There is no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint at"):
         rc.load_checkpoint(tmp_path / "none")
     rc.save_checkpoint(tmp_path / "a", {"x": jnp.ones(3)})
     file = tmp_path / "a" / "metadata" / "metadata"

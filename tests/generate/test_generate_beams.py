@@ -20,7 +20,7 @@ from generate_helpers import (
 from grids import few_of
 
 from redcoast.generate import generate
-from redcoast.generate._beam_search import batch_dims, reorder_rows, repeat_rows
+from redcoast.generate._rows import batch_dims, reorder_rows, repeat_rows
 
 ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])
 PROMPT: Any = {"mask": LEFT_MASK, "max_new_tokens": 8}

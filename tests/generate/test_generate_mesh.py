@@ -119,15 +119,9 @@ def test_as_a_predict_fn():
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
     arrays, static = split(model)
-    options: dict[str, Any] = {
-        "key": None,
-        "temperature": 0.0,
-        "top_k": None,
-        "top_p": None,
-        "beams": 1,
-    }
-    options |= {"length_penalty": 1.0, "max_new_tokens": 16, "room": 16, **HOW[how]}
-    request = make_request(CONFIG, eos=(), **options)
+    decoding = rc.Decoding(eos=(), **HOW[how])
+    length = {"max_new_tokens": 16, "room": 16, "prompt": TOKENS.shape[1]}
+    request = make_request(CONFIG, decoding, key=None, **length)
     prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
     program: Any = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
     gathered = re.findall(r"= \(?f32\[([\d,]*)\]\S* all-gather\(", program)

@@ -307,7 +307,7 @@ def test_pickles_are_not_opened(tmp_path):
 
 
 def test_places_without_a_model(tmp_path, directory):
-    with pytest.raises(ValueError, match="nothing at .*no-such.*on this machine"):
+    with pytest.raises(FileNotFoundError, match="nothing at .*no-such.*on this machine"):
         rc.load_pretrained(tmp_path / "no-such")
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
         rc.load_pretrained(tmp_path)

@@ -75,6 +75,7 @@ def test_what_is_saved_is_read_by_the_library(tmp_path, dtype):
     rc.save_pretrained(model, tmp_path / "model")
     assert {file.name for file in (tmp_path / "model").iterdir()} == {
         "config.json",
+        "generation_config.json",
         "model.safetensors",
     }
     with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:

@@ -60,7 +60,10 @@ def test_there_are_many_and_of_every_public_function():
         "progress_logger",
         "jsonl_logger",
         "tensorboard_logger",
+        "CheckpointDamaged",
+        "CheckpointMismatch",
         "CheckpointNotSaved",
+        "ProcessLost",
         "lora.LowRank",
         "lora.merge",
     }

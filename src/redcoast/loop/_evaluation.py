@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions, check_integer, check_kind, noting
+from ..core._errors import check_functions, check_integer, check_kind
+from ..core._frames import hide_frames
+from ..core._user_functions import calling
 from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, chunks, ordered_batches
@@ -105,6 +107,7 @@ class CompiledEvaluation:
     mean_loss: Callable[..., Any] | None
     prediction: Callable[..., Any] | None
 
+    @hide_frames
     def __call__(
         self,
         model: PyTree,
@@ -158,8 +161,10 @@ class CompiledEvaluation:
         metrics: dict[str, float] = {}
         if is_main():
             examples = fetch(self.evaluation.examples, list(range(len(outputs))))
-            with noting("Raised by `metric_fn`, or in what it calls."), doing("`metric_fn`"):
-                metrics = _check_metrics(metric_fn(examples, outputs), taken)
+            given = {"examples": examples, "outputs": outputs}
+            with calling("metric_fn", given), doing("`metric_fn`"):
+                metrics = metric_fn(examples, outputs)
+            metrics = _check_metrics(metrics, taken)
         return decide("the metrics of an evaluation", metrics)
 
     def _batches(self, advance: Callable[[], None] = lambda: None) -> Generator[Loaded, None, None]:
@@ -174,6 +179,7 @@ class CompiledEvaluation:
                 advance()
 
 
+@hide_frames
 def compile_evaluation(
     evaluation: Evaluation, plan: Plan, *, compute_dtype: Any = None
 ) -> CompiledEvaluation:

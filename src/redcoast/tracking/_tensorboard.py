@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ..core._frames import hide_frames
 from ._run import join_run
 from ._run_info import RunInfo
 
@@ -44,6 +45,7 @@ class TensorboardLogger:
         return self._writer
 
 
+@hide_frames
 def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
     """Creates a logger that writes metrics to event files, which TensorBoard shows.
 

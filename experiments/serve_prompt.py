@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import _options
 import jax
@@ -31,7 +32,7 @@ def main(c: Config) -> None:
     rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
-    sizes = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
+    sizes: dict[str, Any] = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
     mesh = rc.make_mesh(**sizes)
     model = rc.load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=jnp.float32)
 

@@ -3,6 +3,7 @@ import inspect
 import io
 import itertools
 import logging
+import sys
 import time
 
 import pytest
@@ -119,7 +120,7 @@ def test_bar_on_a_terminal(clock):
 
 def test_epoch_is_shown_where_there_is_room(clock, monkeypatch):
     for columns, shown in ((80, True), (66, False)):
-        monkeypatch.setattr(_progress.sys, "stderr", file := Terminal())
+        monkeypatch.setattr(sys, "stderr", file := Terminal())
         monkeypatch.setenv("COLUMNS", str(columns))
         bar = progress(1000, enabled=True, steps_per_epoch=250)
         assert bar._bar is not None

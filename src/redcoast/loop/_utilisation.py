@@ -1,5 +1,6 @@
 """The least time that a step could take, to which the measured time is compared as MFU."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,10 @@ def seconds_at_peak(
     rates = next((x.flops for x in CHIPS.values() if x.device_kind == kind and x.kind != "cpu"), {})
     if not rates or trainable is not eqx.is_inexact_array:
         return None
-    measure = lambda *args: evaluate_loss(loss_fn, *args, compute_dtype).loss
+    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
+    loss = lambda *args: measure(*args).loss
     with traced_over(mesh):
-        jaxpr, _, _ = eqx.filter_make_jaxpr(measure)(state.model, batch, abstract_key())
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
     flops = contractions(jaxpr).flops
     if not flops or not flops.keys() <= rates.keys():
         return None

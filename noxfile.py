@@ -12,8 +12,11 @@ WORKERS = ("-n", "2", "--dist", "worksteal")
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
-def install(session: nox.Session, *groups: str, extras: str = "experiments") -> None:
-    session.install("-e", f".[{extras}]", *nox.project.dependency_groups(PROJECT, *groups))
+def install(
+    session: nox.Session, *groups: str, extras: str = "experiments", pip: tuple[str, ...] = ()
+) -> None:
+    packages = nox.project.dependency_groups(PROJECT, *groups)
+    session.install(*pip, "-e", f".[{extras}]", *packages)
 
 
 @nox.session
@@ -21,8 +24,7 @@ def tests(session: nox.Session) -> None:
     """The default suite, on 8 emulated CPU devices. Arguments go to pytest."""
     # Python compiles what the tests import; pip would compile all files of all packages, which
     # takes as long as the rest of the installation.
-    session.env["PIP_NO_COMPILE"] = "1"
-    install(session, "tests")
+    install(session, "tests", pip=("--no-compile",))
     session.run("pytest", *WORKERS, *session.posargs)
 
 

@@ -61,6 +61,7 @@ def one_device(how):
         several=True,
     ),
 )
+@pytest.mark.few("fsdp-beams")
 def test_called_as_it_is_a_model_stays_split(mesh, how):
     found = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
     np.testing.assert_array_equal(found, one_device(how))
@@ -88,6 +89,7 @@ def test_a_stream_of_a_split_model_compiles_once():
     assert jitted._cache_size() == before + 1
 
 
+@pytest.mark.thorough
 def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     model = planned("2x4")[1]
     mesh = model.embed.sharding.mesh
@@ -116,6 +118,7 @@ def test_as_a_predict_fn():
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
+@pytest.mark.few("greedy")
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
     arrays, static = split(model)

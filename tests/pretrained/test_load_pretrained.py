@@ -149,6 +149,7 @@ SPECS = {
     ("fill", "most"),
     [(fill_host, n) for n in (60, 999, 10**6)] + [(fill_device, n) for n in (4000, 10**6)],
 )
+@pytest.mark.few("fill_host-999", "fill_device-4000")
 def test_shardings_as_they_are_given_and_pieces_of_any_size(directory, monkeypatch, fill, most):
     monkeypatch.setattr(loading, "fill_host", fill)
     monkeypatch.setattr(loading, "_piece_elements", lambda *_: most)
@@ -184,6 +185,7 @@ def cast(directory, dtype, **others):
 
 @pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("fill", [fill_host, fill_device])
+@pytest.mark.few("fill_device-bfloat16")
 def test_half_precision_stays_what_it_is(directory, monkeypatch, dtype, fill):
     monkeypatch.setattr(loading, "fill_host", fill)
     monkeypatch.setattr(loading, "_piece_elements", lambda *_: 2000)

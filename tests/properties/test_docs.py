@@ -183,8 +183,9 @@ def test_public_functions_have_an_example():
     assert missing <= WITHOUT_EXAMPLE | {"LlamaConfig"}
 
 
-# Whole programs.
-LONG = {"Llama", "generate", "load_pretrained"}
+# Whole programs, or long to compile.
+LONG = {"Llama", "generate", "load_pretrained", "save_pretrained", "suggest_mesh", "prepare"}
+LONG |= {"MeshSuggestion", "Evaluation", "CheckpointNotSaved", "moving_average", "train_steps"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from redcoast_cli._usage import wrapped
+
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 STYLE = (tyro.conf.DisallowNone,)
 # Modules with options; all others that a script imports, except Python's own, are slow.
@@ -91,11 +93,11 @@ def _convert(kind: Any, value: Any) -> Any:
 
 def description(doc: str | None, script: Path) -> str:
     """The text of a script, with an example of its use."""
-    text = (doc or "").strip()
+    text = wrapped(doc or "")
     if f"{script.name} " in text:
         return text
-    example = f"python {sys.argv[0]} --local-devices 8 --mesh fsdp=4,model=2"
-    return f"{text}\n\nExample: {example}"
+    example = f"python {sys.argv[0]} --local-devices 8 --mesh 2x4"
+    return f"{text}\n\nExample:\n    {example}"
 
 
 def resume_command() -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from ._options import Doctor, DryRun, Plan
+from ._usage import wrapped
 
 EXAMPLES = """Plans, compiles and diagnoses distributed training.
 
@@ -15,10 +16,11 @@ EXAMPLES = """Plans, compiles and diagnoses distributed training.
     redcoast doctor
 """
 COMMANDS = {DryRun: "_dry_run", Plan: "_plan", Doctor: "_doctor"}
+named = lambda name, kind: tyro.conf.subcommand(name, description=wrapped(kind.__doc__ or ""))
 Command = (
-    Annotated[DryRun, tyro.conf.subcommand("dry-run")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    Annotated[DryRun, named("dry-run", DryRun)]
+    | Annotated[Plan, named("plan", Plan)]
+    | Annotated[Doctor, named("doctor", Doctor)]
 )
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 

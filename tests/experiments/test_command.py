@@ -49,7 +49,8 @@ def test_plan_prints_the_summary_and_the_table(model, capsys):
     out = capsys.readouterr().out
     assert out.startswith("8 devices = ")
     assert "Plan over the mesh data=2, fsdp=1, model=4" in out
-    assert re.search(r"^embed +64 x 64 ", out, re.M)
+    assert re.search(r"^path +shape +spec +MB/device$", out, re.MULTILINE)
+    assert re.search(r"embed.* \(64, 64\) ", out)
 
 
 def test_plan_as_json(model, capsys):

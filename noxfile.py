@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import nox
 
@@ -9,6 +10,7 @@ nox.options.sessions = ["lint", "tests", "docs"]
 REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
 # A worker runs neighbouring tests, which share fixtures, and takes over from the other at the end.
 WORKERS = ("-n", "2", "--dist", "worksteal")
+README = Path("README.md").resolve()
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -125,6 +127,26 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("pyright")
     session.run("lint-imports", "--no-cache")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the sdist, and the README's first example in an environment without a clone."""
+    session.install("build")
+    out = Path(session.create_tmp()).resolve()
+    shutil.rmtree(out / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(out / "dist"))
+    example = README.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    (out / "example.py").write_text(example, "utf-8")
+    session.chdir(out)  # so that nothing of the clone is found
+    (wheel,) = (out / "dist").glob("*.whl")
+    session.install(str(wheel))
+    session.run("redcoast", "--help")
+    session.run("redcoast", "doctor")
+    session.run("python", "example.py")
+    (source,) = (out / "dist").glob("*.tar.gz")
+    session.install("--force-reinstall", "--no-deps", str(source))
+    session.run("redcoast", "plan", "--model", "gpt2-small", "--mesh", "2x4")
 
 
 @nox.session

@@ -29,7 +29,7 @@ class Glyph:
 
 @pytest.mark.seconds(10)  # a whole run
 def test_captions_are_trained_and_shown(captions, script, monkeypatch, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    run = script("_options").Run(mesh="2x4", directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)
     small = {"size": 8, "width": 16, "layers": 1, "batch_size": 8, "steps": 2}
     captions.main(captions.Config(**small, run=run))

@@ -105,7 +105,7 @@ def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, co
 
 
 def test_initial_states_depend_on_the_seed_of_the_run_and_on_the_iteration(experiment, script):
-    config = lambda seed: experiment.Config(run=script("_common").Run(seed=seed))
+    config = lambda seed: experiment.Config(run=script("_options").Run(seed=seed))
     seeds = lambda seed, stream, number: experiment.episode_seeds(config(seed), stream, number, 8)
     places = [(seed, stream, i) for seed in (0, 1) for stream in (0, 1) for i in (0, 1, 2)]
     found = [seeds(*place) for place in places]

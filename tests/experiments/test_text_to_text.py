@@ -18,12 +18,12 @@ def module(script):
 @pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
 def test_short_run_leaves_samples(beams, module, script, monkeypatch, tmp_path):
-    common = script("_common")
+    options = script("_options")
     pairs = [(f"add {a}", f"{a}, {b}") for a in "abcd" for b in "efgh"]
     monkeypatch.setattr(module, "read_characters", lambda: pairs)
     if beams is None:  # beam search takes long to compile, so the source is copied
         monkeypatch.setattr(module.rc, "generate", lambda model, tokens, **options: tokens)
-    run = common.Run(mesh="2x4", directory=tmp_path)
+    run = options.Run(mesh="2x4", directory=tmp_path)
     module.main(module.Config(beams=beams or 1, batch_size=8, steps=2, run=run, **SIZES))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())

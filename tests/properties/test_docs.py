@@ -95,7 +95,7 @@ def test_blocks_of_the_readme_train_and_print_the_plan(mesh, tmp_path):
     result = run_apart(emulated.replace('mesh="auto"', f"mesh={mesh}"), tmp_path)
     assert result.returncode == 0, result.stderr
     (plan,) = outputs(README)
-    assert result.stdout.startswith(plan) or mesh == '"auto"'
+    assert plan in result.stdout or mesh == '"auto"'
     losses = re.findall(r"loss (\S+)", result.stderr)
     assert float(losses[-1]) < 0.1
     assert float(result.stdout.split()[-1]) < 1.1  # the loss of the loop, after 10 steps

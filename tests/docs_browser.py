@@ -6,6 +6,8 @@ On a wide screen no code block and no table may be cut off. On a phone they may 
 in its own box, but the page itself may not be wider than the screen.
 """
 
+# pyright: reportMissingImports=false
+
 import functools as ft
 import shutil
 import threading
@@ -16,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from selenium import webdriver  # pyright: ignore[reportMissingImports]
-from selenium.webdriver.chrome.service import Service  # pyright: ignore[reportMissingImports]
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 
 WIDE, PHONE = 1440, 390
 # Chromium rounds both widths, so they may differ by a pixel.

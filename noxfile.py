@@ -140,6 +140,13 @@ def docs_browser(session: nox.Session) -> None:
 
 
 @nox.session
+def notebooks(session: nox.Session) -> None:
+    """Runs the notebooks of the docs, and writes their outputs and pages; ten minutes."""
+    install(session)
+    session.run("python", "experiments/benchmarks/notebooks.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The measurements that the README and the docs quote."""
     install(session)

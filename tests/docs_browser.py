@@ -3,7 +3,8 @@
     mkdocs build --strict && python tests/docs_browser.py --site site
 
 On a wide screen no code block and no table may be cut off. On a phone they may be scrolled, each
-in its own box, but the page itself may not be wider than the screen.
+in its own box, but the page itself may not be wider than the screen. The search must find the page
+that is meant.
 """
 
 # pyright: reportMissingImports=false
@@ -16,10 +17,13 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import tyro
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 WIDE, PHONE = 1440, 390
 # Chromium rounds both widths, so they may differ by a pixel.
@@ -35,6 +39,21 @@ return {
   page: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
 };
 """
+
+
+# What a reader searches, and the page that should be found first.
+SEARCHES = {
+    "OOM": "howto/out_of_memory/",
+    "out of memory": "howto/out_of_memory/",
+    "tensor parallel": "concepts/",
+    "fsdp": "concepts/",
+    "LoRA": "models/",
+    "resume": "checkpoints/",
+    "tokenizer": "howto/hugging_face/",
+    "profile": "howto/profiling/",
+    "early stopping": "howto/best_checkpoint/",
+    "flax": "migration/flax/",
+}
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -82,6 +101,16 @@ def looked_at(chrome: webdriver.Chrome, url: str, width: int, picture: Path) -> 
     return found
 
 
+def first_result(chrome: webdriver.Chrome, url: str, query: str) -> str:
+    """The path of the first page that the site's search finds."""
+    screen(chrome, WIDE, 900)
+    chrome.get(f"{url}/?q={quote(query)}")
+    link = ".md-search-result__item a"
+    found = WebDriverWait(chrome, 30).until(lambda x: x.find_elements(By.CSS_SELECTOR, link))
+    address = str(found[0].get_attribute("href"))
+    return urlsplit(address).path.removeprefix("/")
+
+
 def pages(site: Path) -> list[str]:
     """The paths of the pages, such as `sharding/`."""
     found = sorted(path.relative_to(site).parent for path in site.rglob("index.html"))
@@ -119,8 +148,11 @@ def main(
                 f"{width} pixels: {total['cut_blocks']} of {total['blocks']} code blocks and "
                 f"{total['cut_tables']} of {total['tables']} tables are wider than their box"
             )
+        for query, path in () if page else SEARCHES.items():
+            if (found := first_result(chrome, url, query)) != path:
+                faults.append(f"The search for {query!r} finds {found or 'home'}, not {path}")
     if faults:
-        raise SystemExit("\n".join(["Wider than the screen:", *faults]))
+        raise SystemExit("\n".join(["Wider than the screen, or not found:", *faults]))
 
 
 if __name__ == "__main__":

@@ -180,11 +180,14 @@ def namespace(name):
     return modules | functions | made | data | batches | more
 
 
-def test_reference_has_an_entry_for_every_public_name_on_the_page_of_its_folder():
+def test_reference_has_one_entry_for_every_public_name_on_the_page_of_its_folder():
+    reference = {name: text for name, text in PAGES.items() if name.startswith("reference/")}
     for name, x in public().items():
         if isinstance(x, type | types.FunctionType) and name != "Llama":
-            folder = x.__module__.split(".")[1]
-            assert f"::: redcoast.{name}\n" in PAGES[f"reference/{folder}.md"]
+            (page,) = [p for p, text in reference.items() if f"::: redcoast.{name}\n" in text]
+            _, *folders = x.__module__.split(".")
+            # Exceptions are shown as those of `redcoast` itself; `core` has no page.
+            assert not folders or folders[0] in ("core", Path(page).stem)
             assert f"[redcoast.{name}]" in PAGES["api.md"]
 
 
@@ -193,8 +196,9 @@ def test_public_functions_have_an_example():
     assert missing <= WITHOUT_EXAMPLE | {"LlamaConfig"}
 
 
-# Whole programs.
-LONG = {"Llama", "generate", "load_pretrained"}
+# Whole programs, or long to compile.
+LONG = {"Llama", "generate", "load_pretrained", "save_pretrained", "suggest_mesh", "prepare"}
+LONG |= {"MeshSuggestion", "Evaluation", "CheckpointNotSaved", "moving_average", "train_steps"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ._request import Request
 from ._sampling import sample
 
 
-def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "batch room"]:
+def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "results room"]:
     """Generates tokens, padded to the size of the bucket."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
     return (sample if request.beams == 1 else search)(model, tokens, mask, request)
@@ -30,7 +30,7 @@ def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "
 
 def decode_compiled(
     model: Any, tokens: Any, mask: Any, request: Request
-) -> Int[Array, "batch new"]:
+) -> Int[Array, "results new"]:
     """Generates tokens with a program that is compiled for a bucket of shapes."""
     arrays, static = split(model)
     prompt = prepare_prompt(model, arrays, tokens, mask)
@@ -88,7 +88,7 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
     return None
 
 
-def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
+def trim(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:
     """Returns the first `count` columns, after checking that no token is invalid."""
     if isinstance(new, Tracer):
         return new[:, :count]

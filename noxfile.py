@@ -156,6 +156,23 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", *session.posargs)
 
 
+@nox.session(name="docs-browser")
+def docs_browser(session: nox.Session) -> None:
+    """Every page in Chromium, on a wide screen and on a phone: nothing may be cut off."""
+    install(session, "docs")
+    session.install("selenium>=4.20")
+    site = session.create_tmp()
+    session.run("mkdocs", "build", "--strict", "--site-dir", f"{site}/site")
+    session.run("python", "tests/docs_browser.py", "--site", f"{site}/site", *session.posargs)
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Runs the notebooks of the docs, and writes their outputs and pages; ten minutes."""
+    install(session)
+    session.run("python", "experiments/benchmarks/notebooks.py", *session.posargs)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """The measurements that the README and the docs quote."""

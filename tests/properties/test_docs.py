@@ -22,7 +22,9 @@ from problem import batch_of, collate_fn, loss_fn, make_examples, make_model, pr
 import redcoast as rc
 from redcoast.models.llama import Llama, LlamaConfig
 
-PAGES = {path.name: path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
+DOCS = ROOT / "docs"
+FILES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+PAGES = {name: path.read_text("utf-8") for name, path in FILES.items()}
 README = (ROOT / "README.md").read_text("utf-8")
 # These show something of one line or of an attribute, and have no example of their own.
 WITHOUT_EXAMPLE = {"Plan", "TrainState", "Batch", "Batches", "Restored", "Step"}
@@ -176,6 +178,17 @@ def namespace(name):
     more = loop | {"init_fn": lambda key: make_model(), "Llama": Llama, "LlamaConfig": LlamaConfig}
     more |= {"plan": rc.plan_step(state, loss_fn, batch_of(16), mesh), "target": model}
     return modules | functions | made | data | batches | more
+
+
+def test_reference_has_one_entry_for_every_public_name_on_the_page_of_its_folder():
+    reference = {name: text for name, text in PAGES.items() if name.startswith("reference/")}
+    for name, x in public().items():
+        if isinstance(x, type | types.FunctionType) and name != "Llama":
+            (page,) = [p for p, text in reference.items() if f"::: redcoast.{name}\n" in text]
+            _, *folders = x.__module__.split(".")
+            # Exceptions are shown as those of `redcoast` itself; `core` has no page.
+            assert not folders or folders[0] in ("core", Path(page).stem)
+            assert f"[redcoast.{name}]" in PAGES["api.md"]
 
 
 def test_public_functions_have_an_example():

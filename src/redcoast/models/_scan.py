@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..core._target import target
+
 Remat = Literal["none", "dots", "full"]
 
 _POLICIES = {
@@ -55,7 +57,7 @@ def scan_layers(
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
     # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
-    loop = count > MOST_UNROLLED or jax.default_backend() != "cpu"
+    loop = count > MOST_UNROLLED or target().platform != "cpu"
     together = min(unroll or (1 if loop else count), count)
 
     def body(carry, inputs):

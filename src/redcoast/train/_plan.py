@@ -124,4 +124,11 @@ def _microbatch(batch: PyTree, accumulate: int) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
-    return lambda model, batch, key: evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
+    """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
+
+    def measure(model: PyTree, batch: PyTree, key: Any) -> Any:
+        found = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+        is_loss = found.model is model
+        return found.loss if is_loss else (found.loss, found.aux, found.model)
+
+    return measure

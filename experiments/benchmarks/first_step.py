@@ -30,7 +30,7 @@ OPTIMIZER = optax.adamw(3e-4)
 OURS = ("plan", "constrain", "rehearse the evaluation")
 
 
-def main(layers: int = 24, width: int = 1024, seq: int = 128, batch: int = 16) -> None:
+def main(layers: int = 24, width: int = 1024, seq: int = 16, batch: int = 8) -> None:
     """Prints a table.
 
     Args:

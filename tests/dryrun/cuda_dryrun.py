@@ -17,6 +17,7 @@ from odd_vocabulary import check_sent
 from paths import EXPERIMENTS
 
 import redcoast as rc
+from redcoast.core._target import compiling_for, target_of
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import target_devices
 from redcoast.dryrun._target import parse_target
@@ -122,7 +123,7 @@ def test_the_benchmark_of_a_gpu_fits_on_an_h100(gpu):
     model = jax.tree.map(placed, eqx.filter_eval_shape(gpu.init_fn(size.model, remats[0]), KEY))
     opt_state = jax.tree.map(placed, jax.eval_shape(gpu.OPTIMIZER.init, model))
     tokens = placed(jnp.zeros((size.batch, size.seq + 1), jnp.int32))
-    with gpu.attention(True):
+    with compiling_for(target_of(target_devices(target).devices[0])):
         step = gpu.bare_step().lower(model, opt_state, tokens).compile()
     assert "__cudnn$fmha" in step.as_text()
 
@@ -135,7 +136,7 @@ def test_the_generation_of_the_benchmark_compiles_for_an_h100(gpu, batch):
     model = jax.tree.map(half, gpu.abstract(size.model))
     prompts = jax.ShapeDtypeStruct((batch, size.prompt), jnp.int32, sharding=place)
     generate = lambda m, x: rc.generate(m, x, max_new_tokens=size.new[1], eos=())
-    with gpu.attention(True):
+    with compiling_for(target_of(target_devices(parse_target("h100:1")).devices[0])):
         program: Any = jax.jit(generate).lower(model, prompts).compile()
     weights = 2 * gpu.parameters(model)
     assert weights < program.memory_analysis().argument_size_in_bytes < 1.01 * weights

@@ -14,6 +14,7 @@ import pytest
 from jax.core import Tracer
 
 import redcoast as rc
+from redcoast.core._target import target
 from redcoast.dryrun import _devices as devices
 from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
 from redcoast.dryrun._compile import Compiled, cause, needed_bytes
@@ -68,6 +69,21 @@ def test_the_step_is_the_one_that_fit_compiles(run):
     sent = sum(one.count * one.sent_bytes for one in collectives(compiled.as_text(), mesh))
     assert run.sent_bytes == pytest.approx(sent, rel=0.01)
     assert str(run.plan) == str(plan)
+
+
+@pytest.mark.parametrize(("name", "platform"), [("h100:2", "gpu"), ("v4:2x2x1", "tpu")])
+def test_the_step_is_traced_for_the_target(name, platform):
+    """With or without the target's compiler."""
+    seen = []
+
+    def loss_fn(model, x, key):
+        seen.append(target().platform)
+        return jnp.mean((x @ model) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 4), np.float32)
+    rc.dry_run(lambda key: jnp.ones((4, 4)), loss_fn, x, optax.sgd(0.1), target=name)
+    assert set(seen) == {platform}
+    assert target().platform == jax.default_backend()
 
 
 def test_no_arrays_are_created():

@@ -21,6 +21,7 @@ from redcoast.generate import _streaming as streaming
 from redcoast.generate import generate
 from redcoast.generate._request import make_request
 from redcoast.models import Llama, LlamaConfig
+from redcoast.models._by_layer import by_layer
 
 CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=4, hidden=64)
 MODEL = Llama(CONFIG, key=jax.random.key(0))
@@ -121,7 +122,7 @@ def test_as_a_predict_fn():
 @pytest.mark.few("greedy")
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
-    arrays, static = split(model)
+    arrays, static = split((model, by_layer(model)))
     decoding = rc.Decoding(eos=(), **HOW[how])
     length = {"max_new_tokens": 16, "room": 16, "prompt": TOKENS.shape[1]}
     request = make_request(CONFIG, decoding, key=None, **length)

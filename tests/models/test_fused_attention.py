@@ -8,6 +8,7 @@ import pytest
 from flow_helpers import costs, links, unknown
 
 import redcoast as rc
+from redcoast.core._target import Target, compiling_for
 from redcoast.models import Llama, LlamaConfig, _attention
 
 # Eight query heads, four key heads.
@@ -73,3 +74,23 @@ def test_the_plan_is_that_of_the_products(monkeypatch, model):
     monkeypatch.setattr(_attention, "_has_kernel", lambda q, k: used.append(q.shape) or True)
     assert specs() == expected
     assert used
+
+
+def test_operations_are_chosen_for_the_device_that_is_compiled_for():
+    """One jitted function: what was traced for one device is not used for another."""
+    config = LlamaConfig(vocab=8, width=16, layers=2, heads=2, kv_heads=1, hidden=8)
+    make = lambda: Llama(config, key=jax.random.key(0))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), eqx.filter_eval_shape(make)
+    )
+    jitted = jax.jit(lambda model, tokens: model(tokens))
+    tokens = jax.ShapeDtypeStruct((2, 8), np.int32)
+
+    def chosen(device):
+        with compiling_for(device):
+            text = str(jitted.trace(abstract, tokens).jaxpr)
+        return "dot_product_attention" in text, "unroll=1" in text
+
+    devices = [Target("gpu", 9), Target("cpu", 0), Target("gpu", 7), Target("tpu", 0)]
+    expected = [(True, True), (False, False), (False, True), (False, True)]
+    assert [chosen(device) for device in devices] == expected

@@ -1,12 +1,14 @@
-"""What functions are traced with: keys that are nothing but shapes, and a mesh."""
+"""What functions are traced with: keys that are nothing but shapes, a mesh, and its devices."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
+
+from ._target import compiling_for, target_of
 
 
 def abstract_key() -> Any:
@@ -15,14 +17,17 @@ def abstract_key() -> Any:
 
 @contextmanager
 def traced_over(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Bare `PartitionSpec`s in a user's function that is traced inside refer to this mesh."""
+    """Bare `PartitionSpec`s in a user's function that is traced inside refer to this mesh, and
+    models choose operations of its devices."""
+    on = compiling_for(target_of(mesh.devices.flat[0])) if isinstance(mesh, Mesh) else nullcontext()
     here = jax.sharding.get_abstract_mesh()
     if not here.empty and dict(here.shape) == dict(mesh.shape):
         # Inside of `jax.shard_map` it is the same mesh, some of whose axes are manual.
-        yield
+        with on:
+            yield
         return
     # JAX changes to a mesh of another size only if there is none in between.
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh.abstract_mesh):
+    with on, use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh.abstract_mesh):
         yield
 
 

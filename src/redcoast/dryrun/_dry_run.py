@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from ..core._frames import hide_frames
 from ..core._pytree import split, trainable_arrays
+from ..core._target import compiling_for
 from ..core._tracing import without_ambient_mesh
 from ..distributed._mesh import AXES
 from ..sharding import Plan
@@ -39,6 +40,18 @@ def run(
 ) -> DryRun:
     """The dry run of the step that `make(init_fn, **options)` returns."""
     place = target_place(target)
+    with compiling_for(place.device):
+        return _run(init_fn, place, mesh, make, suggest, **options)
+
+
+def _run(
+    init_fn: Callable[..., Any],
+    place: Place,
+    mesh: Mesh | Mapping[str, int] | None,
+    make: Callable[..., Job],
+    suggest: bool,
+    **options: Any,
+) -> DryRun:
     job = make(init_fn, **options)
     sizes = cheapest(job, place) if mesh is None else _sizes(mesh)
     made = _mesh(sizes, place)

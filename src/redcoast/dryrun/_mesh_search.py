@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..core._target import compiling_for
 from ..distributed._kv_store import exchange
 from ..sharding.solver._memory import FILLED
 from ._compile import compile_job
@@ -97,9 +98,9 @@ LEAST_SHARE = 0.8
 
 def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
-    return choose(
-        _estimate_all(job, place), ft.partial(compile_candidate, job, place), place, compiled
-    )
+    compiling = ft.partial(compile_candidate, job, place)
+    with compiling_for(place.device):
+        return choose(_estimate_all(job, place), compiling, place, compiled)
 
 
 def cheapest(job: Job, place: Place) -> dict[str, int]:

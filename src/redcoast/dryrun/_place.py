@@ -1,12 +1,14 @@
 """The devices to find a mesh for, attached or of a target, and what is known about them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from ..core._target import Target as Device
+from ..core._target import target_of
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import BATCH_AXES, make_mesh
 from ..sharding import Hardware
@@ -43,6 +45,12 @@ class Place:
         """Whether these are CPU devices in place of an accelerator's."""
         kind = "cpu" if self.target is None else self.target.chip.kind
         return kind != "cpu" and self.devices[0].platform == "cpu"
+
+    @property
+    def device(self) -> Device:
+        """What models choose operations by. A CPU in place of a GPU has none of its kernels."""
+        found = target_of(self.devices[0])
+        return found if self.target is None else replace(found, platform=self.target.chip.kind)
 
     def mesh(self, sizes: Mapping[str, int]) -> Mesh:
         return make_mesh(**sizes, devices=self.devices)

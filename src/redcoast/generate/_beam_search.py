@@ -59,9 +59,14 @@ class Candidates(eqx.Module):
 
 
 def search(
-    model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
+    model: Any,
+    tokens: Shaped[Array, "batch ..."],
+    mask: Mask | None,
+    request: Request,
+    stepping: Any,
 ) -> Int[Array, "results room"]:
-    """Returns the best hypotheses of each row, `copies` of them."""
+    """Returns the best hypotheses of each row, `copies` of them. `stepping` is the model after the
+    prompt."""
     logits, cache, prompt = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams
     dims = batch_dims(cache, batch)
@@ -74,7 +79,7 @@ def search(
     def step(carry):
         cache, found = carry
         newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
-        logits, longer = follow(model, newest.reshape(-1), cache)
+        logits, longer = follow(stepping, newest.reshape(-1), cache)
         found = _select(logits, found, prompt, request)
         return reorder_rows(longer, cache, dims, found.running.parent), found
 

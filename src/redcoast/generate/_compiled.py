@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import place_batch, put, whole
 from ..distributed._mesh import BATCH_AXES
+from ..models._by_layer import by_layer
 from ._beam_search import search
 from ._checks import is_known
 from ._logits import INVALID
@@ -22,24 +23,29 @@ from ._request import Request
 from ._sampling import sample
 
 
-def decode(model: Any, tokens: Any, mask: Any, request: Request) -> Int[Array, "results room"]:
-    """Generates tokens, padded to the size of the bucket."""
+def decode(
+    model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None
+) -> Int[Array, "results room"]:
+    """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
+    tokens after the prompt."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
-    return (sample if request.beams == 1 else search)(model, tokens, mask, request)
+    run = sample if request.beams == 1 else search
+    return run(model, tokens, mask, request, model if stepping is None else stepping)
 
 
 def decode_compiled(
     model: Any, tokens: Any, mask: Any, request: Request
 ) -> Int[Array, "results new"]:
     """Generates tokens with a program that is compiled for a bucket of shapes."""
-    arrays, static = split(model)
+    arrays, static = split((model, by_layer(model)))
     prompt = prepare_prompt(model, arrays, tokens, mask)
     return trim(_decode(arrays, static, *prompt, request), int(request.limit))
 
 
 @ft.partial(jax.jit, static_argnums=1)
 def _decode(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: Request) -> Any:
-    return decode(join(arrays, static), tokens, mask, request)
+    model, stepping = join(arrays, static)
+    return decode(model, tokens, mask, request, stepping)
 
 
 def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:

@@ -25,9 +25,13 @@ class Last(eqx.Module):
 
 
 def sample(
-    model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
+    model: Any,
+    tokens: Shaped[Array, "batch ..."],
+    mask: Mask | None,
+    request: Request,
+    stepping: Any,
 ) -> Int[Array, "results room"]:
-    """Generates tokens until all rows have ended."""
+    """Generates tokens until all rows have ended. `stepping` is the model after the prompt."""
     cache, last = begin(model, tokens, mask, request)
     new = jnp.full((last.tokens.shape[0], request.room), request.pad, jnp.int32)
 
@@ -39,7 +43,7 @@ def sample(
 
     def step(carry):
         cache, last, new = carry
-        cache, last = advance(model, cache, last, request)
+        cache, last = advance(stepping, cache, last, request)
         return cache, last, write(new, last)
 
     return jax.lax.while_loop(keep_going, step, (cache, last, write(new, last)))[2]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
+from ..models._by_layer import by_layer
 from ._checks import check_stream
 from ._compiled import check_tokens, prepare_prompt
 from ._request import Request
@@ -51,6 +52,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
     # The call may be inside a traced function even if no argument is traced.
     check_stream(1, traced=isinstance(last.tokens, Tracer))
     places = _places((cache, last))
+    arrays, static = split(by_layer(model))
     yield last
     for _ in range(count - 1):
         cache, last = _advance(cache, arrays, static, last, request, places)

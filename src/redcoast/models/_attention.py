@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
+from ..core._target import target
 from ._dropout import dropout
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
@@ -119,7 +120,8 @@ def _has_kernel(q: Array, k: Array) -> bool:
     # cuDNN's kernel never materialises all scores. These are the shapes that it supports.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and min(q.shape[1], k.shape[1]) > 1
-    return half and sizes and jax.default_backend() == "gpu"
+    # Cards before Ampere have no such kernel.
+    return half and sizes and target().capability >= 8
 
 
 def wide(dtype: np.dtype) -> np.dtype:

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..core._target import target
+from ._by_layer import ByLayer
+
 Remat = Literal["none", "dots", "full"]
 
 _POLICIES = {
@@ -40,7 +43,8 @@ def scan_layers(
     - `layer_fn`: `layer_fn(x, cache, layer, index, key)` returns the residual stream and the cache
         after a layer. `layer` is one slice of `layers`, and `index` is its number.
     - `x`: the residual stream.
-    - `layers`: a PyTree whose arrays are stacked over layers along their first dimension.
+    - `layers`: a PyTree whose arrays are stacked over layers along their first dimension, or are
+        `ByLayer`s. With these there is no loop, and no rematerialisation.
     - `cache`: a PyTree that is passed from layer to layer, such as a key-value cache, or None.
     - `key`: PRNG key, split into one for each layer; None gives None to each layer.
     - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
@@ -52,10 +56,12 @@ def scan_layers(
 
     The residual stream and the cache after the last layer.
     """
+    if any(map(_is_by_layer, jax.tree.leaves(layers, is_leaf=_is_by_layer))):
+        return _run_layers(layer_fn, x, layers, cache, key)
     count = jax.tree.leaves(layers)[0].shape[0]
     keys = None if key is None else jax.random.split(key, count)
     # A loop compiles faster, but it copies slices of weights and gradients on a CPU.
-    loop = count > MOST_UNROLLED or jax.default_backend() != "cpu"
+    loop = count > MOST_UNROLLED or target().platform != "cpu"
     together = min(unroll or (1 if loop else count), count)
 
     def body(carry, inputs):
@@ -67,3 +73,24 @@ def scan_layers(
     inputs = (layers, jnp.arange(count), keys)
     (x, cache), _ = jax.lax.scan(body, (x, cache), inputs, unroll=together)
     return x, cache
+
+
+def _run_layers(
+    layer_fn: Callable[..., tuple[Array, Any]],
+    x: Float[Array, "..."],
+    layers: PyTree,
+    cache: PyTree,
+    key: PRNGKeyArray | None,
+) -> tuple[Float[Array, "..."], PyTree]:
+    stacks = jax.tree.leaves(layers, is_leaf=_is_by_layer)
+    count = next(len(stack.arrays) for stack in stacks if _is_by_layer(stack))
+    keys = [None] * count if key is None else jax.random.split(key, count)
+    for i, own in enumerate(keys):
+        of = lambda stack, i=i: stack.arrays[i] if _is_by_layer(stack) else stack[i]
+        layer = jax.tree.map(of, layers, is_leaf=_is_by_layer)
+        x, cache = layer_fn(x, cache, layer, jnp.asarray(i, jnp.int32), own)
+    return x, cache
+
+
+def _is_by_layer(x: Any) -> bool:
+    return isinstance(x, ByLayer)

@@ -127,8 +127,12 @@ def _microbatch(batch: PyTree, accumulate: int) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
-    @ft.wraps(loss_fn, updated=())
-    def loss(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-        return evaluate_loss(loss_fn, model, batch, key, compute_dtype).loss
+    """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
 
-    return loss
+    @ft.wraps(loss_fn, updated=())
+    def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
+        found = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+        is_loss = found.model is model
+        return found.loss if is_loss else (found.loss, found.aux, found.model)
+
+    return measure

@@ -1,0 +1,43 @@
+"""The device that a program is compiled for, which may be absent from this machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+# JAX's caches depend on it, so that nothing that was traced for one device is used for another.
+_given = jax.make_user_context()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What models choose their operations by.
+
+    **Attributes:**
+
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`.
+    - `capability`: the compute capability of an NVIDIA GPU, without the digits after the point; 0
+        for all else.
+    """
+
+    platform: str
+    capability: int
+
+
+def target() -> Target:
+    """The device that the current trace is for; by default the first of this machine."""
+    return _given.value or target_of(jax.local_devices()[0])
+
+
+def target_of(device: Any) -> Target:
+    capability = getattr(device, "compute_capability", "").partition(".")[0]
+    return Target(device.platform, int(capability) if capability.isdigit() else 0)
+
+
+@contextmanager
+def compiling_for(found: Target) -> Iterator[None]:
+    """Programs that are traced inside are for this device."""
+    with _given(_given.value or found):
+        yield

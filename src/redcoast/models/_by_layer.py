@@ -1,0 +1,52 @@
+"""Models whose layers are apart, for programs that read all weights again and again."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from ..core._target import target
+
+
+class ByLayer(eqx.Module):
+    """One array for each layer, in place of an array that is stacked over layers."""
+
+    arrays: tuple[Array, ...]
+
+
+def by_layer(model: PyTree) -> PyTree:
+    """On CPUs, replaces the stacked arrays of redcoast's models by views of each layer.
+
+    The views are the memory of the stacked arrays: nothing is copied, except layers that are not
+    aligned as XLA requires. A program that is given the stacked arrays copies each layer's weights
+    out of them. On other devices, the model is returned as it is.
+    """
+    if target().platform != "cpu":
+        return model
+    split = lambda x: jax.tree.map(_views, x) if _is_stack(x) else x
+    return jax.tree.map(split, model, is_leaf=_is_stack)
+
+
+def _is_stack(x: Any) -> bool:
+    kind = type(x)
+    return kind.__name__.endswith("Layers") and kind.__module__.startswith(f"{__package__}.")
+
+
+def _views(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or x.sharding.shard_shape(x.shape)[0] != x.shape[0]:
+        return x
+    shards = [(s.device, np.asarray(s.data)) for s in x.addressable_shards]
+    return ByLayer(tuple(_view(x, shards, i) for i in range(x.shape[0])))
+
+
+def _view(x: Array, shards: list[tuple[Any, np.ndarray]], i: int) -> Array:
+    put = lambda layer, device: jax.device_put(layer, device, may_alias=True)
+    if not isinstance(x.sharding, NamedSharding):
+        return put(shards[0][1][i], shards[0][0] if x.committed else None)
+    sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+    parts = [put(data[i], device) for device, data in shards]
+    return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, parts)

@@ -1,0 +1,61 @@
+"""On CPUs, decoding reads each layer's weights where they are, without copying them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import redcoast as rc
+from redcoast import models
+from redcoast.core._target import Target, compiling_for
+from redcoast.models._by_layer import ByLayer, by_layer
+
+SIZES: dict[str, Any] = {"vocab": 32, "width": 16, "layers": 3, "heads": 2, "hidden": 32}
+LLAMA = models.LlamaConfig(**SIZES, kv_heads=2)
+BART = models.BartConfig(**SIZES, decoder_layers=2, positions=32)
+
+
+def make(config: Any = LLAMA) -> Any:
+    kind = models.Llama if config is LLAMA else models.Bart
+    return kind(config, key=jax.random.key(0))
+
+
+def test_layers_are_the_memory_of_the_stack():
+    model = make()
+    found: Any = by_layer(model)
+    assert isinstance(found.layers.up, ByLayer)
+    assert found.embed is model.embed
+    begin, size = model.layers.up.unsafe_buffer_pointer(), model.layers.up.nbytes // 3
+    pointers = [x.unsafe_buffer_pointer() for x in found.layers.up.arrays]
+    assert pointers == [begin, begin + size, begin + 2 * size]
+    with compiling_for(Target("gpu", 9)):
+        assert by_layer(model) is model
+
+
+@pytest.mark.parametrize(
+    ("config", "beams"), [(LLAMA, 1), pytest.param(BART, 2, marks=pytest.mark.thorough)]
+)
+def test_tokens_are_those_of_the_stack(config, beams):
+    """Traced calls keep the stack."""
+    model, tokens = make(config), np.arange(2 * 16).reshape(2, 16)
+    call = lambda model: rc.generate(model, tokens, max_new_tokens=8, beams=beams, eos=())
+    np.testing.assert_array_equal(call(model), jax.jit(call)(model))
+
+
+def test_layers_stay_sharded():
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    model = jax.device_put(make(), rc.infer_shardings(make(), mesh))
+    found: Any = by_layer(model).layers
+    for stack, layers in zip(
+        jax.tree.leaves(model.layers),
+        jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, ByLayer)),
+        strict=True,
+    ):
+        for i, layer in enumerate(layers.arrays):
+            assert layer.sharding.is_equivalent_to(stack[i].sharding, layer.ndim)
+            np.testing.assert_array_equal(layer, stack[i])
+    split_by_layer = jax.NamedSharding(mesh, jax.P("model"))
+    stack = jax.device_put(jnp.zeros((4, 8)), split_by_layer)
+    assert by_layer(stack) is stack

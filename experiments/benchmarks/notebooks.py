@@ -68,6 +68,7 @@ def outputs(source: str, namespace: dict[str, Any]) -> list[Cell]:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    plt.close("all")  # those of other code
     *statements, last = ast.parse(source).body
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

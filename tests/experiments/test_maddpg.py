@@ -84,6 +84,7 @@ def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experimen
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, config):
     """So agents with independent critics learn as if each were trained alone."""
     model = eqx.filter(experiment.init_fn(config(), 20, jax.random.key(0)), eqx.is_inexact_array)

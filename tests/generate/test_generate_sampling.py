@@ -162,7 +162,7 @@ def test_rows_steps_and_keys_draw_differently():
 
 
 def test_at_temperature_zero_a_key_changes_nothing_and_filters_are_refused():
-    decode = ft.partial(generate, MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=5)
+    decode: Any = ft.partial(generate, MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=5)
     np.testing.assert_array_equal(decode(key=KEY), decode())
     for options in ({"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.1}):
         with pytest.raises(ValueError, match="only applies to sampling"):

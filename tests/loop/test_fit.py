@@ -214,6 +214,7 @@ def test_going_on_from_a_state_equals_never_having_stopped():
     assert whole.step == 8
 
 
+@pytest.mark.thorough
 def test_another_key_is_another_order():
     first, second, again = (
         losses(logged(key=key)[1])

@@ -214,6 +214,7 @@ def test_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     run(examples_of(name), namespace(name))
 
 
+@pytest.mark.integration
 def test_example_of_emulate_devices_runs(tmp_path):
     source = "import redcoast as rc\n" + "\n".join(examples_of("emulate_devices"))
     result = run_apart(source + "\nprint(dict(mesh.shape))", tmp_path)

@@ -32,11 +32,14 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 from annotations import check_annotations  # noqa: E402
 from budget import pytest_runtest_call  # noqa: E402, F401  # a hook
+from grids import pytest_collection_modifyitems  # noqa: E402, F401  # a hook
 
 # The hook of `--jaxtyping-packages` looks this up for each function that it decorates.
 jaxtyping.jaxtyped = check_annotations  # pyright: ignore[reportAttributeAccessIssue]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What fails shows all frames, those of redcoast too.
+jax.config.update("jax_traceback_filtering", "off")
 
 
 def pytest_collection_finish():

@@ -5,15 +5,19 @@ import typing as _typing
 
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
 from .checkpoint._checkpointer import Restored as Restored
+from .checkpoint._orbax import CheckpointDamaged as CheckpointDamaged
 from .checkpoint._policy import Checkpoints as Checkpoints
 from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
+from .checkpoint._tree import CheckpointMismatch as CheckpointMismatch
 from .checkpoint._tree import load_checkpoint as load_checkpoint
 from .checkpoint._tree import save_checkpoint as save_checkpoint
+from .core._decoding import Decoding as Decoding
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches
 from .distributed._arrays import batch_shardings as batch_shardings
 from .distributed._initialize import initialize as initialize
+from .distributed._kv_store import ProcessLost as ProcessLost
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
 from .generate import generate as generate

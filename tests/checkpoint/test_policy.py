@@ -100,7 +100,7 @@ def test_a_different_structure_is_not_damage(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, keep=2)
     save(checkpoints, {1: None, 2: None})
     other = {"y": jnp.ones(3)}
-    with pytest.raises(ValueError, match="Only in `like`: y"):
+    with pytest.raises(ValueError, match="another model or optimizer. Only in this run: y"):
         restore_newest(checkpoints, other, rc.infer_shardings(other, rc.make_mesh()))
     assert saved_steps(checkpoints) == [1, 2]
 

@@ -21,6 +21,7 @@ def fit(**options):
     [(10, {"steps": 2}, True), (10, {"epochs": 2}, True), (10, {"epochs": 1}, False)],
     ids=["steps", "epochs", "one short batch"],
 )
+@pytest.mark.few("steps")
 def test_a_batch_with_repeated_examples_warns(count, length, warned, caplog):
     """With `epochs=1` the batch is short instead, and contains each example once."""
     seen = []

@@ -148,9 +148,10 @@ def test_errors_of_collate_fn_name_the_examples():
 
     with pytest.raises(KeyError) as info:
         list(train(make_examples(7), collate))
-    (note,) = info.value.__notes__
+    note, given = info.value.__notes__
     assert "3" in note
     assert "indices" in note
+    assert given.startswith("The first of the examples is ")
     assert any(entry.name == "collate" for entry in info.traceback)
 
 

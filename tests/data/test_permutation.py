@@ -25,6 +25,7 @@ def test_epochs_and_seeds_have_their_own_orders():
 
 
 @pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.few("4")
 def test_all_orders_are_equally_likely(length):
     draws = 2000
     seen = Counter(

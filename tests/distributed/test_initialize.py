@@ -258,6 +258,7 @@ def test_a_missing_process_is_named():
     assert last.startswith("TimeoutError: Process 1 of 2 did not join within 2 s.")
 
 
+@pytest.mark.integration
 def test_all_connected_processes_name_the_missing_one():
     outcomes = meet_in_threads([(4, 0), (4, 1)], free_port(), 3)
     for error in outcomes.values():
@@ -285,6 +286,7 @@ def meet_here(*arguments):
     return str(error.value)
 
 
+@pytest.mark.integration
 def test_nothing_listens_at_the_address():
     port = free_port()
     said = meet_here(f"127.0.0.1:{port}", 2, 1, 2)
@@ -293,12 +295,14 @@ def test_nothing_listens_at_the_address():
     assert "nothing listens on that port" in said
 
 
+@pytest.mark.integration
 def test_an_unknown_host_name():
     said = meet_here("nowhere.invalid:1234", 3, 2, 2)
     assert "did not reach process 0 at nowhere.invalid:1234" in said
     assert "no machine of that name is known" in said
 
 
+@pytest.mark.integration
 def test_another_program_at_the_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -360,6 +364,7 @@ def test_two_processes_with_one_id_raise():
         assert "Two processes were started as process 1" in str(error)
 
 
+@pytest.mark.integration
 def test_a_process_may_time_out_and_connect_again():
     port = free_port()
     outcomes = []

@@ -223,6 +223,7 @@ def test_changes_are_the_smallest_of_their_kind(run):
     ]
 
 
+@pytest.mark.thorough
 def test_changes_are_combined_if_none_is_enough(run):
     peak = lambda split, rows, remat, low: 100 // split + 8 * rows // (1 + remat) // (1 + low)
     found, seen = changes_for(run, peak, 70)

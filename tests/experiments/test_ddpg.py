@@ -20,6 +20,7 @@ SMALL |= {"width": 8, "steps": 3, "warmup": 1, "episodes": 2}
 
 @pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.few("False")
 def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
     experiment.main(config(on_device=on_device))
     (directory,) = tmp_path.iterdir()

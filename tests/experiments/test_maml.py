@@ -31,6 +31,7 @@ def experiment(script, monkeypatch):
 
 @pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("glyphs", [False, True])
+@pytest.mark.few("False")
 def test_a_run_reports_scores_after_each_step(experiment, config, tmp_path, monkeypatch, glyphs):
     monkeypatch.setattr(experiment, "TESTS", few := range(40))
     scripts = experiment.SCRIPTS.items()
@@ -72,6 +73,7 @@ def fit(experiment, config, monkeypatch):
 
 @pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("inner_steps", [1, 3])
+@pytest.mark.few("1-False", "1-True")
 def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner_steps):
     # Of a line, whose loss is quadratic, so its Hessian is a constant of the examples.
     options = {"first_order": first_order, "inner_steps": inner_steps, "inner_rate": 0.01}

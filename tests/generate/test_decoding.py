@@ -36,6 +36,7 @@ def decode(model, prompt, key):
 
 
 @pytest.mark.parametrize("sizes", [{"model": 2}, {"fsdp": 2, "model": 2}])
+@pytest.mark.few("sizes1")
 def test_decoding_is_one_devices(sizes):
     plan = rc.plan_shardings(MODEL, rc.make_mesh(**sizes), fn=loss_fn, args=(TOKENS, None))
     expected = eqx.filter_jit(decode)(MODEL, TOKENS, None)

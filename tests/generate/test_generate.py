@@ -284,7 +284,7 @@ def test_tokens_beyond_the_positions_are_refused():
             {"beams": 2, "temperature": 1.0, "key": jax.random.key(0)},
             "Beam search does not sample, but",
         ),
-        ({"beams": 2, "top_k": 5}, "`top_k` and `top_p` have no effect"),
+        ({"beams": 2, "top_k": 5}, "Beam search does not sample"),
         ({"beams": 2, "stream": id}, "`stream` is not supported for beam search"),
         ({"eos": 11}, "`eos` has 11, but the token ids of the vocabulary are 0 to 10"),
         ({"eos": (3, -1)}, "`eos` has -1"),
@@ -319,7 +319,7 @@ def test_what_is_no_integer_or_no_generative_model_is_refused():
 def test_a_stream_is_refused_while_a_program_is_traced():
     for tokens in (None, LEFT):
         decode = lambda x: generate(MODEL, LEFT if x is None else x, max_new_tokens=2, stream=id)
-        with pytest.raises(ValueError, match="where all steps are one program"):
+        with pytest.raises(ValueError, match="all steps are one program"):
             jax.jit(decode)(tokens)
 
 

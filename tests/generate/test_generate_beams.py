@@ -20,7 +20,7 @@ from generate_helpers import (
 from grids import few_of
 
 from redcoast.generate import generate
-from redcoast.generate._beam_search import batch_dims, reorder_rows, repeat_rows
+from redcoast.generate._rows import batch_dims, reorder_rows, repeat_rows
 
 ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])
 PROMPT: Any = {"mask": LEFT_MASK, "max_new_tokens": 8}
@@ -30,6 +30,7 @@ PROMPT: Any = {"mask": LEFT_MASK, "max_new_tokens": 8}
     "eos", few_of([(), (2,), (1, 4, 6), tuple(range(10))], (), (1, 4, 6)), ids=str
 )
 @pytest.mark.parametrize("beams", few_of([2, 3, 5], 2, 5))
+@pytest.mark.few("5-(1, 4, 6)")
 def test_beam_search_gives_the_best_hypothesis(beams, eos):
     lengths = set()
     for seed in range(4):
@@ -87,6 +88,7 @@ def test_beam_search_is_traced_like_any_function():
     np.testing.assert_array_equal(jax.jit(decode)(LEFT), decode(LEFT))
 
 
+@pytest.mark.thorough
 def test_more_beams_than_tokens_still_search():
     model = tiny(1, vocab=3, spread=1.0)
     rows, (tokens, mask), _ = prompts([2, 4], vocab=3)
@@ -104,6 +106,7 @@ def cache_of(rows):
     return TinyCache(k, v, mask, jnp.asarray(3), memory)
 
 
+@pytest.mark.thorough
 def test_rows_of_a_cache_are_repeated_and_reordered_as_take_would():
     cache = cache_of(3)
     dims = batch_dims(cache, 3)

@@ -62,6 +62,7 @@ def one_device(how):
         several=True,
     ),
 )
+@pytest.mark.few("fsdp-beams")
 def test_called_as_it_is_a_model_stays_split(mesh, how):
     found = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
     np.testing.assert_array_equal(found, one_device(how))
@@ -89,6 +90,7 @@ def test_a_stream_of_a_split_model_compiles_once():
     assert jitted._cache_size() == before + 1
 
 
+@pytest.mark.thorough
 def test_the_rows_go_over_the_data_axis_unless_they_were_put_elsewhere():
     model = planned("2x4")[1]
     mesh = model.embed.sharding.mesh
@@ -117,18 +119,13 @@ def test_as_a_predict_fn():
 
 
 @pytest.mark.parametrize("how", ["greedy", "beams"])
+@pytest.mark.few("greedy")
 def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
     arrays, static = split((model, by_layer(model)))
-    options: dict[str, Any] = {
-        "key": None,
-        "temperature": 0.0,
-        "top_k": None,
-        "top_p": None,
-        "beams": 1,
-    }
-    options |= {"length_penalty": 1.0, "max_new_tokens": 16, "room": 16, **HOW[how]}
-    request = make_request(CONFIG, eos=(), **options)
+    decoding = rc.Decoding(eos=(), **HOW[how])
+    length = {"max_new_tokens": 16, "room": 16, "prompt": TOKENS.shape[1]}
+    request = make_request(CONFIG, decoding, key=None, **length)
     prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
     program: Any = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()
     gathered = re.findall(r"= \(?f32\[([\d,]*)\]\S* all-gather\(", program)

@@ -127,6 +127,7 @@ def likeliest(family, start, count):
         several=True,
     ),
 )
+@pytest.mark.few("gpt2-streamed")
 def test_a_decoder_uses_its_last_position(family, way):
     """The last new token is not fed back, so that 8 positions hold a prompt of 2 and 7 new ones."""
     prompt = np.array([[1, 2], [6, 5]])
@@ -134,6 +135,7 @@ def test_a_decoder_uses_its_last_position(family, way):
     np.testing.assert_array_equal(new, by_hand(family, prompt, 7, way))
 
 
+@pytest.mark.thorough
 def test_beam_search_uses_the_last_position():
     """With as many beams as there are hypotheses, the best of all is found."""
     prompt = np.array([[1, 2, 3, 4, 5, 6, 7], [6, 5, 4, 3, 2, 1, 0]])
@@ -150,6 +152,7 @@ def test_beam_search_uses_the_last_position():
         several=True,
     ),
 )
+@pytest.mark.few("t5-greedy")
 def test_the_decoder_of_a_pair_uses_its_last_position(family, way):
     """The token that it begins with takes the first position, and the last new one none."""
     model, (source,) = model_of(family), source_of(family)

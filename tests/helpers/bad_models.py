@@ -46,7 +46,7 @@ ROWS = {
         ),
     ],
     "load_checkpoint": [
-        (lambda d: rc.load_checkpoint(d / "none"), ValueError, "no checkpoint at.*none"),
+        (lambda d: rc.load_checkpoint(d / "none"), FileNotFoundError, "no checkpoint at.*none"),
         (
             lambda d: rc.load_checkpoint(saved(d), {"v": np.ones((2, 3), np.float32)}),
             ValueError,
@@ -121,7 +121,20 @@ ROWS = {
         ),
         (lambda d: rc.read_metrics(d / "none.jsonl"), FileNotFoundError, "none.jsonl"),
     ],
+    "Decoding": [
+        (lambda d: rc.Decoding(top_k=5), ValueError, "`top_k=5` only applies to sampling"),
+        (lambda d: rc.Decoding(min_p=2.0, temperature=1.0), ValueError, r"`min_p` is 2\.0"),
+        (lambda d: rc.Decoding(repetition_penalty=0), ValueError, "`repetition_penalty` is 0"),
+        (lambda d: rc.Decoding(early_stopping="no", beams=2), ValueError, "`early_stopping`"),
+        (lambda d: rc.Decoding(early_stopping=True), ValueError, "`early_stopping=True` only"),
+        (lambda d: rc.Decoding(num_return_sequences=2), ValueError, "`num_return_sequences` is 2"),
+        (lambda d: rc.Decoding(bad_words=[[]]), ValueError, "`bad_words` holds an empty"),
+        (lambda d: rc.Decoding(suppress=[1.5]), TypeError, r"`suppress` is 1\.5"),
+        (lambda d: rc.Decoding(no_repeat_ngram_size=-1), ValueError, "`no_repeat_ngram_size`"),
+    ],
     "generate": [
+        (lambda d: generate(top_q=3), TypeError, "no option top_q"),
+        (lambda d: generate(suppress=[99]), ValueError, "`suppress` has 99"),
         (lambda d: generate(max_new_tokens=0), ValueError, "`max_new_tokens` is 0"),
         (lambda d: generate(max_new_tokens=2.0), TypeError, r"`max_new_tokens` is 2\.0"),
         (lambda d: generate(temperature=-1.0), ValueError, r"`temperature` is -1\.0"),
@@ -144,7 +157,7 @@ ROWS = {
         ),
     ],
     "load_pretrained": [
-        (lambda d: rc.load_pretrained(d / "none"), ValueError, "nothing at.*none"),
+        (lambda d: rc.load_pretrained(d / "none"), FileNotFoundError, "nothing at.*none"),
         (
             lambda d: rc.load_pretrained(written(d / "e" / "config.json", "{}")),
             ValueError,
@@ -222,7 +235,7 @@ ROWS = {
         (lambda d: lora.trainable(llama()), ValueError, "no adapters"),
         (lambda d: lora.adapters(llama()), ValueError, "no adapters"),
         (lambda d: lora.with_adapters(llama(), llama()), ValueError, "there are none"),
-        (lambda d: lora.load_adapters(llama(), d / "none"), ValueError, "none"),
+        (lambda d: lora.load_adapters(llama(), d / "none"), FileNotFoundError, "none"),
         (lambda d: lora.save_adapters(llama(), d / "l"), ValueError, "no adapters"),
     ],
 }

@@ -139,6 +139,7 @@ def test_errors_of_the_users_functions_say_whose_and_where(tmp_path, name, when,
 
 
 @pytest.mark.parametrize("name", ["collate_fn", "log"])
+@pytest.mark.few("collate_fn")
 def test_after_a_hundred_steps(tmp_path, name):
     functions = {"collate_fn": collate_fn, "log": log}
     with pytest.raises(Broken) as error:
@@ -170,6 +171,7 @@ def raising_on_the_device(when):
 
 
 @pytest.mark.parametrize("name", ["predict_fn", "output_fn", "metric_fn"])
+@pytest.mark.few("metric_fn")
 def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
     # Before that one there were the trial on one batch, and 50 steps before, two batches.
     when = {"output_fn": 5, "metric_fn": 3}
@@ -250,6 +252,7 @@ def test_what_was_saved_goes_on_as_if_nothing_had_been(tmp_path):
 
 
 @pytest.mark.parametrize(("when", "before"), [(6, 4), (100, 96)])
+@pytest.mark.few("6-4")
 def test_an_error_while_a_step_is_computed_saves_nothing(tmp_path, when, before):
     """Its state may be wrong."""
     with pytest.raises(Exception, match="seen too much") as error:
@@ -330,6 +333,7 @@ def test_a_stream_that_raises_says_at_which_step():
 
 
 @pytest.mark.parametrize("fatal", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+@pytest.mark.few("SystemExit")
 def test_a_worker_that_dies_is_not_waited_for(fatal, costly_batches):
     workers = set()
 

@@ -44,6 +44,7 @@ def test_means_are_weighted_by_weight():
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 64])
+@pytest.mark.few("7", "64")
 def test_predictions_come_in_order(batch_size):
     expected = np.asarray(predict_fn(MODEL, collate_fn(EXAMPLES), None)).tolist()
     found = predict(EXAMPLES, batch_size=batch_size, mesh=MESH)

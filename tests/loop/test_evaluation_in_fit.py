@@ -46,6 +46,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("mesh", [MESH, rc.make_mesh()], ids=["one device", "eight"])
+@pytest.mark.few("eight")
 def test_no_weight_at_all_is_found_before_the_first_step(mesh):
     steps = []
     with pytest.raises(
@@ -101,6 +102,7 @@ def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
 
 @pytest.mark.parametrize("best", [None, "loss"])
 @pytest.mark.parametrize("error", few_of([FloatingPointError, MemoryError, KeyError], MemoryError))
+@pytest.mark.few("MemoryError-None")
 def test_whatever_an_evaluation_raises_the_state_is_saved(tmp_path, error, best):
     """It cannot have harmed the state, whatever it is."""
     calls = []

@@ -341,6 +341,7 @@ def test_a_run_that_is_done_is_not_trained_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.few("15")
 def test_a_signal_saves_and_returns(tmp_path, number):
     def log(metrics, step):
         if step == 3:
@@ -564,6 +565,7 @@ def test_epochs_go_on_where_a_short_batch_ended():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.few("8")
 def test_a_loss_may_close_over_the_state_that_it_trains(devices):
     """A teacher that is at first the model: the state is donated, and a later trace reads it."""
     mesh = rc.make_mesh(devices=jax.devices()[:devices])

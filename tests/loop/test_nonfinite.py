@@ -83,6 +83,7 @@ def test_gradients_and_examples_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"mesh": rc.make_mesh(fsdp=2, model=2)}])
+@pytest.mark.few("options1")
 def test_with_accumulation_and_on_a_mesh(options):
     with pytest.raises(FloatingPointError, match="2 steps.*for model/right/layers/2/weight"):
         fit(**spoiled_from(1 if "mesh" not in options else 2), max_skipped=2, **options)
@@ -112,6 +113,7 @@ def test_positions_of_a_stream_are_named():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.few("True")
 def test_parameters_with_nan_are_named_before_any_step(frozen):
     model = make_model()
     model = eqx.tree_at(

@@ -78,6 +78,7 @@ def test_a_loop_over_rollouts_compiles_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"compute_dtype": jnp.bfloat16}])
+@pytest.mark.few("options0")
 def test_a_short_last_batch_and_an_evaluation_are_compiled_once(options):
     loss, traces = counting()
     evaluation = rc.Evaluation(
@@ -127,6 +128,7 @@ def other_loss(model, batch, key):
     ],
     ids=lambda changed: "-".join(changed),
 )
+@pytest.mark.few("loss_fn", "optimizer", "mesh1")
 def test_what_is_changed_is_compiled_again(changed):
     fit()
     width = changed.get("width", 32)
@@ -182,6 +184,7 @@ def test_a_name_that_is_bound_to_another_object_compiles_again():
 
 
 @pytest.mark.seconds(8)
+@pytest.mark.thorough
 def test_a_hundred_runs_keep_nothing():
     loss, traces = counting()
     evaluation = rc.Evaluation(EXAMPLES[:8], batch_size=8)
@@ -205,6 +208,7 @@ def test_a_hundred_runs_keep_nothing():
     assert int(state.step) == 100
 
 
+@pytest.mark.thorough
 def test_models_that_a_dead_loss_refers_to_are_freed():
     def run():
         frozen = make_model(7)
@@ -248,6 +252,7 @@ def test_a_model_that_is_deleted_is_freed_though_the_loss_stays():
     assert dead() is None
 
 
+@pytest.mark.thorough
 def test_methods_and_callable_objects_are_reused():
     counted, traces = counting()
 

@@ -290,6 +290,7 @@ def test_peft_files_are_read_back(targets, tmp_path):
 
 
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])
+@pytest.mark.few("wv", "w[qkv]")
 def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp_path):
     base = make_model(GPT2, GPT2_CONFIG)
     model = adapted(base, targets)

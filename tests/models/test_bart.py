@@ -83,6 +83,7 @@ def numpy_logits(model, tokens, decoder_tokens):
 
 
 @pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.few("True")
 def test_matches_numpy(scale):
     model = make(scale_embedding=scale)
     logits = logits_of(model)
@@ -91,6 +92,7 @@ def test_matches_numpy(scale):
         np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_float64_matches_numpy():
     with jax.enable_x64(True):
         model = cast(make(), jnp.float64)

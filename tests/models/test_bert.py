@@ -64,6 +64,7 @@ def slow_results(model, tokens, types):
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("head", [None, "masked", "classification"])
+@pytest.mark.few("masked-roberta", "classification-bert")
 def test_matches_numpy(kind, head):
     # RoBERTa's head for tokens has one activation function, whatever the layers'.
     model = make(kind=kind, head=head, activation="relu", pad=2, labels=3)
@@ -98,6 +99,7 @@ def test_parts_that_are_not_there_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.few("roberta")
 def test_padding_changes_nothing(kind):
     helpers.check_padding(make(kind=kind, positions=7))
 
@@ -125,6 +127,7 @@ def test_packed_texts_are_not_classified():
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.few("roberta")
 def test_positions_count_from_0_and_end(kind):
     model = make(kind=kind, pad=2)
     close(logits_of(model, TOKENS, positions=jnp.arange(7)[None]), logits_of(model, TOKENS))

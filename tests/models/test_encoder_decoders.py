@@ -154,6 +154,7 @@ def test_padding_behind_a_prompt_changes_nothing(family):
     np.testing.assert_allclose(np.asarray(logits)[:, [0, 1, 3, 4]], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_dropout_needs_a_key(family):
     plain = logits_of(MODELS[family])
     one, again, other = (logits_of(MODELS[family], key=jax.random.key(n)) for n in (0, 0, 1))
@@ -184,6 +185,7 @@ def test_remat_saves_less_and_changes_no_gradient(family):
     ("dtype", "tolerance"),
     few_of([(jnp.bfloat16, 0.06), (jnp.float16, 0.008)], (jnp.bfloat16, 0.06), several=True),
 )
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32(family, dtype, tolerance):
     half = cast(MODELS[family], dtype)
     logits, exact = logits_of(half), logits_of(cast(half, jnp.float32))
@@ -191,6 +193,7 @@ def test_half_precision_is_close_to_float32(family, dtype, tolerance):
     assert jnp.max(jnp.abs(logits.astype(jnp.float32) - exact)) < tolerance * jnp.max(exact)
 
 
+@pytest.mark.thorough
 def test_gradient_at_all_padding_is_finite(family):
     gradient = gradient_of(MODELS[family], **masks_of(jnp.zeros_like))
     assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))

@@ -11,8 +11,13 @@ from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 
+# One of each family.
+FEW = ["bart", "captioner", "bert labels", "roberta", "gemma2 capped low", "gpt2", "gptj"]
+FEW += ["llama", "qwen3", "mixtral", "opt", "t5", "vit labels"]
+
 
 @pytest.mark.parametrize("name", STORED_OUTPUTS)
+@pytest.mark.few(*FEW)
 def test_outputs_are_those_of_transformers(name, tmp_path):
     case = STORED_OUTPUTS[name]
     (tmp_path / "config.json").write_text(json.dumps(case["settings"]))

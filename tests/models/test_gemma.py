@@ -146,6 +146,7 @@ def numpy_logits(model, tokens):
         dataclasses.replace(THIRD, tied=False),
     ],
 )
+@pytest.mark.few("config2")
 def test_matches_numpy(config):
     model = make(config)
     for row, logits in zip(TOKENS, logits_of(model, TOKENS), strict=True):

@@ -55,6 +55,7 @@ def numpy_logits(model, tokens, memory=None):
         {"scale_scores": False},
     ],
 )
+@pytest.mark.few("changes0")
 def test_matches_numpy(changes):
     model = make(GPT2, CONFIG, **changes)
     logits = logits_of(model, TOKENS)

@@ -42,6 +42,7 @@ def numpy_logits(model, tokens):
 
 
 @pytest.mark.parametrize(("rotary_dim", "tied"), [(4, False), (2, True), (6, False)])
+@pytest.mark.few("4-False")
 def test_matches_numpy(rotary_dim, tied):
     model = make(GPTJ, CONFIG, rotary_dim=rotary_dim, tied=tied)
     logits = logits_of(model, TOKENS)
@@ -90,6 +91,7 @@ def test_is_split_over_a_mesh():
     helpers.check_plan(make(GPTJ, CONFIG, vocab=16, width=32, hidden=128))
 
 
+@pytest.mark.thorough
 def test_initial_deviations():
     config = dataclasses.replace(CONFIG, width=64, layers=8)
     layers = helpers.initial(GPTJ, config).layers

@@ -90,6 +90,7 @@ def numpy_logits(model, tokens):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.few("True-4", "False-2")
 def test_matches_numpy(kv_heads, tied):
     model = make(kv_heads=kv_heads, tied=tied, rope_base=100.0)
     logits = logits_of(model, TOKENS)
@@ -121,6 +122,7 @@ def test_half_precision_is_close_to_float32(dtype, tolerance):
         assert error < 3 * tolerance * np.linalg.norm(np.asarray(right))
 
 
+@pytest.mark.thorough
 def test_bfloat16_keeps_far_positions_apart():
     # Rounded to bfloat16, position 257 is 256, and who is near whom would change.
     model = cast(make(rope_base=2.0), jnp.bfloat16)

@@ -95,6 +95,7 @@ def test_experts_equal_each_token_by_itself(chosen, favourite):
 
 
 @pytest.mark.parametrize("favourite", [0.0, 30.0])
+@pytest.mark.few("30.0")
 def test_gradients_equal_those_of_all_experts(favourite):
     rng = np.random.default_rng(1)
     random = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -187,6 +188,7 @@ def test_dropout_needs_a_key():
     assert jnp.max(jnp.abs(dropped - logits_of(MODEL, tokens))) > 1e-3
 
 
+@pytest.mark.thorough
 def test_bfloat16_is_close():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), MODEL)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
@@ -198,6 +200,7 @@ def test_bfloat16_is_close():
     assert jnp.median(error) < 0.03 * jnp.max(expected)
 
 
+@pytest.mark.thorough
 def test_initial_parameters_have_the_variance_of_their_fan_in():
     config = dataclasses.replace(CONFIG, vocab=64, hidden=48, layers=3)
     model = eqx.filter_jit(Mixtral)(config, key=jax.random.key(0))

@@ -53,6 +53,7 @@ def numpy_logits(model, tokens):
 @pytest.mark.parametrize(
     "changes", [{}, SMALLEST, BARE, {"final_norm": False, "embed_width": 20, "tied": False}]
 )
+@pytest.mark.few("changes0", "changes3")
 def test_matches_numpy(changes):
     model = make(OPT, CONFIG, **changes)
     logits = logits_of(model, TOKENS)

@@ -108,6 +108,7 @@ def numpy_logits(model, tokens, decoder_tokens):
 
 
 @pytest.mark.parametrize("changes", [{}, GATED], ids=["t5", "v1.1"])
+@pytest.mark.few("v1.1")
 def test_matches_numpy(changes):
     model = make(**changes)
     logits = logits_of(model)
@@ -133,6 +134,7 @@ def test_only_a_tied_head_is_scaled_unless_it_is_said():
     np.testing.assert_allclose(own.unembed(hidden), plain.unembed(hidden), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_initial_scores_and_logits_are_of_order_one():
     config = T5Config(
         vocab=256, width=64, layers=4, decoder_layers=4, heads=4, hidden=128, tied=False

@@ -95,6 +95,7 @@ def loss_of(model, pixels):
 gradient_of = helpers.jit(jax.grad(loss_of))
 
 
+@pytest.mark.thorough
 def test_remat_changes_no_gradient():
     expected = gradient_of(MODEL, PIXELS)
     found = gradient_of(make(ViT, MODEL.config, remat="full"), PIXELS)
@@ -106,6 +107,7 @@ def test_remat_changes_no_gradient():
     ("dtype", "tolerance"),
     few_of([(jnp.bfloat16, 0.04), (jnp.float16, 0.006)], (jnp.bfloat16, 0.04), several=True),
 )
+@pytest.mark.thorough
 def test_half_precision_is_close_to_float32(dtype, tolerance):
     half = helpers.cast(make(ViT, CONFIG, norm_eps=1e-6), dtype)
     exact = results_of(helpers.cast(half, jnp.float32), PIXELS)
@@ -128,6 +130,7 @@ def test_is_split_over_a_mesh():
     assert abs(float(loss) - float(planned)) < 1e-5
 
 
+@pytest.mark.thorough
 def test_initial_deviation():
     sizes = {"width": 64, "hidden": 64, "image": (32, 32), "patch": (8, 8), "labels": 50}
     config = dataclasses.replace(CONFIG, head="classification", **sizes)

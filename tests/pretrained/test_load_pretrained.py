@@ -149,6 +149,7 @@ SPECS = {
     ("fill", "most"),
     [(fill_host, n) for n in (60, 999, 10**6)] + [(fill_device, n) for n in (4000, 10**6)],
 )
+@pytest.mark.few("fill_host-999", "fill_device-4000")
 def test_shardings_as_they_are_given_and_pieces_of_any_size(directory, monkeypatch, fill, most):
     monkeypatch.setattr(loading, "fill_host", fill)
     monkeypatch.setattr(loading, "_piece_elements", lambda *_: most)
@@ -184,6 +185,7 @@ def cast(directory, dtype, **others):
 
 @pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("fill", [fill_host, fill_device])
+@pytest.mark.few("fill_device-bfloat16")
 def test_half_precision_stays_what_it_is(directory, monkeypatch, dtype, fill):
     monkeypatch.setattr(loading, "fill_host", fill)
     monkeypatch.setattr(loading, "_piece_elements", lambda *_: 2000)
@@ -307,7 +309,7 @@ def test_pickles_are_not_opened(tmp_path):
 
 
 def test_places_without_a_model(tmp_path, directory):
-    with pytest.raises(ValueError, match="nothing at .*no-such.*on this machine"):
+    with pytest.raises(FileNotFoundError, match="nothing at .*no-such.*on this machine"):
         rc.load_pretrained(tmp_path / "no-such")
     with pytest.raises(ValueError, match="neither model.safetensors nor"):
         rc.load_pretrained(tmp_path)

@@ -70,11 +70,13 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.few("bfloat16")
 def test_what_is_saved_is_read_by_the_library(tmp_path, dtype):
     model = make(Llama, CONFIG, dtype)
     rc.save_pretrained(model, tmp_path / "model")
     assert {file.name for file in (tmp_path / "model").iterdir()} == {
         "config.json",
+        "generation_config.json",
         "model.safetensors",
     }
     with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
@@ -133,6 +135,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", few_of(FAMILIES, "llama", "t5", "vit"))
+@pytest.mark.few("t5", "llama")
 def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
     model_class, config = FAMILIES[family]
     model = make(model_class, config)
@@ -146,6 +149,7 @@ def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
 
 
 @pytest.mark.parametrize("mesh", [{"model": 4}, {"fsdp": 8}, {"fsdp": 2, "model": 2}])
+@pytest.mark.few("mesh0")
 def test_a_split_model_makes_the_same_files(tmp_path, mesh):
     model = make(GPT2, FAMILIES["gpt2"][1])
     rc.save_pretrained(model, tmp_path / "whole")

@@ -59,7 +59,10 @@ def test_there_are_many_and_of_every_public_function():
         "run_info",
         "progress_logger",
         "jsonl_logger",
+        "CheckpointDamaged",
+        "CheckpointMismatch",
         "CheckpointNotSaved",
+        "ProcessLost",
         "lora.LowRank",
         "lora.merge",
     }

@@ -165,6 +165,7 @@ def test_noise_through_two_networks_is_divided():
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.few("sizes0")
 def test_random_bits_are_those_of_one_device(sizes):
     mesh = real_mesh(*sizes)
     plan = rc.plan_shardings(WEIGHTS, mesh, fn=gan, args=(BATCH, KEY))

@@ -79,6 +79,7 @@ def sent(loss_fn, plan, params, batch):
     "name",
     ["weights to the right", "weights to the left", "transposed", "under vmap", "used twice"],
 )
+@pytest.mark.few("weights to the left", "used twice")
 def test_one_reduction_after_the_loop(name):
     loss_fn, mesh = recurrent(CELLS[name]), rc.make_mesh()
     plan = rc.plan_shardings(PARAMS, mesh, fn=loss_fn, args=(BATCH, None))

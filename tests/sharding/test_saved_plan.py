@@ -244,7 +244,7 @@ def test_what_is_no_plan_is_refused(text, message, tmp_path):
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"Cannot read a plan from .*no\.json: No such file"):
+    with pytest.raises(FileNotFoundError, match=r"a plan from .*no\.json: No such file"):
         rc.load_plan(tmp_path / "no.json", model(), mesh_of(2, 1, 4))
 
 

@@ -324,6 +324,7 @@ def texts(wandb):
 
 
 @pytest.mark.parametrize("how", ["itself", "in a list", "called by a function"])
+@pytest.mark.few("in a list")
 def test_the_logger_joins_the_run_however_it_is_passed(fake, tmp_path, how):
     """The logger receives plan, mesh and id, and a resumed run is the same W&B run."""
     checkpoints = rc.Checkpoints(tmp_path)
@@ -380,6 +381,7 @@ def test_metrics_logged_before_the_run_are_in_the_same_wandb_run(fake, tmp_path,
 
 
 @pytest.mark.parametrize("fault", ["fine", "raises", "slow", "hangs", "never starts", "cannot end"])
+@pytest.mark.few("hangs", "raises")
 def test_no_step_waits_for_wandb_and_none_is_lost(fake, hang, tmp_path, fault):
     """Training ends although W&B fails or hangs, and the file contains every step."""
     logged, waited_in_vain = [], []

@@ -117,6 +117,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("how", ALIASES)
+@pytest.mark.few("as they are-8")
 def test_arguments_may_share_arrays_with_the_state(how, devices):
     """A target network that is initially the model, and is updated every few steps."""
     mesh = rc.make_mesh(devices=jax.devices()[:devices])
@@ -189,6 +190,7 @@ def test_a_state_changed_in_place_is_partitioned_again(kind):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.few("8")
 def test_numpy_arguments_may_be_overwritten_at_once(devices):
     """The next batch may be written to the same memory while the step is running."""
 

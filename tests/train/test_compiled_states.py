@@ -73,6 +73,7 @@ def calls(step, state):
 
 
 @pytest.mark.parametrize("name", ["dict", "tuple", "fields"])
+@pytest.mark.few("dict")
 def test_other_states_cost_as_little_python_as_a_train_state(name):
     whole = calls(rc.compile_step(train, WHERE), start())
     assert len(jax.tree.leaves(eqx.filter(start(), eqx.is_array))) == 57
@@ -81,6 +82,7 @@ def test_other_states_cost_as_little_python_as_a_train_state(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.few("state", "dict")
 def test_all_states_have_the_same_numbers(name):
     step, pack = step_of(name)
     state, expected = pack(start()), start()
@@ -130,6 +132,7 @@ def test_an_array_that_is_put_in_two_places_is_donated_once():
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.few("state", "dict")
 def test_a_state_that_is_deleted_is_freed(name):
     step, pack = step_of(name)
     state, _ = step(pack(start()), BATCH)

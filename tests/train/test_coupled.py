@@ -238,6 +238,7 @@ MLP = eqx.nn.MLP(D, D, 16, 1, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
+@pytest.mark.few("8")
 def test_accumulation_warns_if_examples_depend_on_each_other(mesh):
     run(contrastive, MLP, ROWS, mesh=mesh)
     run(contrastive, MLP, ROWS, mesh=mesh, eval_examples=ROWS[:16])
@@ -271,6 +272,7 @@ def test_batch_statistics_warn_only_in_training():
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["8", "1"])
+@pytest.mark.few("8")
 def test_a_mean_over_examples_does_not_warn(mesh):
     with warnings.catch_warnings(action="error"):
         options = {"accumulate": 2, "eval_examples": make_examples(40)}

@@ -73,6 +73,7 @@ def test_takes_any_shape():
 @pytest.mark.parametrize(
     ("chunk", "mask"), [(1, None), (5, RAGGED), (5, WEIGHTS), (13, RAGGED), (64, None)]
 )
+@pytest.mark.few("5-mask1", "64-None")
 def test_chunked_loss_equals_the_full_loss(chunk, mask):
     both = [full, ft.partial(chunked, chunk=chunk)]
     (expected, right), (loss, gradient) = (
@@ -105,6 +106,7 @@ def test_targets_outside_the_vocabulary_count_only_if_masked():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.few("bfloat16")
 def test_half_precision_is_summed_in_float32(dtype):
     hidden, head = jax.tree.map(lambda x: x.astype(dtype), (HIDDEN, HEAD))
     logits = np.asarray(unembed(head, hidden), np.float64)

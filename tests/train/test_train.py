@@ -74,6 +74,7 @@ def masked_loss(model, batch, key):
 
 
 @pytest.mark.parametrize("count", few_of([2, 3, 6, 24], 3, 24))
+@pytest.mark.few("3")
 def test_ragged_microbatches_equal_the_full_batch(count):
     mask = np.random.default_rng(0).random(24) < 0.4
     batch = {**BATCH, "mask": mask}
@@ -150,6 +151,7 @@ def test_frozen_leaves_take_no_gradient_memory():
         {"teacher": lambda _: False, "student": True},
     ],
 )
+@pytest.mark.few("spec0")
 def test_trainable_may_be_a_prefix_of_the_model(spec):
     """A boolean or a function for a subtree, in the state, the step and the plan."""
     model = {"teacher": make_model(1), "student": make_model(2)}
@@ -368,6 +370,7 @@ def test_learning_rate_of_the_optimizer_state_is_reported():
 
 
 @pytest.mark.parametrize("name", ["lbfgs", "polyak_sgd"])
+@pytest.mark.few("polyak_sgd")
 def test_optimizers_that_use_the_loss(name):
     optimizer = {"lbfgs": optax.lbfgs(), "polyak_sgd": optax.polyak_sgd(1.0)}[name]
     step, state = eqx.filter_jit(stepper(optimizer)), start(optimizer)
@@ -401,6 +404,7 @@ TAKE = {
 
 
 @pytest.mark.parametrize("name", TAKE)
+@pytest.mark.few("momo", "line search")
 def test_updates_receive_the_extra_arguments_that_they_accept(name):
     """As in a training loop with optax only."""
     make, takes = TAKE[name]

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from ..core._errors import check_kind
+from ..core._frames import hide_frames
 from ._policy import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
@@ -86,6 +87,7 @@ class Checkpointer:
             yield
         self._locked = False
 
+    @hide_frames
     def restore(self, like: PyTree, shardings: PyTree[NamedSharding | None]) -> Restored | None:
         """The newest checkpoint that is not damaged; `None` if there is no checkpoint.
 
@@ -109,6 +111,7 @@ class Checkpointer:
         saver = self._saver
         return saver is not None and saver.wants(step, metrics or {}, epoch_ended=epoch_end)
 
+    @hide_frames
     def save(
         self,
         step: int,
@@ -129,6 +132,7 @@ class Checkpointer:
             metadata = {"step": step, "data": dict(data or {}), "metrics": dict(metrics or {})}
             self._saver.save(step, state, metadata | {"mesh": _mesh_shape(state)})
 
+    @hide_frames
     def __enter__(self) -> "Checkpointer":
         with contextlib.ExitStack() as stack:
             if not self._locked:
@@ -138,6 +142,7 @@ class Checkpointer:
             self._entered = stack.pop_all()
         return self
 
+    @hide_frames
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
         self._saver = None

@@ -29,7 +29,19 @@ MOST_COMPRESSED, SPARE_BYTES = 2**16, 2**30
 
 
 class CheckpointDamaged(ValueError):
-    """A file of the checkpoint is missing, or has changed since it was written."""
+    """Raised if a file of a checkpoint is missing, or has changed since it was saved.
+
+    !!! Example
+
+        ```python
+        try:
+            rc.load_checkpoint(".")
+        except rc.CheckpointDamaged as error:
+            print(error)
+        ```
+    """
+
+    __module__ = "redcoast"
 
 
 def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:

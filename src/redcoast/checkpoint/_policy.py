@@ -19,6 +19,7 @@ from ._orbax import CheckpointDamaged
 from ._tree import check_whole, load_arrays, read_metadata
 
 logger = logging.getLogger("redcoast")
+NO_CHECKPOINT = "There is no checkpoint."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def newest_checkpoint(checkpoints: Checkpoints | None) -> str:
     with contextlib.suppress(OSError):
         steps = saved_steps(checkpoints) if checkpoints else []
     if not steps or not checkpoints:
-        return "There is no checkpoint."
+        return NO_CHECKPOINT
     return f"The last good checkpoint is {checkpoints.path / str(steps[-1])}."
 
 
@@ -142,7 +143,7 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
         return problems[0]
     document = read_metadata(path)
     try:
-        tree = load_arrays(path, document, like, shardings=shardings)
+        tree = load_arrays(path, document, like, shardings=shardings, resuming=True)
     except CheckpointDamaged as error:  # written by an older version, without checksums
         return str(error)
     return tree, document["metadata"]

@@ -87,6 +87,8 @@ class CheckpointNotSaved(OSError):
         ```
     """
 
+    __module__ = "redcoast"
+
 
 class Saver:
     """Saves checkpoints in the background and deletes those that the policy does not keep.

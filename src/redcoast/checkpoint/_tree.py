@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from ..core._errors import several
+from ..core._frames import hide_frames
 from ..core._json import read_json
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
@@ -38,12 +39,30 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 LIBRARIES = ("redcoast", "jax", "equinox", "optax", "orbax-checkpoint")
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 ROOT = "value"  # the name of an array that is the entire tree
+_WHICH = (
+    "Pass the path that was given to `save_checkpoint`, or a step's directory inside a run's "
+    "`checkpoints`."
+)
 
 
 class CheckpointMismatch(ValueError):
-    """An undamaged checkpoint that does not match the requested tree."""
+    """Raised if the arrays of a checkpoint are not those of the model or state to be loaded.
+
+    !!! Example
+
+        ```python
+        rc.save_checkpoint("models/small", {"w": jnp.zeros(3)})
+        try:
+            rc.load_checkpoint("models/small", {"w": jnp.zeros(4)})
+        except rc.CheckpointMismatch as error:
+            print(error)
+        ```
+    """
+
+    __module__ = "redcoast"
 
 
+@hide_frames
 def save_checkpoint(
     path: str | Path, tree: PyTree, *, metadata: Mapping[str, Any] | None = None
 ) -> None:
@@ -127,6 +146,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return tuple((name, importlib.metadata.version(name)) for name in LIBRARIES)
 
 
+@hide_frames
 def load_checkpoint(
     path: str | Path,
     like: PyTree | None = None,
@@ -153,9 +173,10 @@ def load_checkpoint(
 
     **Raises:**
 
-    `ValueError` if there is no checkpoint at `path`; if it is damaged (the message names the file);
-    if it has no `subtree`; or if the structure, shapes or dtypes differ from those of `like` (the
-    message names the paths that differ).
+    `FileNotFoundError` if `path` does not exist. [`redcoast.CheckpointDamaged`][] if it is not a
+    checkpoint, or if a file has changed since it was saved (the message names the file).
+    [`redcoast.CheckpointMismatch`][] if it has no `subtree`, or if the structure, shapes or dtypes
+    differ from those of `like` (the message names the paths that differ). Both are `ValueError`s.
 
     !!! Example
 
@@ -164,6 +185,8 @@ def load_checkpoint(
         ```
     """
     path = Path(path).expanduser().absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}. {_WHICH}")
     # All files, because the other processes may not be loading this checkpoint.
     check_whole(path)
     return load_arrays(path, read_metadata(path), like, shardings=shardings, subtree=subtree)
@@ -176,8 +199,12 @@ def load_arrays(
     *,
     shardings: PyTree[NamedSharding | None] | None = None,
     subtree: str | None = None,
+    resuming: bool = False,
 ) -> PyTree:
-    """Loads a checkpoint whose files have been checked and whose metadata has been read."""
+    """Loads a checkpoint whose files have been checked and whose metadata has been read.
+
+    With `resuming`, the message about a mismatch is for a user of `fit`, who passes no `like`.
+    """
     verified = document.get("checksums") is not None
     empty = _empty_arrays(path, document)
     with reading(path, verified=verified):
@@ -194,7 +221,8 @@ def load_arrays(
         return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
-    _check_same(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
+    check = _check_run if resuming else _check_like
+    check(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
     wanted = {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
     with reading(path, verified=verified):
         found = _read(path, wanted, empty)
@@ -246,8 +274,7 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
     """
     if not (path / ARRAYS).is_dir():
         raise CheckpointDamaged(
-            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. Pass the path that "
-            "was given to `save_checkpoint`, or a step's directory inside a run's `checkpoints`."
+            f"There is no checkpoint at {path}: it has no directory {ARRAYS!r}. {_inside(path)}"
         )
     try:
         problem = find_damage(path, part=part, parts=parts)
@@ -258,6 +285,15 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
         problem = str(error)
     if problem:
         raise CheckpointDamaged(f"The checkpoint {path} is damaged: {problem}{_if_newer(path)}")
+
+
+def _inside(path: Path) -> str:
+    """Which path to pass in place of one that is not a checkpoint, such as that of a run."""
+    found = [x.parent for name in ("", "checkpoints") for x in (path / name).glob(f"*/{ARRAYS}")]
+    steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
+    if not steps:
+        return _WHICH
+    return f'Its newest checkpoint is {steps[-1]}; of its parts, `subtree="model"` is the model.'
 
 
 def _if_newer(path: Path) -> str:
@@ -340,25 +376,44 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
     return _stored(x), sharding
 
 
-def _check_same(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
-    """Raises `CheckpointMismatch` if the names, shapes or dtypes of the arrays differ."""
+def _check_like(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
+    """Raises `CheckpointMismatch` if the names, shapes or dtypes differ from those of `like`."""
+    if not (found := _differences(wanted, saved, "`like`")):
+        return
+    parts = sorted({names[0] for names in saved})
+    part = next((x for x in parts if all((x, *names) in saved for names in wanted)), None)
+    remedy = (
+        "Build the model and the optimizer as they were when the checkpoint was saved, or load a "
+        "part of it with `subtree`."
+    )
+    if part is not None:
+        remedy = f'All arrays of `like` are in the part `{part}`: pass `subtree="{part}"`.'
+    raise CheckpointMismatch(f"{path} does not match `like`. {found} {remedy}")
+
+
+def _check_run(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
+    """Raises `CheckpointMismatch` if a run cannot be resumed."""
+    if found := _differences(wanted, saved, "this run"):
+        raise CheckpointMismatch(
+            f"{path} was saved with another model or optimizer. {found} Build both as they were, "
+            "or choose another directory to start a new run."
+        )
+
+
+def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) -> str:
+    """Sentences about the names, shapes and dtypes that differ; empty if none do."""
     show = lambda names: "/".join(names)
     missing, extra = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or extra:
-        raise CheckpointMismatch(
-            f"{path} does not have the structure of `like`. "
-            + f"Only in `like`: {several([*map(show, missing)], 5) or 'nothing'}. "
-            + f"Only in the checkpoint: {several([*map(show, extra)], 5) or 'nothing'}. "
-            + "Build the model and the optimizer as they were when the checkpoint was saved, or "
-            "load a part of it with `subtree`."
+        return (
+            f"Only in {other}: {several([*map(show, missing)], 5) or 'nothing'}. "
+            f"Only in the checkpoint: {several([*map(show, extra)], 5) or 'nothing'}."
         )
     kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
     stored = {names: _stored(x) for names, x in wanted.items()}
     differ = [
-        f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in `like`"
+        f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in {other}"
         for names, x in sorted(stored.items())
         if (tuple(saved[names].shape), saved[names].dtype) != (tuple(x.shape), x.dtype)
     ]
-    if differ:
-        named = several(differ, 5, separator="; ")
-        raise CheckpointMismatch(f"The arrays in {path} differ from those of `like`: {named}.")
+    return f"{several(differ, 3, separator='; ')}." if differ else ""

@@ -76,9 +76,9 @@ def _short(value: Any) -> str:
 
 
 class noting:  # used like a function; a generator would take longer in each step
-    """Adds a note to any exception that is raised inside, unless it has the note already."""
+    """Adds notes to any exception that is raised inside, unless it has them already."""
 
-    def __init__(self, note: str | Callable[[], str]):
+    def __init__(self, note: str | Callable[[BaseException], list[str]]):
         self._note = note
 
     def __enter__(self) -> None:
@@ -88,9 +88,9 @@ class noting:  # used like a function; a generator would take longer in each ste
         if error is None:
             return
         # A loss that takes training steps itself is inside of two that would say the same.
-        text = self._note if isinstance(self._note, str) else self._note()
-        if text not in getattr(error, "__notes__", []):
-            error.add_note(text)
+        for text in [self._note] if isinstance(self._note, str) else self._note(error):
+            if text not in getattr(error, "__notes__", []):
+                error.add_note(text)
 
 
 def listed(items: list[int], most: int = 32) -> str:

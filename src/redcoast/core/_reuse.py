@@ -1,6 +1,7 @@
 """Results for functions, kept as long as the functions are."""
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,12 @@ def reuse(
     them reads was bound to something else since. Functions that cannot be referred to weakly, and
     keys without a hash, are given to `make` each time.
     """
-    drop = lambda _: cache.pop(key, None)
+
+    def drop(_: Any, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the process, parts of the key may be gone, and an error would be printed.
+        if not finalizing():
+            cache.pop(key, None)
+
     try:
         key = (tuple(map(_identity, functions)), key)
         entry = cache.pop(key, None)

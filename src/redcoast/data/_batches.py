@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree, UInt64
 
 from ..core._errors import check_functions, check_integer, check_key, listed, noting
+from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..distributed._arrays import own_rows
 from ..distributed._kv_store import is_main
@@ -104,6 +105,7 @@ class Batches:
         )
         return jax.tree.map(abstract, self.peek())
 
+    @hide_frames
     def peek(self) -> PyTree[np.ndarray]:
         """Collates this process's rows of a first batch on the host, without advancing."""
         own = own_rows(self.mesh, self.batch_size)
@@ -124,6 +126,7 @@ class Batches:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
 
+    @hide_frames
     def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
         """Sets the position, so that the next batch is the one after the given state.
 
@@ -176,7 +179,8 @@ class Batches:
         epochs, indices = shuffled(positions, self._length, self._seed())
         which = " and ".join(map(str, sorted(set(epochs.tolist()))))
         return indices.tolist(), (
-            f"The batch held the examples with indices {listed(indices.tolist())} of epoch {which}."
+            f"The batch held the examples with indices {listed(indices.tolist(), 8)} of epoch "
+            f"{which}."
         )
 
     def close(self) -> None:
@@ -187,6 +191,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    @hide_frames
     def __next__(self) -> Batch:
         if self._loading is None:
             self._loading = self._load()
@@ -253,6 +258,7 @@ class Batches:
 _EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its start."
 
 
+@hide_frames
 def batches(
     examples: Any,
     collate_fn: CollateFn,

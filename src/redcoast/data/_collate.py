@@ -8,12 +8,14 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..core._errors import noting
+from ..core._errors import listed
 from ..core._pytree import show_path
+from ..core._user_functions import calling
 from ..distributed._heartbeat import doing
 
 CollateFn = Callable[..., PyTree]
 ARRAYS = (np.ndarray, jax.Array)
+MOST = 8  # indices in a note
 
 
 def collate(
@@ -21,13 +23,19 @@ def collate(
 ) -> PyTree:
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example."""
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
-    note = noting(lambda: f"Raised by `collate_fn` for the examples with indices {indices}.")
-    with note, doing("`collate_fn`"):
+    where = f" for the examples with indices {listed(indices, MOST)}"
+    with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
         try:
             arrays = collate_fn(examples, **options)
         except SystemExit as error:
             # It would end the entire run, possibly with exit code 0.
             raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
+    if arrays is examples or (isinstance(arrays, list) and len(arrays) == len(examples) > 1):
+        raise TypeError(
+            f"`collate_fn` returned a list of {len(arrays)} entries. It must return a PyTree of "
+            'arrays, batch dimension first: stack the examples, as in `{"x": np.stack([e["x"] for '
+            "e in examples])}`."
+        )
     _check_rows(arrays, len(examples))
     return arrays
 
@@ -46,7 +54,10 @@ def takes_rngs(collate_fn: CollateFn) -> bool:
 def _check_rows(arrays: PyTree, rows: int) -> None:
     leaves = jax.tree.leaves(arrays)
     if not leaves:
-        raise ValueError("`collate_fn` returned no arrays; it must return a PyTree of them.")
+        missing = " Is a `return` missing?" * (arrays is None)
+        raise ValueError(
+            f"`collate_fn` returned no arrays; it must return a PyTree of them.{missing}"
+        )
     if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):

@@ -6,7 +6,7 @@ import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..core._errors import noting
+from ..core._errors import listed, noting
 from ..distributed._heartbeat import doing
 
 
@@ -22,6 +22,11 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
             "examples, as in a list of dicts or a dataset."
         )
+    if isinstance(examples, tuple) and _are_columns(examples):
+        raise TypeError(
+            f"`{name}` is a tuple of {len(examples)} arrays with {len(examples[0])} rows each, "
+            f"which are columns. Its items must be examples, as in `list(zip(*{name}))`."
+        )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)
     if not callable(examples):
@@ -29,6 +34,7 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
             "(a list, an array, a dataset), be a function from the epoch to such an object, or be "
             "an iterator with `get_state` and `set_state`, such as Grain's."
+            + _alternative(examples, name)
         )
     make: Callable[[int], Any] = examples
     length = _length(make(0), f"{name}(0)")
@@ -46,6 +52,21 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
     return of_epoch, length
 
 
+def _are_columns(examples: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds arrays of as many rows, but different shapes, such as `(x, y)`."""
+    shapes = {getattr(x, "shape", None) for x in examples}
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    return len(shapes) > 1 and len(rows) == 1 and rows != {0}
+
+
+def _alternative(examples: Any, name: str) -> str:
+    if hasattr(examples, "dataset"):  # a loader of batches, such as PyTorch's
+        return f" Pass the `dataset` of the {type(examples).__name__}."
+    if hasattr(examples, "__iter__"):
+        return f" `list({name})` has both, if it fits in memory."
+    return ""
+
+
 def count_examples(examples: Any, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream or without examples."""
     uncounted = examples is None or is_stream(examples)
@@ -60,7 +81,7 @@ def _length(examples: Any, name: str) -> int:
 
 def fetch(examples: Any, indices: list[int]) -> list[Any]:
     """Returns the examples with the given indices, fetched in one call if possible."""
-    note = noting(lambda: f"Raised by the examples with indices {indices}.")
+    note = noting(lambda _: [f"Raised by the examples with indices {listed(indices)}."])
     with note, doing("reading examples"):
         if hasattr(examples, "__getitems__"):  # faster for datasets on disk
             return list(examples.__getitems__(indices))

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
+from ..core._frames import hide_frames
 from ..core._pytree import ARRAYS, show_path
 from ._mesh import ambient_or_default, batch_sharding, batch_shards
 
@@ -69,6 +70,7 @@ def place_array(x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) 
     return x if sharding is None else put(x, sharding)
 
 
+@hide_frames
 def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
     """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ..core._frames import hide_frames
 from ._coordinator import Service, skip_barrier_on_error, wait_for_all
 from ._mesh import emulate_devices
 from ._private_jax import has_chosen_devices, launchers, runtime, service_from
@@ -53,6 +54,7 @@ class _Job:
     local_id: int | None = None
 
 
+@hide_frames
 def initialize(
     *,
     coordinator: str | None = None,

@@ -21,7 +21,20 @@ _run = next(_runs)
 
 
 class ProcessLost(RuntimeError):
-    """Raised in a run with several processes if another process has failed or died."""
+    """Raised in a run with several processes if another process has failed or died.
+
+    !!! Example
+
+        ```python
+        options = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 4, "steps": 2}
+        try:
+            rc.fit(model, optimizer, examples, **options)
+        except rc.ProcessLost as error:
+            print(f"Start the job again: {error}")
+        ```
+    """
+
+    __module__ = "redcoast"
 
 
 def is_main() -> bool:

@@ -9,12 +9,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..core._errors import check_integer, check_mesh
+from ..core._frames import hide_frames
 
 AXES = ("data", "fsdp", "model")
 # The axes that a batch is sharded over.
 BATCH_AXES = ("data", "fsdp")
 
 
+@hide_frames
 def make_mesh(
     *, data: int = -1, fsdp: int = 1, model: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
@@ -166,6 +168,7 @@ def ambient_or_default(mesh: Mesh | None) -> Mesh:
     return make_mesh() if ambient.empty else ambient
 
 
+@hide_frames
 def emulate_devices(count: int) -> None:
     """Emulates several devices on the CPU of this machine, to try a mesh without accelerators.
 

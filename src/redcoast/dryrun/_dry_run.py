@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..core._frames import hide_frames
 from ..core._pytree import split, trainable_arrays
 from ..core._target import compiling_for
 from ..core._tracing import without_ambient_mesh
@@ -152,6 +153,7 @@ def _gradients(job: Job, plan: Plan) -> int:
     )
 
 
+@hide_frames
 def dry_run(
     init_fn: Callable[..., Any],
     loss_fn: LossFn,

@@ -8,12 +8,14 @@ import optax
 from jaxtyping import PyTree
 
 from ..core._errors import check_integer
+from ..core._frames import hide_frames
 from ..core._tracing import without_ambient_mesh
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._mesh_table import MeshSuggestion
 
 
+@hide_frames
 def suggest_mesh(
     init_fn: Callable[..., Any],
     loss_fn: LossFn,

@@ -1,9 +1,8 @@
 """Beam search with the same algorithm, and the same token ids, as `transformers`.
 
 Each row has equally many running and finished hypotheses. Running hypotheses are ranked by the sum
-of their log-probabilities, finished ones by this sum divided by a power of their length. A row ends
-when its best running hypothesis, if it ended now, would be no better than its worst finished one
-(`early_stopping=False`).
+of their log-probabilities, finished ones by this sum divided by a power of their length.
+`early_stopping` determines when a row ends.
 """
 
 from typing import Any
@@ -14,47 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ._logits import INVALID
+from ._processors import process
 from ._prompt import Mask, follow, prefill
 from ._request import Request
+from ._rows import batch_dims, reorder_rows, repeat_rows
 from ._sampling import is_any
-
-Dims = tuple[int | None, ...]
-
-
-def batch_dims(cache: Any, rows: int) -> Dims:
-    """Finds the batch dimension of each array of a cache with `rows` rows."""
-    more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
-    changed = lambda x, y: next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)
-    return tuple(map(changed, jax.tree.leaves(cache), jax.tree.leaves(more)))
-
-
-def repeat_rows(cache: Any, dims: Dims, times: int) -> Any:
-    """Repeats each row of a cache `times` times."""
-    leaves, structure = jax.tree.flatten(cache)
-    return structure.unflatten(
-        x if d is None else jnp.repeat(x, times, axis=d) for x, d in zip(leaves, dims, strict=True)
-    )
-
-
-def reorder_rows(cache: Any, before: Any, dims: Dims, parent: Int[Array, "batch beams"]) -> Any:
-    """Replaces the beams of each row by their parents.
-
-    Arrays that are the same objects as in `before`, such as the encoder's keys and values, are the
-    same for all beams of a row and are not copied.
-    """
-    leaves, structure = jax.tree.flatten(cache)
-    old = jax.tree.leaves(before)
-    return structure.unflatten(
-        x if d is None or x is y else _take_parents(x, d, parent)
-        for x, y, d in zip(leaves, old, dims, strict=True)
-    )
-
-
-def _take_parents(x: Array, d: int, parent: Int[Array, "batch beams"]) -> Array:
-    apart = x.reshape(*x.shape[:d], *parent.shape, *x.shape[d + 1 :])
-    take = lambda beams, parent: jnp.take(beams, parent, axis=d)
-    return jax.vmap(take, in_axes=(d, 0), out_axes=d)(apart, parent).reshape(x.shape)
-
 
 # Added to the scores of hypotheses that must not be selected. Finite, so that they stay ranked.
 _EXCLUDED = -1e9
@@ -101,13 +64,14 @@ def search(
     mask: Mask | None,
     request: Request,
     stepping: Any,
-) -> Int[Array, "batch room"]:
-    """Returns the best hypothesis of each row. `stepping` is the model behind the prompt."""
-    logits, cache = prefill(model, tokens, mask, request)
+) -> Int[Array, "results room"]:
+    """Returns the best hypotheses of each row, `copies` of them. `stepping` is the model behind the
+    prompt."""
+    logits, cache, prompt = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams
     dims = batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)
-    found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), request)
+    found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), prompt, request)
 
     def keep_going(carry):
         return (carry[1].count < request.limit) & jnp.any(carry[1].open)
@@ -116,11 +80,12 @@ def search(
         cache, found = carry
         newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
         logits, longer = follow(stepping, newest.reshape(-1), cache)
-        found = _select(logits, found, request)
+        found = _select(logits, found, prompt, request)
         return reorder_rows(longer, cache, dims, found.running.parent), found
 
     _, found = jax.lax.while_loop(keep_going, step, (cache, found))
-    return jnp.where(found.valid[:, None], found.finished.tokens[:, 0], INVALID)
+    best = found.finished.tokens[:, : request.copies]
+    return jnp.where(found.valid[:, None, None], best, INVALID).reshape(-1, request.room)
 
 
 def _begin(batch: int, request: Request) -> Search:
@@ -140,29 +105,51 @@ def _begin(batch: int, request: Request) -> Search:
     )
 
 
-def _select(logits: Float[Array, "rows vocab"], last: Search, request: Request) -> Search:
+def _select(
+    logits: Float[Array, "rows vocab"],
+    last: Search,
+    prompt: Int[Array, "batch seq"],
+    request: Request,
+) -> Search:
     """Advances the search by one token."""
-    found = _candidates(logits, last, request)
+    found = _candidates(logits, last, prompt, request)
     running = _continue(found, request)
     norm = jnp.take(jnp.asarray(request.norms), last.count)
     finished = _finish(found, last, norm)
-    # The score of the best running hypothesis if it ended here. While some entries are unfilled,
-    # every row stays open.
-    bound = running.scores[:, :1] / norm
-    worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _EXCLUDED)
     invalid = last.open & jnp.any(jnp.isnan(found.scores), axis=1)
     return Search(
         running,
         finished,
-        last.open & jnp.any(bound > worst, axis=1),
+        last.open & _may_improve(running, finished, norm, request),
         last.valid & ~invalid,
         last.count + 1,
     )
 
 
-def _candidates(logits: Float[Array, "rows vocab"], last: Search, request: Request) -> Candidates:
+def _may_improve(
+    running: Running, finished: Finished, norm: Float[Array, ""], request: Request
+) -> Bool[Array, " batch"]:
+    """Whether a running hypothesis may become better than the worst finished one."""
+    if request.early_stopping is True:
+        return ~jnp.all(finished.filled, axis=1)
+    if request.early_stopping == "never":  # a longer hypothesis has a larger divisor
+        norm = jnp.take(jnp.asarray(request.norms), request.limit - 1)
+    bound = running.scores[:, :1] / norm
+    # While some entries are unfilled, every row stays open.
+    worst = jnp.where(finished.filled, jnp.min(finished.scores, axis=1, keepdims=True), _EXCLUDED)
+    return jnp.any(bound > worst, axis=1)
+
+
+def _candidates(
+    logits: Float[Array, "rows vocab"],
+    last: Search,
+    prompt: Int[Array, "batch seq"],
+    request: Request,
+) -> Candidates:
     batch, beams, vocab = *last.running.scores.shape, logits.shape[-1]
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32)).reshape(batch, beams, vocab)
+    history = _history(prompt, last) if request.needs_history else None
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_probs = process(log_probs, history, last.count, request).reshape(batch, beams, vocab)
     scores = (log_probs + last.running.scores[:, :, None]).reshape(batch, beams * vocab)
     # Enough candidates that `beams` of them continue even if all possible ends are among them.
     keep = min(max(2, 1 + len(request.eos)) * beams, beams * vocab)
@@ -172,6 +159,15 @@ def _candidates(logits: Float[Array, "rows vocab"], last: Search, request: Reque
     tokens = jax.lax.dynamic_update_index_in_dim(tokens, newest, last.count, 2)
     ends = is_any(newest, request.eos) | (last.count + 1 >= request.limit)
     return Candidates(tokens, scores, parent, ends)
+
+
+def _history(prompt: Int[Array, "batch seq"], last: Search) -> Int[Array, "rows length"]:
+    """Returns the prompt and the tokens of each beam, with -1 at padding."""
+    tokens = last.running.tokens
+    batch, beams, room = tokens.shape
+    new = jnp.where(jnp.arange(room)[None, None] < last.count, tokens, -1)
+    before = jnp.broadcast_to(prompt[:, None], (batch, beams, prompt.shape[1]))
+    return jnp.concatenate([before, new], axis=2).reshape(batch * beams, -1)
 
 
 def _continue(found: Candidates, request: Request) -> Running:

@@ -1,8 +1,6 @@
 """The checks of the arguments of `generate`."""
 
-import math
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,73 +9,28 @@ import numpy as np
 from jax.core import Tracer
 
 
-def check_numbers(
-    *,
-    max_new_tokens: Any,
-    key: Any,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    beams: int,
-    length_penalty: float,
-) -> None:
-    """Raises if an argument is out of range, or conflicts with another."""
-    for name, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("beams", beams)):
-        if value is not None and _as_integer(name, value) < 1:
-            raise ValueError(f"`{name}` is {value}. It must be at least 1.")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(
-            f"`temperature` is {temperature}. It must be positive, or 0 for greedy decoding."
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"`top_p` is {top_p}. It must be a probability above 0 and at most 1.")
-    if temperature > 0 and key is None:
-        raise ValueError(
-            f"`temperature={temperature}` samples tokens, which needs a `key`, such as "
-            "`jax.random.key(0)`. For greedy decoding, pass `temperature=0`."
-        )
-    if not math.isfinite(length_penalty):
-        raise ValueError(f"`length_penalty` is {length_penalty}. It must be a finite number.")
-    _check_beams(temperature, top_k, top_p, beams, length_penalty)
-
-
-def _as_integer(name: str, value: Any) -> int:
+def check_count(max_new_tokens: Any) -> None:
     try:
-        return operator.index(value)
+        count = operator.index(max_new_tokens)
     except TypeError as error:
-        raise TypeError(f"`{name}` is {value!r}. It must be a concrete integer.") from error
-
-
-def _check_beams(
-    temperature: float, top_k: int | None, top_p: float | None, beams: int, length_penalty: float
-) -> None:
-    if beams == 1 and length_penalty != 1:
-        raise ValueError(
-            f"`length_penalty={length_penalty}` only applies to beam search, but `beams` is 1. "
-            "Pass more beams, or no `length_penalty`."
-        )
-    if beams > 1 and temperature > 0:
-        raise ValueError(
-            f"Beam search does not sample, but `beams` is {beams} and `temperature` is "
-            f"{temperature}. Pass `temperature=0`, or `beams=1`."
-        )
-    if beams > 1 and (top_k is not None or top_p is not None):
-        raise ValueError(
-            f"Beam search does not sample, so with `beams={beams}` `top_k` and `top_p` have no "
-            "effect. Leave them out, or pass `beams=1` and a `temperature`."
-        )
+        raise TypeError(
+            f"`max_new_tokens` is {max_new_tokens!r}. It must be a concrete integer."
+        ) from error
+    if count < 1:
+        raise ValueError(f"`max_new_tokens` is {count}. It must be at least 1.")
 
 
 def check_stream(beams: int, *, traced: bool) -> None:
     if beams > 1:
         raise ValueError(
-            f"`stream` is not supported for beam search (`beams={beams}`), which determines its "
-            "tokens only at the end. Pass `beams=1`, or no `stream`."
+            f"`stream` is not supported for beam search (`beams={beams}`), nor is `stop`: it "
+            "determines its tokens only at the end. Pass `beams=1`, or neither of them."
         )
     if traced:
         raise ValueError(
-            "`stream` is not supported inside of `jax.jit`, `plan.constrain` or a `predict_fn`, "
-            "where all steps are one program. Call `generate` outside, or pass no `stream`."
+            "`stream` and `stop` are not supported inside of `jax.jit`, `plan.constrain` or a "
+            "`predict_fn`: all steps are one program. Call `generate` outside, or pass neither of "
+            "them."
         )
 
 
@@ -194,12 +147,19 @@ def _longest(model: Any, tokens: Any, mask: Any) -> tuple[int, str]:
     return length, f"The longest prompt, of {length} tokens,"
 
 
-def check_eos(eos: Sequence[int], vocab: int) -> None:
-    if outside := [token for token in eos if not 0 <= token < vocab]:
-        raise ValueError(
-            f"`eos` has {outside[0]}, but the token ids of the vocabulary are 0 to {vocab - 1}. "
-            "Pass `eos=()` to generate `max_new_tokens` tokens for every row."
-        )
+def check_tokens(request: Any, vocab: int) -> None:
+    """Raises if an option names a token outside of the vocabulary."""
+    begin = () if request.forced_bos is None else (request.forced_bos,)
+    words = tuple(token for word in request.bad_words for token in word)
+    named = {"eos": request.eos, "forced_eos": request.forced_eos, "forced_bos": begin}
+    named |= {"suppress": request.suppress, "bad_words": words}
+    for name, tokens in named.items():
+        if outside := [token for token in tokens if not 0 <= token < vocab]:
+            more = " Pass `eos=()` to generate `max_new_tokens` tokens for every row."
+            raise ValueError(
+                f"`{name}` has {outside[0]}, but the token ids of the vocabulary are 0 to "
+                f"{vocab - 1}.{more if name == 'eos' else ''}"
+            )
 
 
 def is_known(x: Any) -> bool:

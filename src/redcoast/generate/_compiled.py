@@ -25,7 +25,7 @@ from ._sampling import sample
 
 def decode(
     model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None
-) -> Int[Array, "batch room"]:
+) -> Int[Array, "results room"]:
     """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
     tokens behind the prompt."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
@@ -35,7 +35,7 @@ def decode(
 
 def decode_compiled(
     model: Any, tokens: Any, mask: Any, request: Request
-) -> Int[Array, "batch new"]:
+) -> Int[Array, "results new"]:
     """Generates tokens with a program that is compiled for a bucket of shapes."""
     arrays, static = split((model, by_layer(model)))
     prompt = prepare_prompt(model, arrays, tokens, mask)
@@ -94,7 +94,7 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
     return None
 
 
-def trim(new: Int[Array, "batch room"], count: int) -> Int[Array, "batch new"]:
+def trim(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:
     """Returns the first `count` columns, after checking that no token is invalid."""
     if isinstance(new, Tracer):
         return new[:, :count]

@@ -1,6 +1,6 @@
 """The public function `generate`. It imports its implementation on the first call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,22 +8,23 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
+from ..core._decoding import Decoding
+from ..core._frames import hide_frames
 
+
+@hide_frames
 def generate(
     model: PyTree,
     tokens: Shaped[Array | np.ndarray, "batch ..."],
     *,
     max_new_tokens: int,
     key: PRNGKeyArray | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    beams: int = 1,
-    length_penalty: float = 1.0,
-    eos: int | Sequence[int] | None = None,
+    decoding: Decoding | None = None,
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
-    stream: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
-) -> Int[Array, "batch new"]:
+    stream: Callable[[Int[np.ndarray, " results"]], Any] | None = None,
+    stop: Callable[[Int[np.ndarray, " new"]], Any] | None = None,
+    **options: Any,
+) -> Int[Array, "results new"]:
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
     Outside of `jax.jit` the function is compiled automatically, once for each batch size and each
@@ -41,34 +42,32 @@ def generate(
     - `max_new_tokens`: the maximum number of tokens to generate.
     - `key`: PRNG key for sampling. The sample at step `i` of row `r` depends only on the key, `i`
         and `r`.
-    - `temperature`: with 0, decoding is greedy. Otherwise tokens are sampled from the softmax of
-        the logits divided by the temperature.
-    - `top_k`: sample only from the `top_k` most likely tokens, and from those that tie with the
-        last of them.
-    - `top_p`: of the tokens that `top_k` keeps, sample only from the smallest set with a total
-        probability of at least `top_p` (nucleus sampling, Holtzman et al., 2019,
-        <https://arxiv.org/abs/1904.09751>).
-    - `beams`: the number of beams. More than 1 selects beam search.
-    - `length_penalty`: beam search scores a hypothesis by its log-probability divided by its number
-        of new tokens to this power.
-    - `eos`: the token or tokens that end a row, by default `model.config.eos`. With `()`, all rows
-        have `max_new_tokens` tokens.
+    - `decoding`: a [`redcoast.Decoding`][], by default `model.config.decoding`, which
+        [`redcoast.load_pretrained`][] reads from the model's files. The sampling of the default
+        applies only if a `key` is given; without it, decoding is greedy.
     - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side, of shape
         (batch, seq).
-    - `stream`: called after each step with its tokens, a NumPy array of shape (batch,), while the
-        next step is running, until all rows have ended. Not supported for beam search, nor while
-        tracing.
+    - `stream`: called after each step with its tokens, a NumPy array of shape (results,), while
+        the next step is running, until all rows have ended. Not supported for beam search, nor
+        while tracing.
+    - `stop`: called after each step with the new tokens of each row that has not ended. The row
+        ends if it returns true, for example if the decoded text ends with a certain string. Not
+        supported for beam search, nor while tracing.
+    - `options`: options of [`redcoast.Decoding`][] that replace those of `decoding`, such as
+        `temperature`, `top_p`, `beams`, `repetition_penalty` or `eos`.
 
     **Returns:**
 
-    The new tokens without the prompts, int32 of shape (batch, `max_new_tokens`). After the token
-    that ends it, a row is padded with `model.config.pad`, or else with the first of `eos`, or else
-    with 0. While tracing, NaN logits cannot raise an error: the token is -1, and the row ends.
+    The new tokens without the prompts, int32 of shape (results, `max_new_tokens`), where results is
+    batch times `num_return_sequences`: those of the first row come first. After the token that ends
+    it, a row is padded with `pad`. While tracing, NaN logits cannot raise an error: the token is
+    -1, and the row ends.
 
     **Raises:**
 
-    `ValueError` or `TypeError` if an argument is out of range or conflicts with another, if a row
-    has no real token, if the model has too few positions, or if logits are NaN.
+    `ValueError` or `TypeError` if an option is unknown, if an argument is out of range or conflicts
+    with another, if a row has no real token, if the model has too few positions, or if logits are
+    NaN.
 
     !!! Example
 
@@ -82,29 +81,23 @@ def generate(
         )
         ```
     """
-    from ._checks import check_model, check_numbers, check_positions, check_prompt, check_stream
+    from ._checks import check_count, check_model, check_positions, check_prompt, check_stream
     from ._compiled import decode, decode_compiled
-    from ._prompt import bucket
-    from ._request import make_request
+    from ._prompt import bucket, is_encoder_decoder
+    from ._request import choose_decoding, make_request
     from ._streaming import decode_streaming
 
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "key": key,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "beams": beams,
-        "length_penalty": length_penalty,
-    }
-    check_numbers(**options)
+    check_count(max_new_tokens)
     check_model(model)
+    chosen = choose_decoding(model.config, decoding, options, key)
     check_prompt(model, tokens, mask)
     check_positions(model, tokens, mask, max_new_tokens)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
     room = max_new_tokens if traced else bucket(max_new_tokens)
-    request = make_request(model.config, room=room, eos=eos, **options)
-    if stream is not None:
-        check_stream(beams, traced=traced)
-        return decode_streaming(model, tokens, mask, request, stream)
+    prompt = None if is_encoder_decoder(model) else tokens.shape[1]
+    length = {"max_new_tokens": max_new_tokens, "room": room, "prompt": prompt}
+    request = make_request(model.config, chosen, key=key, **length)
+    if stream is not None or stop is not None:
+        check_stream(request.beams, traced=traced)
+        return decode_streaming(model, tokens, mask, request, stream, stop)
     return (decode if traced else decode_compiled)(model, tokens, mask, request)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ._processors import History, process
 from ._request import Request, Scalar
 
 # Marks tokens whose logits were NaN.
@@ -11,12 +12,16 @@ INVALID = -1
 
 
 def choose(
-    logits: Float[Array, "batch vocab"], step: Int[Array, ""], request: Request
+    logits: Float[Array, "batch vocab"],
+    history: History | None,
+    step: Int[Array, ""],
+    request: Request,
 ) -> Int[Array, " batch"]:
     """Returns the next token of each row; `INVALID` if a logit is NaN."""
-    scores = logits.astype(jnp.float32)
+    scores = process(logits.astype(jnp.float32), history, step, request)
     if request.key is not None and request.temperature is not None:
-        scores = filter_logits(scores, request.temperature, request.top_k, request.tail)
+        given = request.top_k, request.tail, request.min_p
+        scores = filter_logits(scores, request.temperature, *given)
         # The argmax of logits plus Gumbel noise is a sample of the softmax (Gumbel, 1954).
         scores = scores + gumbel_noise(request.key, step, *scores.shape)
     return first_greatest(scores)
@@ -48,13 +53,20 @@ def filter_logits(
     temperature: Scalar,
     top_k: int | None = None,
     tail: Scalar | None = None,
+    min_p: Scalar | None = None,
 ) -> Float[Array, "batch vocab"]:
-    """Divides logits by the temperature, and sets those that `top_k` and then `top_p` exclude to
-    -inf."""
+    """Divides logits by the temperature, and sets those that `top_k`, then `top_p` and then `min_p`
+    exclude to -inf."""
     scores = logits / temperature
     if top_k is not None and top_k < scores.shape[1]:
         scores = keep_top_k(scores, top_k)
-    return scores if tail is None else keep_top_p(scores, tail)
+    if tail is not None:
+        scores = keep_top_p(scores, tail)
+    if min_p is None:
+        return scores
+    probabilities = jax.nn.softmax(scores)
+    least = min_p * jnp.max(probabilities, axis=1, keepdims=True)
+    return jnp.where(probabilities < least, -jnp.inf, scores)
 
 
 def keep_top_k(scores: Float[Array, "batch vocab"], k: int) -> Float[Array, "batch vocab"]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from ._checks import check_eos
+from ._checks import check_tokens
 from ._request import Request
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
@@ -53,14 +53,15 @@ def blank(tokens: Integer[Array, "batch seq"], mask: Mask) -> Integer[Array, "ba
 
 def prefill(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
-) -> tuple[Float[Array, "batch vocab"], Any]:
-    """Returns the logits of the first new token, and a cache with room for all new tokens."""
+) -> tuple[Float[Array, "batch vocab"], Any, Int[Array, "batch prompt"]]:
+    """Returns the logits of the first new token, a cache with room for all new tokens, and the
+    tokens of the decoder so far, with -1 at padding."""
     start = _start_decoder if is_encoder_decoder(model) else _start
     tokens, mask, cache = start(model, tokens, mask, request.room)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     logits = model.unembed(hidden[:, -1:])[:, 0]
-    check_eos(request.eos, logits.shape[-1])
-    return logits, cache
+    check_tokens(request, logits.shape[-1])
+    return logits, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
 
 
 def follow(

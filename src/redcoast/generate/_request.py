@@ -1,14 +1,18 @@
 """The options of `generate`, in the form that compiled programs take them."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding, as_tuple
+
 # A NumPy scalar outside of `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
+Count = Int[np.ndarray, ""] | Int[Array, ""]
 
 
 class Request(eqx.Module):
@@ -19,62 +23,124 @@ class Request(eqx.Module):
     - `key`, `temperature`: for sampling; None decodes greedily.
     - `tail`: `1 - top_p`, the probability that may be excluded.
     - `norms`: the divisor of a hypothesis' score for each number of tokens.
+    - `least`: the number of new tokens before which no row ends.
     - `eos`, `pad`: the tokens that end a row, and the token after that.
+    - `copies`: the number of results for each row.
     """
 
-    limit: Int[np.ndarray, ""] | Int[Array, ""]
+    limit: Count
     key: PRNGKeyArray | None
     temperature: Scalar | None
     tail: Scalar | None
+    min_p: Scalar | None
     norms: Float[np.ndarray, " room"] | Float[Array, " room"] | None
+    repetition_penalty: Scalar | None
+    least: Count | None
     room: int = eqx.field(static=True)
     top_k: int | None = eqx.field(static=True)
     beams: int = eqx.field(static=True)
     eos: tuple[int, ...] = eqx.field(static=True)
     pad: int = eqx.field(static=True)
+    copies: int = eqx.field(static=True)
+    early_stopping: Any = eqx.field(static=True)
+    forced_bos: int | None = eqx.field(static=True)
+    forced_eos: tuple[int, ...] = eqx.field(static=True)
+    ngram: int = eqx.field(static=True)
+    suppress: tuple[int, ...] = eqx.field(static=True)
+    bad_words: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    logits_fn: Callable[..., Any] | None = eqx.field(static=True)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a choice depends on the earlier tokens of its row."""
+        longer = any(len(word) > 1 for word in self.bad_words)
+        return self.repetition_penalty is not None or self.ngram > 0 or longer
+
+
+def choose_decoding(
+    config: Any, decoding: Decoding | None, options: dict[str, Any], key: PRNGKeyArray | None
+) -> Decoding:
+    """Returns the decoding that is given, or else that of the configuration, with `options`.
+
+    The configuration's sampling applies only if there is a key and nothing in `options` speaks
+    against it.
+    """
+    names = [field.name for field in dataclasses.fields(Decoding)]
+    if unknown := sorted(options.keys() - set(names)):
+        raise TypeError(
+            f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
+            f"{', '.join(names)}."
+        )
+    base = _default(config, options, key) if decoding is None else decoding
+    found = dataclasses.replace(base, **options)
+    if found.temperature > 0 and key is None:
+        raise ValueError(
+            f"`temperature={found.temperature}` samples tokens, which needs a `key`, such as "
+            "`jax.random.key(0)`. For greedy decoding, pass `temperature=0`."
+        )
+    return found
+
+
+def _default(config: Any, options: dict[str, Any], key: PRNGKeyArray | None) -> Decoding:
+    found: Decoding = getattr(config, "decoding", GREEDY)
+    if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
+        found = found.without_sampling()
+    if options.get("beams") == 1 or options.get("temperature", 0) != 0:
+        found = dataclasses.replace(found, beams=1, length_penalty=1.0, early_stopping=False)
+    return found
 
 
 def make_request(
     config: Any,
+    d: Decoding,
     *,
     max_new_tokens: int,
     room: int,
+    prompt: int | None,
     key: PRNGKeyArray | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    beams: int,
-    length_penalty: float,
-    eos: int | Sequence[int] | None,
 ) -> Request:
-    """Makes a request from the arguments of `generate` and the model's configuration."""
-    sampled = temperature > 0
-    ends = stop_tokens(config, eos)
+    """Makes a request from a decoding, the configuration and the length of a decoder's prompt,
+    which is None for an encoder-decoder."""
+    sampled = d.temperature > 0
+    ends = _ends(config, d)
+    least = max(d.min_new_tokens, d.min_length - (1 if prompt is None else prompt))
+    number = lambda x: np.asarray(x, np.float32)
     # In double precision first, as in `transformers`.
     lengths = np.arange(1, room + 1, dtype=np.float64)
     return Request(
         limit=np.asarray(max_new_tokens, np.int32),
         key=key if sampled else None,
-        temperature=np.asarray(temperature, np.float32) if sampled else None,
+        temperature=number(d.temperature) if sampled else None,
         # `top_p=1` excludes nothing, not even by rounding.
-        tail=np.asarray(1 - top_p, np.float32) if sampled and top_p and top_p < 1 else None,
-        norms=(lengths**length_penalty).astype(np.float32) if beams > 1 else None,
+        tail=number(1 - d.top_p) if d.top_p and d.top_p < 1 else None,
+        min_p=None if d.min_p is None else number(d.min_p),
+        norms=(lengths**d.length_penalty).astype(np.float32) if d.beams > 1 else None,
+        repetition_penalty=None if d.repetition_penalty == 1 else number(d.repetition_penalty),
+        least=np.asarray(least, np.int32) if least > 0 and ends else None,
         room=room,
-        top_k=top_k if sampled else None,
-        beams=beams,
+        top_k=d.top_k,
+        beams=d.beams,
         eos=ends,
-        pad=_padding(config, ends),
+        pad=_padding(config, d, ends),
+        copies=d.num_return_sequences,
+        # If the penalty is not positive, a longer hypothesis cannot become better.
+        early_stopping=d.early_stopping is True or (d.length_penalty > 0 and d.early_stopping),
+        forced_bos=d.forced_bos if prompt is None else None,
+        forced_eos=as_tuple(d.forced_eos),
+        ngram=d.no_repeat_ngram_size,
+        suppress=tuple(d.suppress),
+        bad_words=tuple(map(tuple, d.bad_words)),
+        logits_fn=d.logits_fn,
     )
 
 
-def stop_tokens(config: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Returns the distinct tokens that end a row, by default those of the configuration."""
-    given = getattr(config, "eos", ()) if eos is None else eos
-    several = [given] if isinstance(given, (int, np.integer)) else given
-    return tuple(dict.fromkeys(int(token) for token in several))
+def _ends(config: Any, d: Decoding) -> tuple[int, ...]:
+    """Returns the distinct tokens that end a row."""
+    given = getattr(config, "eos", ()) if d.eos is None else d.eos
+    return tuple(dict.fromkeys(as_tuple(given)))
 
 
-def _padding(config: Any, eos: tuple[int, ...]) -> int:
-    pad = getattr(config, "pad", None)
+def _padding(config: Any, d: Decoding, eos: tuple[int, ...]) -> int:
+    pad = getattr(config, "pad", None) if d.pad is None else d.pad
     # Some configurations use a negative id if there is no padding token.
     return pad if pad is not None and pad >= 0 else next(iter(eos), 0)

@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling, with one hypothesis for each row."""
+"""Greedy decoding and sampling."""
 
 from typing import Any
 
@@ -8,16 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ._logits import INVALID, choose
+from ._processors import History
 from ._prompt import Mask, follow, prefill
 from ._request import Request
+from ._rows import batch_dims, repeat_rows
 
 
 class Last(eqx.Module):
-    """The newest token of each row, whether the row has ended, and the number of steps so far."""
+    """The newest token of each row, whether the row has ended, the number of steps so far, and all
+    tokens of the row if a choice depends on them."""
 
     tokens: Int[Array, " batch"]
     ended: Bool[Array, " batch"]
     count: Int[Array, ""]
+    history: History | None
 
 
 def sample(
@@ -26,7 +30,7 @@ def sample(
     mask: Mask | None,
     request: Request,
     stepping: Any,
-) -> Int[Array, "batch room"]:
+) -> Int[Array, "results room"]:
     """Generates tokens until all rows have ended. `stepping` is the model behind the prompt."""
     cache, last = begin(model, tokens, mask, request)
     new = jnp.full((last.tokens.shape[0], request.room), request.pad, jnp.int32)
@@ -49,26 +53,32 @@ def begin(
     model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Any, Last]:
     """Processes the prompt. Returns the cache and the first new token."""
-    logits, cache = prefill(model, tokens, mask, request)
-    ended, count = jnp.zeros(logits.shape[0], bool), jnp.zeros((), jnp.int32)
-    return cache, _next(logits, ended, count, request)
+    logits, cache, prompt = prefill(model, tokens, mask, request)
+    if request.copies > 1:
+        cache = repeat_rows(cache, batch_dims(cache, logits.shape[0]), request.copies)
+        logits, prompt = (jnp.repeat(x, request.copies, axis=0) for x in (logits, prompt))
+    rows = jnp.zeros(logits.shape[0], jnp.int32)
+    room = ((0, 0), (0, request.room))
+    history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
+    nothing = Last(rows, rows.astype(bool), jnp.zeros((), jnp.int32), history)
+    return cache, _next(logits, nothing, request)
 
 
 def advance(model: Any, cache: Any, last: Last, request: Request) -> tuple[Any, Last]:
     """Generates one more token for each row."""
     logits, cache = follow(model, last.tokens, cache)
-    return cache, _next(logits, last.ended, last.count, request)
+    return cache, _next(logits, last, request)
 
 
-def _next(
-    logits: Float[Array, "batch vocab"],
-    ended: Bool[Array, " batch"],
-    count: Int[Array, ""],
-    request: Request,
-) -> Last:
-    tokens = choose(logits, count, request)
-    tokens = jnp.where(ended, request.pad, tokens)
-    return Last(tokens, ended | is_any(tokens, (*request.eos, INVALID)), count + 1)
+def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> Last:
+    history, count = last.history, last.count
+    tokens = choose(logits, history, count, request)
+    tokens = jnp.where(last.ended, request.pad, tokens)
+    if history is not None:
+        place = history.shape[1] - request.room + count
+        history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
+    ended = last.ended | is_any(tokens, (*request.eos, INVALID))
+    return Last(tokens, ended, count + 1, history)
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:

@@ -20,23 +20,28 @@ from ._request import Request
 from ._sampling import Last, advance, begin
 
 Stream = Callable[[Int[np.ndarray, " batch"]], Any]
+Stop = Callable[[Int[np.ndarray, " new"]], Any]
 
 
 def decode_streaming(
-    model: Any, tokens: Any, mask: Any, request: Request, stream: Stream
-) -> Int[Array, "batch new"]:
-    """Generates tokens, and calls `stream` with those of each step while the next is running."""
-    count = int(request.limit)
-    columns = []
-    for last, _ in with_last(_steps(model, tokens, mask, request, count)):
-        tokens_of_step, ended = whole(last.tokens), whole(last.ended)
-        columns.append(tokens_of_step)
-        check_tokens(tokens_of_step[:, None])
-        stream(tokens_of_step)
-        if ended.all():
+    model: Any, tokens: Any, mask: Any, request: Request, stream: Stream | None, stop: Stop | None
+) -> Int[Array, "results new"]:
+    """Generates tokens, and calls `stream` with those of each step while the next is running. A row
+    for which `stop` is true ends, too."""
+    count, rows = int(request.limit), tokens.shape[0] * request.copies
+    new = np.full((rows, count), request.pad, np.int32)
+    stopped = np.zeros(rows, bool)
+    for i, (last, _) in enumerate(with_last(_steps(model, tokens, mask, request, count))):
+        found, ended = whole(last.tokens), whole(last.ended)
+        check_tokens(found[:, None])
+        new[:, i] = np.where(stopped, request.pad, found)
+        if stream is not None:
+            stream(new[:, i].copy())
+        if stop is not None:
+            running = np.flatnonzero(~stopped & ~ended)
+            stopped[[row for row in running if stop(new[row, : i + 1].copy())]] = True
+        if (ended | stopped).all():
             break
-    new = np.full((tokens.shape[0], count), request.pad, np.int32)
-    new[:, : len(columns)] = np.stack(columns, axis=1)
     return jax.device_put(new)
 
 

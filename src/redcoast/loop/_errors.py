@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..checkpoint._policy import Checkpoints, newest_checkpoint
+from ..checkpoint._policy import NO_CHECKPOINT, Checkpoints, newest_checkpoint
 from ..sharding import Plan
 from ..tracking._metrics import MetricsReader
 
@@ -70,8 +70,9 @@ def noted_checkpoint(checkpoints: Checkpoints | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if checkpoints and "checkpoint" not in str(error):
-            error.add_note(newest_checkpoint(checkpoints))
+        note = newest_checkpoint(checkpoints)
+        if note != NO_CHECKPOINT and "checkpoint" not in str(error):
+            error.add_note(note)
         raise
 
 

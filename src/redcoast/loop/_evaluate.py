@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, noting
+from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._reuse import reuse
+from ..core._user_functions import calling
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
 from ..data._sources import count_examples
@@ -37,6 +39,7 @@ OutputFn = Callable[[PyTree], list[Any]]
 Gather = Literal["all", "first", "none"]
 
 
+@hide_frames
 def evaluate(
     model: PyTree,
     examples: Any,
@@ -98,6 +101,7 @@ def evaluate(
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
 
+@hide_frames
 def predict_examples(
     model: PyTree,
     examples: Any,
@@ -222,7 +226,7 @@ def compile_prediction(
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
         return _compile(predict, plan, **options)
-    return _compile(_prediction_to_read, plan, over=plan.mesh, gather=gather, **options)
+    return _compile(_prediction_to_read, plan, **options, over=plan.mesh, gather=gather)
 
 
 def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> Callable[..., Any]:
@@ -368,7 +372,7 @@ def _own_part(predictions: PyTree) -> PyTree:
 def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
     if output_fn is None:
         return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
-    with noting("Raised by `output_fn`, or in what it calls."):
+    with calling("output_fn", {"predictions": predictions}):
         outputs = output_fn(predictions)
     if not hasattr(outputs, "__len__") or len(outputs) != rows:
         found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions, check_integer, check_kind, noting
+from ..core._errors import check_functions, check_integer, check_kind
+from ..core._frames import hide_frames
+from ..core._user_functions import calling
 from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
@@ -104,6 +106,7 @@ class CompiledEvaluation:
     mean_loss: Callable[..., Any] | None
     prediction: Callable[..., Any] | None
 
+    @hide_frames
     def __call__(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
         """The metrics of a model."""
         metrics: dict[str, float] = {}
@@ -142,8 +145,10 @@ class CompiledEvaluation:
         metrics: dict[str, float] = {}
         if is_main():
             examples = fetch(self.evaluation.examples, list(range(len(outputs))))
-            with noting("Raised by `metric_fn`, or in what it calls."), doing("`metric_fn`"):
-                metrics = _check_metrics(metric_fn(examples, outputs), taken)
+            given = {"examples": examples, "outputs": outputs}
+            with calling("metric_fn", given), doing("`metric_fn`"):
+                metrics = metric_fn(examples, outputs)
+            metrics = _check_metrics(metrics, taken)
         return decide("the metrics of an evaluation", metrics)
 
     def _batches(self) -> Generator[Loaded, None, None]:
@@ -154,6 +159,7 @@ class CompiledEvaluation:
         return ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
 
 
+@hide_frames
 def compile_evaluation(
     evaluation: Evaluation, plan: Plan, *, compute_dtype: Any = None
 ) -> CompiledEvaluation:

@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_functions, check_optimizer, noting
+from ..core._frames import hide_frames
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
 from ..distributed._heartbeat import watching
@@ -29,7 +30,7 @@ from ..train._step import TrainState
 from ._consistency import check_agreement
 from ._errors import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
-from ._nonfinite import explain_step
+from ._nonfinite import explain_batch, explain_step
 from ._setup import (
     announce,
     best_mesh,
@@ -46,6 +47,7 @@ from ._stop import stop_on_signal
 logger = logging.getLogger("redcoast")
 
 
+@hide_frames
 def fit(
     model_or_state: PyTree,
     optimizer: optax.GradientTransformation,
@@ -206,7 +208,8 @@ def _loop(
         for done in training_steps(state, data, step):
             batch, number = done.batch, done.number
             due = batch.last or (number % every == 0 if every else batch.epoch_end)
-            reader.push(number, done.metrics, explain=ft.partial(explain, done))
+            look = ft.partial(explain_batch, data, batch)
+            reader.push(number, done.metrics, explain=ft.partial(explain, done), inspect=look)
             stop = stopping() and not batch.last
             # A run that is stopped does not wait for an evaluation; it follows on resumption.
             later = stop and not saver.keeps_best

@@ -1,6 +1,7 @@
 """Why a step was skipped: which gradients, parameters and examples are NaN or infinite.
 
 It is found by computing the gradient again when a run stops for it, at no cost to training steps.
+When a run goes on after its first skipped step, only the batch is looked at.
 """
 
 import functools as ft
@@ -10,18 +11,20 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed, several
-from ..core._pytree import partition_trainable, show_path
+from ..core._pytree import ARRAYS, leaf_paths, partition_trainable, show_path
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
+from ..tracking._metrics import COMMON_CAUSES
 from ..train._compile import compile_call, microbatches
 from ..train._loss import LossFn
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
+from ._first_nonfinite import find_first
 from ._steps import Step
 
 MOST = 5  # names in a sentence
@@ -43,10 +46,36 @@ def explain_step(
     indices, examples = data.examples_of(done.batch)
     try:
         found = find_nonfinite(done.state, done.batch, plan, data.batch_size, **options)
-        why = sentences(found, indices, trained=trained)
+        first = None
+        if not (found.state or found.batch):
+            given = options["loss_fn"], options["compute_dtype"]
+            first = find_first(done.state, done.batch, plan, indices, *given)
+        why = sentences(found, indices, first, trained=trained)
     except Exception as error:  # there may be no memory for it
-        why = f"(The cause could not be found: {type(error).__name__}.)"
+        why = f"(The cause could not be found: {type(error).__name__}.) {COMMON_CAUSES}"
     return f"{why} {examples} {newest_checkpoint(checkpoints)}"
+
+
+def explain_batch(data: Batches, batch: Batch) -> str:
+    """Sentences about the inputs of a skipped step, at the cost of looking at them once."""
+    indices, examples = data.examples_of(batch)
+    ranges = {path: x for path, x in leaf_paths(batch.arrays, ARRAYS).items() if _is_integer(x)}
+    look = jax.jit(
+        lambda floating, integers: (
+            jax.tree.map(_rows, floating),
+            jax.tree.map(lambda x: jnp.stack([jnp.min(x), jnp.max(x)]), integers),
+        ),
+        out_shardings=NamedSharding(data.mesh, P()),
+    )
+    try:
+        rows, ranges = jax.device_get(look(_floating(batch.arrays), ranges))
+    except Exception as error:  # training goes on
+        return f"(Its inputs could not be read: {type(error).__name__}.) {examples}"
+    if found := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
+        return " ".join(found)
+    within = [f"{path or 'the batch'} from {low} to {high}" for path, (low, high) in ranges.items()]
+    integers = f" Its integers are {several(within, MOST)}." if within else ""
+    return f"No input is NaN or infinite.{integers} {examples}"
 
 
 class Nonfinite(NamedTuple):
@@ -126,23 +155,40 @@ def _floating(tree: PyTree, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def sentences(found: Nonfinite, indices: list[int], *, trained: bool) -> str:
+def sentences(
+    found: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
+) -> str:
     """Describes what was found; `indices` are those of the batch's examples."""
     when = "" if trained else " before any step"
     parts = [
         f"{path} holds {_count(int(count), 'value')} that {_are(int(count))} NaN or infinite{when}."
         for path, count in list(found.state.items())[:MOST]
     ]
-    for path, rows in found.batch.items():
-        where = f"The batch's array {path}" if path else "The batch"
-        examples = [indices[i] for i in np.flatnonzero(rows)]
-        parts.append(f"{where} holds NaN or infinite values for the examples {listed(examples)}.")
+    parts += _inputs(found.batch, indices)
+    parts += [first] if first else []
     if found.grads:
         names = list(found.grads)
         parts.append(f"The gradient is NaN or infinite for {several(names, MOST)}.")
     elif not parts:
         parts.append("No single gradient, parameter or input is infinite or NaN by itself.")
+    if not (found.state or found.batch or first or trained):
+        parts.append(COMMON_CAUSES)
     return " ".join(parts)
+
+
+def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
+    sentences = []
+    for path, rows in found.items():
+        where = f"The batch's array {path}" if path else "The batch"
+        examples = [indices[i] for i in np.flatnonzero(rows)]
+        sentences.append(
+            f"{where} holds NaN or infinite values for the examples {listed(examples)}."
+        )
+    return sentences
+
+
+def _is_integer(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
 
 
 def _count(count: int, noun: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from ..core._errors import check_functions, noting
+from ..core._frames import tidy
 from ..data._batches import Batch
 
 
@@ -57,6 +58,10 @@ def training_steps(
     """
     check_functions(step=step)
     for batch in batches:
-        with noting(f"Raised by step {batch.step}."):
-            state, metrics = step(state, batch.arrays)
+        try:
+            with noting(f"Raised by step {batch.step}."):
+                state, metrics = step(state, batch.arrays)
+        except Exception as error:
+            tidy(error)
+            raise
         yield Step(batch.step, state, metrics, batch)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_integer
+from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
@@ -18,6 +19,7 @@ from ..models._einsum import LowRank
 from ._targets import Matrix, find_adapted, find_matrices, is_adapted
 
 
+@hide_frames
 def add_adapters(
     model: PyTree,
     rank: int,
@@ -106,6 +108,7 @@ def _new(weight: Any, matrix: Matrix, rank: int, scale: float, key: PRNGKeyArray
     return LowRank(weight, a, b, scale, matrix.outputs_first)
 
 
+@hide_frames
 def trainable(model: PyTree) -> PyTree:
     """Selects the adapters of a model as its trainable parameters.
 
@@ -130,6 +133,7 @@ def trainable(model: PyTree) -> PyTree:
     return eqx.tree_at(pairs, nothing, replace_fn=lambda _: True)
 
 
+@hide_frames
 def adapters(model: PyTree) -> PyTree:
     """Extracts the adapters of a model, for example to save only them.
 
@@ -150,6 +154,7 @@ def adapters(model: PyTree) -> PyTree:
     return eqx.filter(model, trainable(model))
 
 
+@hide_frames
 def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
     """Replaces the adapters of a model.
 

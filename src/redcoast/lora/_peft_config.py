@@ -59,7 +59,8 @@ def read_config(path: Path) -> PeftConfig:
     `ValueError` that names every setting that is not implemented.
     """
     if not (path / CONFIG).is_file():
-        raise ValueError(
+        kind = ValueError if path.exists() else FileNotFoundError
+        raise kind(
             f"There are no adapters at {path}: it has no {CONFIG}. Pass a directory that was "
             "written by PEFT or `lora.save_adapters`."
         )

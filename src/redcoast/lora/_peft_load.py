@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..pretrained._files import file_inside
@@ -85,6 +86,7 @@ class Slot:
         return part.reshape(shape[len(index) :])
 
 
+@hide_frames
 def load_adapters(model: Any, path: str | Path) -> Any:
     """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
@@ -104,9 +106,9 @@ def load_adapters(model: Any, path: str | Path) -> Any:
 
     **Raises:**
 
-    `ValueError` if there are no adapters at `path`; if they have settings that are not implemented
-    (DoRA, biases, other saved modules, ...), which are named; or if the tensors do not match the
-    model (all missing, unexpected and misshapen ones are listed).
+    `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no adapters; if they have
+    settings that are not implemented (DoRA, biases, other saved modules, ...), which are named; or
+    if the tensors do not match the model (all missing, unexpected and misshapen ones are listed).
 
     !!! Example
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..core._frames import hide_frames
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
@@ -89,6 +90,7 @@ class Module:
             )
 
 
+@hide_frames
 def save_adapters(model: Any, path: str | Path) -> None:
     """Saves the adapters of a model in the format of `peft`.
 

@@ -26,13 +26,17 @@ def check_fields(config: Any) -> None:
         if not _is_of_kind(value, field.type):
             # An unknown name has the right type.
             wrong = ValueError if isinstance(value, str) else TypeError
-            raise wrong(f"`{name}` must be {_kind(field.type)}, but is {value!r}.")
+            raise wrong(f"`{name}` must be {_kind(field.type)}, but is {value!r}{_where(config)}.")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"`{name}` must be a finite number, but is {value}.")
+            raise ValueError(f"`{name}` must be a finite number, but is {value}{_where(config)}.")
         if value is not None and name in _POSITIVE and not value > 0:
-            raise ValueError(f"`{name}` must be positive, but is {value}.")
+            raise ValueError(f"`{name}` must be positive, but is {value}{_where(config)}.")
         if value is not None and name in _NOT_NEGATIVE and value < 0:
-            raise ValueError(f"`{name}` must not be negative, but is {value}.")
+            raise ValueError(f"`{name}` must not be negative, but is {value}{_where(config)}.")
+
+
+def _where(config: Any) -> str:
+    return f" in the `{type(config).__name__}`"
 
 
 def _is_of_kind(value: Any, kind: Any) -> bool:
@@ -69,13 +73,13 @@ def check_config(config: Any, *sizes: str) -> None:
     check_remat(config.remat)
     check_fields(config)
     for name in (*sizes, *["unroll"] * (config.unroll is not None)):
-        if getattr(config, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {getattr(config, name)}.")
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"`{name}` must be at least 1, but is {value}{_where(config)}.")
     kv_heads = getattr(config, "kv_heads", config.heads)
     if config.heads % kv_heads:
         raise ValueError(
             f"`heads` must be a multiple of `kv_heads`, but {config.heads} is not a multiple of "
-            f"{kv_heads}."
+            f"{kv_heads}{_where(config)}."
         )
 
 
@@ -85,10 +89,17 @@ def check_heads(config: Any, *, even: bool = False) -> None:
     if getattr(config, "head_size", None) is None and config.width % config.heads:
         raise ValueError(
             f"`width` must be a multiple of `heads`, but {config.width} is not a multiple of "
-            f"{config.heads}."
+            f"{config.heads}{_where(config)}."
         )
     if even and config.head_dim % 2:
-        raise ValueError(f"The head size must be even, but is {config.head_dim}.")
+        raise ValueError(f"The head size must be even, but is {config.head_dim}{_where(config)}.")
+
+
+def drop_default_head_size(config: Any) -> None:
+    """Sets `head_size` to None if it is `width / heads`, so that configurations of the same model
+    are equal."""
+    if config.head_size is not None and config.head_size * config.heads == config.width:
+        object.__setattr__(config, "head_size", None)
 
 
 def check_rates(config: Any, *rates: str) -> None:
@@ -96,7 +107,8 @@ def check_rates(config: Any, *rates: str) -> None:
     for name in rates:
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(
-                f"`{name}` must be at least 0 and less than 1, but is {getattr(config, name)}."
+                f"`{name}` must be at least 0 and less than 1, but is {getattr(config, name)}"
+                f"{_where(config)}."
             )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
 from ._cache import admit, cached_view, extend
@@ -40,6 +41,7 @@ class BartConfig:
       them on a CPU, if they are at most four, and otherwise one.
     - `decoder_start`: the token id that the decoder starts with.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -65,6 +67,7 @@ class BartConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden", "positions")

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask
 from ._cache import Cache
 from ._checks import check_fields
@@ -27,6 +28,7 @@ class CaptionerConfig:
     - `decoder`: the configuration of the GPT-2 decoder, with `cross_attention=True`.
     - `decoder_start`: the token id that each caption starts with. `generate` needs it.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -39,6 +41,7 @@ class CaptionerConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_fields(self)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import look_up, normal, output_scale
 from ._cache import Cache, admit, cached_view, extend
@@ -52,6 +53,7 @@ class GemmaConfig:
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -85,6 +87,7 @@ class GemmaConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "head_dim")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import check_activation, layer_norm, look_up, output_scale, small_normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -41,6 +42,7 @@ class GPT2Config:
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -68,6 +70,7 @@ class GPT2Config:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")

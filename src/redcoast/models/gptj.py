@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import check_activation, layer_norm, look_up, output_scale
 from ._cache import extend
@@ -40,6 +41,7 @@ class GPTJConfig:
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -65,6 +67,7 @@ class GPTJConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "rotary_dim")

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import extend
-from ._checks import check_config, check_heads
+from ._checks import check_config, check_heads, drop_default_head_size
 from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
@@ -45,6 +46,7 @@ class LlamaConfig:
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -73,10 +75,12 @@ class LlamaConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
         check_heads(self, even=True)
+        drop_default_head_size(self)
 
     @property
     def head_dim(self) -> int:

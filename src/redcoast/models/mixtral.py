@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
-from ._checks import check_config, check_heads, check_rates
+from ._checks import check_config, check_heads, check_rates, drop_default_head_size
 from ._einsum import product
 from ._moe import mix_experts, router_loss
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
@@ -48,6 +49,7 @@ class MixtralConfig:
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -77,10 +79,12 @@ class MixtralConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
         check_heads(self, even=True)
+        drop_default_head_size(self)
         check_rates(self, "attention_dropout")
         if self.chosen > self.experts:
             raise ValueError(

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, activate_gated, check_activation, look_up, normal, rms_norm
 from ._cache import admit, cached_view, extend
-from ._checks import check_config, check_heads, check_rates
+from ._checks import check_config, check_heads, check_rates, drop_default_head_size
 from ._cross_cache import CrossCache, DecoderMask, cross_view
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
@@ -50,6 +51,7 @@ class T5Config:
       results.
     - `decoder_start`: the token id that the decoder starts with.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
 
     **Raises:**
 
@@ -79,10 +81,12 @@ class T5Config:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "decoder_layers", "heads", "hidden")
         check_heads(self)
+        drop_default_head_size(self)
         check_rates(self, "dropout")
         check_activation(self.activation)
         check_buckets(self.buckets, self.distance)

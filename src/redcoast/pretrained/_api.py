@@ -7,8 +7,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._errors import check_kind
+from ..core._frames import hide_frames
 
 
+@hide_frames
 def load_pretrained(
     path: str | Path,
     *,
@@ -38,14 +40,17 @@ def load_pretrained(
 
     **Returns:**
 
-    The model. Its configuration is `model.config`.
+    The model. Its configuration is `model.config`. Its `decoding` has the options of the file
+    `generation_config.json`, which [`redcoast.generate`][] uses by default; options that are not
+    implemented are warned of.
 
     **Raises:**
 
-    `ValueError` if there is no model at `path`, or if its architecture or one of its settings is
-    not implemented; if the weights are pickled, because unpickling can run arbitrary code; or if
-    the files do not hold exactly the tensors of the model (all missing, unexpected and misshapen
-    ones are listed). `TypeError` if the configuration does not have a field of `options`.
+    `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no model, or if its
+    architecture or one of its settings is not implemented; if the weights are pickled, because
+    unpickling can run arbitrary code; or if the files do not hold exactly the tensors of the model
+    (all missing, unexpected and misshapen ones are listed). `TypeError` if the configuration does
+    not have a field of `options`.
 
     !!! Example
 
@@ -62,20 +67,28 @@ def load_pretrained(
     return load(Path(path).expanduser().absolute(), mesh, shardings, dtype, options)
 
 
+@hide_frames
 def save_pretrained(
-    model: Any, path: str | Path, *, max_file_bytes: int | float = 2_000_000_000
+    model: Any,
+    path: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    max_file_bytes: int | float = 2_000_000_000,
 ) -> None:
     """Saves a model of `redcoast.models` in the format of `transformers`.
 
-    Writes `config.json` and `model.safetensors`, or several files and their index. The model may be
-    sharded over any mesh. The host needs memory for two copies of one file. In a job of several
-    processes, all of them must call this with the same `path` on a shared file system; they write
-    different files. The directory appears under its name only once it is complete.
+    Writes `config.json`, `generation_config.json` if the model generates, and `model.safetensors`,
+    or several files and their index. The model may be sharded over any mesh. The host needs memory
+    for two copies of one file. In a job of several processes, all of them must call this with the
+    same `path` on a shared file system; they write different files. The directory appears under its
+    name only once it is complete.
 
     **Arguments:**
 
     - `model`: a model of `redcoast.models`.
     - `path`: a directory that does not exist yet, or is empty.
+    - `tokenizer`: a directory, such as the one that the model was loaded from, from which the files
+        of the tokenizer, the chat template and the processor are copied.
     - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
         has a file of its own.
 
@@ -83,7 +96,7 @@ def save_pretrained(
 
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
     `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
-    which must be merged first.
+    which must be merged first. `FileNotFoundError` if there is no directory `tokenizer`.
 
     !!! Example
 
@@ -94,4 +107,5 @@ def save_pretrained(
     """
     from ._save import save
 
-    save(model, Path(path).expanduser().absolute(), max_file_bytes)
+    source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
+    save(model, Path(path).expanduser().absolute(), source, max_file_bytes)

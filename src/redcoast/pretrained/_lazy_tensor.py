@@ -44,11 +44,13 @@ class Source:
     - `stored`: its tensors, by name.
     - `table`: the tensors that each array of the model consists of, if they differ from those of
       its family's `tensors(config)`.
+    - `generation`: the options of its `generation_config.json`, if it has one.
     """
 
     settings: dict[str, Any]
     stored: dict[str, Stored]
     table: dict[str, Tensor] | None = None
+    generation: dict[str, Any] | None = None
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

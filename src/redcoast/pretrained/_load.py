@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..core._pytree import join, leaf_paths, split
 from ..core._tracing import abstract_key
+from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
 from ._placement import choose_shardings
@@ -38,6 +39,7 @@ def load(
     family, config = find_family(source.settings, path)
     if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())
+    config = with_generation(config, source.settings, source.generation, path)
     config = _with_options(config, options)
     abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)

@@ -17,16 +17,30 @@ from jax.experimental import multihost_utils
 from ..core._pytree import leaf_paths
 from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
+from ._files import file_inside
 from ._gather import parts_of, put_together, take
+from ._generation import write_decoding
 from ._match import layout_of, needed_shapes
 from ._registry import family_of, write_config
 from ._safetensors import write_safetensors
-from ._source import INDEX, SETTINGS, SINGLE
+from ._source import GENERATION, INDEX, SETTINGS, SINGLE
 
+# The files of tokenizers and processors in Hugging Face's directories.
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
+def save(model: Any, path: Path, tokenizer: Path | None, max_file_bytes: int | float) -> None:
     """Saves a model; see `save_pretrained`."""
     if family_of(model) is None:
         raise ValueError(
@@ -35,6 +49,7 @@ def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
         )
     leaves = _check_model(model)
     _check_free(path)
+    others = _tokenizer_files(tokenizer)
     layout = layout_of(model.config)
     parts = parts_of(layout.table, leaves)
     needed = needed_shapes(layout, leaves)
@@ -52,7 +67,7 @@ def save(model: Any, path: Path, max_file_bytes: int | float) -> None:
             for name in names:  # takes part in the gathering by the process that writes the file
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    _on_first(lambda: _finish(write_config(model.config), shapes, files, work, path), "finished")
+    _on_first(lambda: _finish(model.config, others, shapes, files, work, path), "finished")
 
 
 def _check_model(model: Any) -> dict[str, Any]:
@@ -83,8 +98,8 @@ def _check_model(model: Any) -> dict[str, Any]:
 def _check_free(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
-            f"{path} exists already, and nothing is overwritten. Choose another path. Other files, "
-            "such as a tokenizer, can be added to the directory after the model is saved."
+            f"{path} exists already, and nothing is overwritten. Choose another path. `tokenizer` "
+            "copies the files of a tokenizer; others can be added after the model is saved."
         )
 
 
@@ -116,18 +131,50 @@ def _start_afresh(work: Path) -> None:
 
 
 def _finish(
-    settings: dict[str, Any], shapes: Shapes, files: Mapping[str, list[str]], work: Path, path: Path
+    config: Any,
+    others: list[Path],
+    shapes: Shapes,
+    files: Mapping[str, list[str]],
+    work: Path,
+    path: Path,
 ) -> None:
     sizes = Counter()
     for name, (_, dtype) in shapes.items():
         sizes[dtype.name] += _nbytes(shapes, name)
-    settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
-    (work / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    settings = {**write_config(config), "torch_dtype": sizes.most_common(1)[0][0]}
+    generation = write_decoding(config) if hasattr(config, "decoding") else None
+    (work / SETTINGS).write_text(_json(settings))
+    if generation is not None:
+        (work / GENERATION).write_text(_json(generation))
+    for file in others:
+        shutil.copyfile(file, work / file.name)
     if list(files) != [SINGLE]:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     os.rename(work, path)  # replaces an empty directory
+
+
+def _json(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+
+
+def _tokenizer_files(directory: Path | None) -> list[Path]:
+    """Returns the files of a directory that belong to a tokenizer or a processor of inputs."""
+    if directory is None:
+        return []
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"There is no directory {directory}, from which `tokenizer` says to copy the files of "
+            "a tokenizer."
+        )
+    found = {file for pattern in TOKENIZER for file in directory.glob(pattern) if file.is_file()}
+    if not found:
+        raise ValueError(
+            f"{directory} holds no file of a tokenizer, such as tokenizer.json. Pass the directory "
+            "that the model was loaded from, or no `tokenizer`."
+        )
+    return [file_inside(directory, file.name) for file in sorted(found)]
 
 
 def _on_first(action: Callable[[], None], name: str) -> None:

@@ -43,15 +43,17 @@ def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Pa
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SETTINGS = "config.json"
+GENERATION = "generation_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_source(path: Path) -> Source:
     """Reads the settings and the headers of the files, but no tensors."""
     if not path.exists():
-        raise ValueError(
-            f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, "
-            "such as one from `huggingface-cli download --local-dir`, or a `.gguf` file."
+        raise FileNotFoundError(
+            f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, or "
+            "a `.gguf` file. Download a model of Hugging Face's first, with "
+            "`huggingface-cli download NAME --local-dir DIRECTORY`."
         )
     if path.is_dir():
         return _open_directory(path)
@@ -83,7 +85,12 @@ def _open_directory(path: Path) -> Source:
         if twice := stored.keys() & found.keys():
             raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
         stored |= found
-    return Source(read_json(file_inside(path, SETTINGS)), stored)
+    generation = (path / GENERATION).is_file()
+    return Source(
+        read_json(file_inside(path, SETTINGS)),
+        stored,
+        generation=read_json(file_inside(path, GENERATION)) if generation else None,
+    )
 
 
 def tensor_files(path: Path) -> list[Path]:

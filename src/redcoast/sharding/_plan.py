@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions
 from ..core._errors import check_mesh as check_mesh_kind
+from ..core._frames import hide_frames
 from .constrain._compute import Compute
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
@@ -112,6 +113,7 @@ class Plan:
 
         return Constrained(fn, self.mesh, self.compute)
 
+    @hide_frames
     def verify(
         self,
         loss_fn: Callable[..., Any],
@@ -151,6 +153,7 @@ class Plan:
         return verify(planned, loss_fn, shardings, self.mesh, model, batch, key, tolerance)
 
 
+@hide_frames
 def infer_shardings(
     tree: PyTree[Any],
     mesh: Mesh | AbstractMesh | None = None,
@@ -207,6 +210,7 @@ def infer_shardings(
     return plan_shardings(tree, mesh, fn=fn, args=args, overrides=overrides).shardings
 
 
+@hide_frames
 def plan_shardings(
     tree: PyTree[Any],
     mesh: Mesh | AbstractMesh | None = None,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._errors import check_kind, several
+from ..core._frames import hide_frames
 from ..core._json import read_json
 from ._plan import Plan, check_mesh, make_plan
 from .constrain._compute import Compute
@@ -56,6 +57,7 @@ _COMPUTE: dict[str, _Check] = {
 _NEW_IN_COMPUTE: dict[str, _Check] = {"constants": _list_of(_is_constant)}
 
 
+@hide_frames
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Saves a plan as a JSON file.
 
@@ -100,6 +102,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+@hide_frames
 def load_plan(
     path: str | PathLike[str], tree: PyTree[Any], mesh: Mesh | AbstractMesh | None = None
 ) -> Plan:
@@ -118,8 +121,9 @@ def load_plan(
 
     **Raises:**
 
-    `ValueError` if the file does not exist, is not a plan or has an unknown format, or if the
-    paths, shapes or dtypes of the tree, or the sizes of the mesh, differ from the plan's.
+    `FileNotFoundError` if the file does not exist. `ValueError` if it is not a plan or has an
+    unknown format, or if the paths, shapes or dtypes of the tree, or the sizes of the mesh, differ
+    from the plan's.
 
     !!! example
 
@@ -192,7 +196,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
     except OSError as error:
-        raise ValueError(
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(
             f"Cannot read a plan from {path}: {error.strerror}. Save one with `rc.save_plan`."
         ) from error
     except ValueError as error:

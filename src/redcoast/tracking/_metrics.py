@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..core._errors import check_integer, noting
+from ..core._frames import hide_frames
+from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
 from ._run import RunInfo, all_loggers, start_loggers
 
@@ -20,6 +22,11 @@ logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]
 MAX_SKIPPED = 20
 LEAST_LOSS_SCALE = 1.0
+COMMON_CAUSES = (
+    "Common causes are a logarithm of zero, a division by zero, an empty mask, integer labels that "
+    "are out of range, inputs that are NaN or infinite, and values above 65,504 in float16. "
+    "`jax.config.update('jax_debug_nans', True)` shows where the first NaN is computed."
+)
 
 
 class PackedMetrics(eqx.Module):
@@ -82,17 +89,20 @@ class MetricsReader:
 
     def __init__(self, logs: Sequence[Log], *, max_skipped: int = MAX_SKIPPED):
         self._logs, self._max_skipped = logs, max_skipped
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, Any, Callable[[], str] | None] | None = None
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
         self._skipped = 0  # steps in a row
+        self._read_steps = self._skipped_steps = 0  # of all
 
+    @hide_frames
     def push(
         self,
         step: int,
         metrics: PackedMetrics | Mapping[str, Any],
         *,
         explain: Callable[[bool], str] | None = None,
+        inspect: Callable[[], str] | None = None,
     ) -> None:
         """Stores the metrics of a dispatched step, and reads those of the step before it.
 
@@ -102,13 +112,15 @@ class MetricsReader:
         - `metrics`: the metrics that the step returned: a dict of scalars on the devices.
         - `explain`: a function that returns sentences for the error below, given whether any step
             changed the state.
+        - `inspect`: a function that returns sentences for the warning about the first skipped step.
+            It is called after the next step has been dispatched.
 
         **Raises:**
 
         `FloatingPointError` if `max_skipped` steps in a row were skipped because the loss or the
         gradient was NaN or infinite; `ValueError` if the loss of the first step is.
         """
-        before, self._pending = self._pending, (step, metrics)
+        before, self._pending = self._pending, (step, metrics, inspect)
         if before is not None:
             self._read(*before)
         # The first step is read at once, because it may reveal a mistake in the loss. So is a step
@@ -117,6 +129,7 @@ class MetricsReader:
             self.flush()
         self._check(step, explain)
 
+    @hide_frames
     def flush(self) -> None:
         """Waits for the last step and reads its metrics."""
         before, self._pending = self._pending, None
@@ -126,7 +139,7 @@ class MetricsReader:
     def write(self, metrics: dict[str, float], step: int) -> None:
         """Passes other metrics to the loggers, such as those of an evaluation."""
         for log in self._logs if metrics else ():
-            with noting(f"Raised by `log` ({_name(log)}) for the metrics of step {step}."):
+            with calling("log", {}, where=f" ({_name(log)}) for the metrics of step {step}"):
                 log(dict(metrics), step)
 
     @contextlib.contextmanager
@@ -145,12 +158,8 @@ class MetricsReader:
             return
         why = f" {explain(self._trained)}" if explain else ""
         if first:
-            raise ValueError(
-                f"`loss_fn` returned {loss} for the first batch.{why} Common causes are a "
-                "logarithm of zero, a division by zero, an empty mask, inputs that are NaN or "
-                "infinite, and values above 65,504 in float16. "
-                "`jax.config.update('jax_debug_nans', True)` shows where the first NaN is computed."
-            )
+            why = why or f" {COMMON_CAUSES}"
+            raise ValueError(f"`loss_fn` returned {loss} for the first batch.{why}")
         raise FloatingPointError(
             f"Loss or gradient was NaN or infinite at {self._skipped} steps in a row, up to step "
             f"{step} with loss {loss:g} and gradient norm {norm:g}. These steps were skipped."
@@ -161,20 +170,38 @@ class MetricsReader:
         for log in self._logs:
             getattr(log, method, lambda: None)()
 
-    def _read(self, step: int, metrics: PackedMetrics | Mapping[str, Any]) -> None:
+    def report_skipped(self) -> None:
+        """Logs a warning that says how many of all steps were skipped, if any were."""
+        if self._skipped_steps:
+            logger.warning(
+                "%d of %d steps were skipped, because the loss or the gradient was NaN or "
+                "infinite. They did not change the model.",
+                *(self._skipped_steps, self._read_steps),
+            )
+
+    def _read(
+        self,
+        step: int,
+        metrics: PackedMetrics | Mapping[str, Any],
+        inspect: Callable[[], str] | None,
+    ) -> None:
         with noting(f"Raised while step {step} was computed."):
             values = self._values = read_step_metrics(metrics)
         skipped = bool(values.get("skipped", 0.0))
         # float16 may have overflowed, in which case a smaller loss scale helps.
         overflow = skipped and values.get("loss_scale", LEAST_LOSS_SCALE) > LEAST_LOSS_SCALE
         self._skipped = self._skipped + 1 if skipped and not overflow else 0
+        self._read_steps += 1
+        self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
         self.write(values, step)
         if skipped:
-            scale = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
+            more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
+            if inspect and not overflow and self._skipped_steps == 1 and step > 1:
+                more = f" {inspect()}"
             logger.warning(
                 "Step %d was skipped: loss %g, gradient norm %g.%s",
-                *(step, values["loss"], values["grad_norm"], scale),
+                *(step, values["loss"], values["grad_norm"], more),
             )
 
 
@@ -221,6 +248,7 @@ def metrics_reader(
         reader = MetricsReader(logs, max_skipped=max_skipped)
         yield reader
         reader.flush()
+        reader.report_skipped()
 
 
 def _name(log: Any) -> str:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
+from ..core._frames import hide_frames
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
@@ -22,6 +23,7 @@ from ..tracking._metrics import PackedMetrics
 from ._grouped_conv import refuse_wrong_gradients
 
 
+@hide_frames
 def compile_step(
     step: Callable[..., tuple[PyTree, PyTree]],
     state_shardings: PyTree,
@@ -121,6 +123,7 @@ class CompiledStep:
         self._last: tuple[list[_Part], Any, Static] | None = None
         self._checked: set[tuple[Static, Static]] = set()
 
+    @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
         given, constants = self._split_arguments(args)
         arrays, static, own = self._split_state(state)

@@ -1,6 +1,5 @@
 """Warnings for losses that are not a mean over examples if a batch is divided."""
 
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +7,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..core._frames import warn
 from ..core._pytree import Static, join, split
 from ..core._reuse import reuse
 from ..core._tracing import abstract_key
@@ -20,22 +20,20 @@ Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
 def warn_of_microbatches(coupled: Coupling | None, batch_size: int, accumulate: int) -> None:
     if coupled is not None:
-        warnings.warn(
+        warn(
             f"{coupling_sentence(coupled)} With `accumulate={accumulate}` the loss of the "
             f"{batch_size} examples of a batch is the mean over microbatches of "
             f"{batch_size // accumulate}, which is a different loss. Leave out `accumulate` to "
-            "train on the loss of the full batch.",
-            stacklevel=4,
+            "train on the loss of the full batch."
         )
 
 
 def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
     if coupled is not None:
-        warnings.warn(
+        warn(
             f"{coupling_sentence(coupled)} An evaluation takes the mean over batches of "
             f"{batch_size}, so its result depends on `batch_size`. Compare only results with the "
-            "same `batch_size`, preferably one that divides the number of examples.",
-            stacklevel=4,
+            "same `batch_size`, preferably one that divides the number of examples."
         )
 
 

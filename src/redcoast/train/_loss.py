@@ -11,8 +11,8 @@ import numpy as np
 from jax._src.interpreters import ad
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..core._errors import noting
 from ..core._pytree import show_path
+from ..core._user_functions import calling
 from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
@@ -44,8 +44,9 @@ def evaluate_loss(
             jnp.dtype(compute_dtype).name,
         )
     compute_model = cast_floating(model, compute_dtype)
-    with noting("Raised by `loss_fn`, or in what it calls."):
-        out = loss_fn(compute_model, cast_floating(batch, compute_dtype), key)
+    given = cast_floating(batch, compute_dtype)
+    with calling("loss_fn", {"batch": given}):
+        out = loss_fn(compute_model, given, key)
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
     _check_aux(aux)
@@ -72,9 +73,11 @@ def _unpack(out: Any, model: PyTree) -> tuple[Any, Any, PyTree]:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, jax.Array):
+        hint = " Is a `return` missing?" * (loss is None)
+        hint += " The loss comes first: `return loss, aux`." * isinstance(loss, dict)
         raise TypeError(
             f"`loss_fn` returned a loss of type {type(loss).__name__}. It must be a scalar JAX "
-            "array that depends on the model."
+            f"array that depends on the model.{hint}"
         )
     if loss.ndim:
         raise ValueError(

@@ -1,14 +1,16 @@
 """Plans a training step, and checks the plan."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer
+from ..core._frames import hide_frames
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, plan_shardings
@@ -18,6 +20,7 @@ from ._precision import check_compute_dtype
 from ._step import TrainState
 
 
+@hide_frames
 def plan_step(
     state: TrainState,
     loss_fn: LossFn,
@@ -126,7 +129,8 @@ def _microbatch(batch: PyTree, accumulate: int) -> PyTree[jax.ShapeDtypeStruct]:
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
     """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
 
-    def measure(model: PyTree, batch: PyTree, key: Any) -> Any:
+    @ft.wraps(loss_fn, updated=())
+    def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
         found = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
         is_loss = found.model is model
         return found.loss if is_loss else (found.loss, found.aux, found.model)

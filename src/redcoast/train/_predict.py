@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions, noting
+from ..core._errors import check_functions
+from ..core._frames import hide_frames
 from ..core._pytree import show_path
+from ..core._user_functions import calling
 from ._precision import cast_floating, check_compute_dtype
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
 
 
+@hide_frames
 def predict(
     model: PyTree,
     batch: PyTree,
@@ -51,8 +54,9 @@ def predict(
     check_compute_dtype(compute_dtype)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
-    with noting("Raised by `predict_fn`, or in what it calls."):
-        predictions = predict_fn(model, cast_floating(batch, compute_dtype), key)
+    given = cast_floating(batch, compute_dtype)
+    with calling("predict_fn", {"batch": given}):
+        predictions = predict_fn(model, given, key)
     _check_rows(predictions, batch)
     return predictions
 

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._frames import hide_frames
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
@@ -31,6 +32,7 @@ class Prepared(NamedTuple):
     plan: Plan
 
 
+@hide_frames
 def prepare(
     init_fn: Callable[[PRNGKeyArray], PyTree],
     optimizer: optax.GradientTransformation,

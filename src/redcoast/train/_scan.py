@@ -6,9 +6,11 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
 
+from ..core._frames import hide_frames
 from ._step import TrainState, train_step, with_loss_scale
 
 
+@hide_frames
 def train_steps(
     state: TrainState, batches: PyTree, **options: Any
 ) -> tuple[TrainState, dict[str, Array]]:

@@ -11,10 +11,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
+from ..core._frames import hide_frames
 from ..core._pytree import join, partition_trainable, show_path, split
+from ..core._user_functions import calling
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale, first_loss_scale
+from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
 from ._skip_nonfinite import guarded_update
@@ -37,6 +40,7 @@ class TrainState(eqx.Module):
     loss_scale: LossScale | None = None
 
 
+@hide_frames
 def init_state(
     init_fn: Callable[[PRNGKeyArray], PyTree],
     optimizer: optax.GradientTransformation,
@@ -84,7 +88,9 @@ def init_state(
     def create(key: PRNGKeyArray) -> TrainState:
         model_key, key = jax.random.split(key)
         options = {"compute_dtype": compute_dtype, "trainable": trainable}
-        return state_of(init_fn(model_key), optimizer, key=key, **options)
+        with calling("init_fn", {}):
+            model = init_fn(model_key)
+        return state_of(model, optimizer, key=key, **options)
 
     check_functions(init_fn=init_fn)
     check_optimizer(optimizer)
@@ -105,9 +111,7 @@ def state_of(
     """Creates the state at step 0 for a given model."""
     params, _ = partition_trainable(model, trainable)
     if not jax.tree.leaves(params):
-        raise ValueError(
-            "The model has no trainable leaves: `trainable` selects none of its floating arrays."
-        )
+        refuse_untrainable(model)
     refuse_optimizer_states(params, TrainState)
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
@@ -141,6 +145,7 @@ def _strongly_typed(x: Any) -> Any:
     return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
+@hide_frames
 def train_step(
     state: TrainState,
     batch: PyTree,

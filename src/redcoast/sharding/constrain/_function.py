@@ -1,6 +1,5 @@
 """Constrains the activations of a function to the shardings of a plan."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ...core._frames import hide_frames, warn
 from ...core._pytree import join
 from ...core._tracing import traced_over
 from ...distributed._mesh import batch_shards
@@ -30,6 +30,7 @@ class Constrained:
     mesh: Mesh | AbstractMesh
     compute: Compute
 
+    @hide_frames
     def __call__(self, tree: PyTree, *args: Any) -> Any:
         found = _traced(self.mesh, self.fn, tree, args)
         if isinstance(found, str):
@@ -85,8 +86,7 @@ def _traced(
 
 def _warn(fn: Callable[..., Any], why: str) -> None:
     name = getattr(fn, "__name__", type(fn).__name__)
-    warnings.warn(
+    warn(
         f"The activations of {name} are not constrained, because {why}. The compiler chooses their "
-        "shardings instead. Results are the same.",
-        stacklevel=3,
+        "shardings instead. Results are the same."
     )

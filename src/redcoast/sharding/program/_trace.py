@@ -53,6 +53,7 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
         moved.append(len(split(result[2])[0]) if _has_model(result) else 0)
         return found
 
+    flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
     shapes = jax.tree.map(_unplaced, (arrays, batch, others))
     jaxpr = jax.make_jaxpr(flat)(*shapes)
     traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1], moved[-1])

@@ -5,15 +5,13 @@ the term of one example depends on others, it cannot. Examples are a contrastive
 normalisation, and a nonlinear function of a mean. Means weighted by arrays of the batch can.
 """
 
-import os
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from ...core._frames import own_line
 from ...core._jaxpr import is_inexact, scan_operands, variables, while_operands
 from ..program._graph import Value
 from ..program._walk import REDUCTIONS, Scope
@@ -37,7 +35,6 @@ _NOT_LINEAR = frozenset(
 )
 _SHIFTS = frozenset(["add", "add_any", "sub"])
 _IGNORED = frozenset(["is_finite", "reduce_and", "reduce_or", "random_bits", "iota"])
-_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
@@ -270,8 +267,4 @@ def _reduces(search: _Search, one: _Operation) -> bool:
 
 def _line(equation: JaxprEqn) -> str:
     """The line of the user's code that an operation is in, such as `train.py:12`."""
-    frames = getattr(getattr(equation.source_info, "traceback", None), "frames", ())
-    libraries = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
-    foreign = (_PACKAGE + os.sep, "<", *libraries)
-    own = (frame for frame in frames if not frame.file_name.startswith(foreign))
-    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in own), "")
+    return own_line(getattr(equation.source_info, "traceback", None))

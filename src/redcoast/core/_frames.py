@@ -1,0 +1,119 @@
+"""Hides the frames of redcoast and JAX in tracebacks and warnings, as JAX hides its own."""
+
+import contextlib
+import difflib
+import functools as ft
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+_HIDDEN = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(jax.__file__).parent}{os.sep}",
+    contextlib.__file__,
+)
+# Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
+_DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
+_NOTE_OF_JAX = "JAX has removed its internal frames"
+
+
+class Last(str):
+    """A note that comes after all others."""
+
+
+def hide_frames(fn: Fn) -> Fn:
+    """Decorates a public function, so that its errors show the frames of other code only.
+
+    With `JAX_TRACEBACK_FILTERING=off`, JAX shows all frames, and so does redcoast.
+    """
+
+    @ft.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, TypeError):
+                _suggest(fn, error)
+            tidy(error)
+            raise  # without arguments, which adds no frame
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _suggest(fn: Callable[..., Any], error: TypeError) -> None:
+    """Adds a note to the error of a call with an argument that the function does not have."""
+    name = re.search(rf"\b{fn.__name__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    names = list(inspect.signature(fn).parameters)
+    if name is not None:
+        close = difflib.get_close_matches(name[1], names, n=1)
+        remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
+        error.add_note(f"`{fn.__name__}` has no argument `{name[1]}`. {remedy}")
+
+
+def tidy(error: BaseException) -> None:
+    """Removes hidden frames from an error and those it came from, and puts the last notes last."""
+    for each in _chain(error):
+        notes = getattr(each, "__notes__", [])
+        shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
+        if not shown and not _is_defect(each):
+            each.__traceback__ = _visible(each.__traceback__)
+            notes = [note for note in notes if _NOTE_OF_JAX not in note]
+        if notes or hasattr(each, "__notes__"):
+            each.__notes__ = sorted(notes, key=lambda note: isinstance(note, Last))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and the errors that are printed above it."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return iter(found)
+
+
+def _visible(trace: TracebackType | None) -> TracebackType | None:
+    kept = None
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if not is_hidden(frame.f_code.co_filename):
+            kept = TracebackType(kept, frame, frame.f_lasti, line)
+    return kept
+
+
+def _is_defect(error: BaseException) -> bool:
+    if not isinstance(error, _DEFECTS):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HIDDEN[0])
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's code that called redcoast."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and is_hidden(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def own_line(trace: Any) -> str:
+    """The innermost line of the user's code in a traceback of JAX's, such as `train.py:12`."""
+    libraries = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
+    foreign = (*_HIDDEN, "<", *libraries)
+    own = (f for f in getattr(trace, "frames", ()) if not f.file_name.startswith(foreign))
+    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in own), "")
+
+
+def is_hidden(file: str) -> bool:
+    """Whether frames of a file are hidden."""
+    return file.startswith(_HIDDEN)

@@ -1,0 +1,129 @@
+"""Notes on the errors of the user's functions: what they were called with, and a hint."""
+
+import contextlib
+import itertools
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ._errors import noting, several
+from ._frames import Last, is_hidden
+from ._pytree import show_path
+
+MOST = 1000  # examples that are compared
+# How redcoast calls the functions that it is given.
+_CALLS = {
+    "init_fn": "init_fn(key)",
+    "loss_fn": "loss_fn(model, batch, key)",
+    "predict_fn": "predict_fn(model, batch, key)",
+    "output_fn": "output_fn(predictions)",
+    "metric_fn": "metric_fn(examples, outputs)",
+    "collate_fn": "collate_fn(examples)",
+    "log": "log(metrics, step)",
+}
+
+
+def describe(tree: PyTree) -> str:
+    """The arrays of a tree with their shapes, such as `x float32[64, 16], y int32[64]`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return several([f"{show_path(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
+
+
+def calling(
+    name: str, given: Mapping[str, PyTree], *, where: str = ", or in what it calls"
+) -> noting:
+    """Adds notes to an error of a function: whose it is, what it was given, and what would help.
+
+    **Arguments:**
+
+    - `name`: the name of the function, one of those in `_CALLS`.
+    - `given`: those of its arguments that the note describes, by what they are called there.
+    - `where`: the rest of the first note.
+    """
+
+    def notes(error: BaseException) -> list[str]:
+        found = []
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            found += [_sentence(what, x) for what, x in given.items()]
+            found += _hints(error, name, given.get("batch"))
+        return [f"Raised by `{name}`{where}.", *([Last("\n".join(found))] if found else [])]
+
+    return noting(notes)
+
+
+def _sentence(what: str, x: Any) -> str:
+    if what not in ("examples", "outputs"):
+        return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x)}."
+    first, *others = dict.fromkeys(map(describe, itertools.islice(x, MOST))) or ["missing"]
+    another = f", and another is {others[0]}" if others else ""
+    return f"The first of the {what} is {first}{another}."
+
+
+def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
+    if isinstance(error, TypeError) and _at_the_call(error):
+        return [f"It is called as `{_CALLS[name]}`, and must accept these arguments."]
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return ["A compiled function cannot select by a mask, `x[mask]`: use `jnp.where`."]
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        return ["NumPy cannot compute with the arrays of a compiled function: use `jax.numpy`."]
+    if isinstance(error, jax.errors.ConcretizationTypeError):
+        return [
+            f"`{name}` is compiled before the values of its arrays are known. In place of `if`, "
+            "`float(x)` and `x.item()`, use `jnp.where` or `jax.lax.cond`, and return arrays."
+        ]
+    if isinstance(error, RuntimeError) and "requires a key" in str(error):  # `eqx.nn.Dropout`
+        return [
+            f"`{name}` gets a `key`. Split it into one for each example and pass those, as in "
+            "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
+        ]
+    if not isinstance(error, TypeError | ValueError):
+        return []
+    layers = _layers(error)
+    if layer := _batched_layer(layers, batch):
+        return [
+            f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
+            'layers do, use `jax.vmap`, as in `jax.vmap(model)(batch["x"])`.'
+        ]
+    return [
+        f"It failed in a `{type(x).__name__}` with {describe(eqx.filter(x, eqx.is_array))}."
+        for names in layers[-1:]
+        for x in [names["self"]]
+    ]
+
+
+def _at_the_call(error: BaseException) -> bool:
+    """Whether the call itself failed, and nothing in the function."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return all(is_hidden(frame.f_code.co_filename) for frame, _ in frames)
+
+
+def _layers(error: BaseException) -> list[dict[str, Any]]:
+    """The local names of the methods of modules that an error went through, outermost first."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [names for names in frames if _is_layer(names.get("self"))]
+
+
+def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
+    """The outermost module that was called with all rows of the batch, if the innermost was too."""
+    rows = {x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "shape", ())}
+    batched = [
+        type(names["self"]).__name__
+        for names in layers
+        if any(eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows for x in names.values())
+    ]
+    return batched[0] if len(batched) == len(layers) > 0 else None
+
+
+def _is_layer(x: Any) -> bool:
+    private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
+    return isinstance(x, eqx.Module) and not type(x).__module__.startswith(private)
+
+
+def _kind(x: Any) -> str:
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    return type(x).__name__

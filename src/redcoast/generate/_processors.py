@@ -1,0 +1,112 @@
+"""The options of decoding that change the scores of a step before a token is chosen.
+
+They have the definitions and the order of `transformers`. A history holds the tokens of each row
+so far, the prompt first, and -1 at padding and at places of later tokens. Its last `room` columns
+are for the new tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ._request import Request, Scalar
+
+Scores = Float[Array, "rows vocab"]
+History = Int[Array, "rows length"]
+
+
+def process(
+    scores: Scores, history: History | None, count: Int[Array, ""], request: Request
+) -> Scores:
+    """Applies the options to logits, or to log-probabilities in beam search. `count` is the number
+    of new tokens so far."""
+    given = scores
+    if request.logits_fn is not None:
+        scores = _apply(request.logits_fn, scores)
+    if request.repetition_penalty is not None:
+        scores = penalise(scores, history, request.repetition_penalty)
+    if request.ngram:
+        scores = _exclude(scores, repeated(history, count, request, scores.shape[1]))
+    for word in request.bad_words:
+        last = jnp.arange(scores.shape[1]) == word[-1]
+        scores = _exclude(scores, follows(history, count, request, word[:-1])[:, None] & last[None])
+    if request.least is not None:
+        early = count < request.least
+        scores = _exclude(scores, early & _is(request.eos, scores))
+    if request.forced_bos is not None:
+        scores = _force(scores, count == 0, (request.forced_bos,))
+    if request.forced_eos:
+        scores = _force(scores, count + 1 == request.limit, request.forced_eos)
+    if request.suppress:
+        scores = _exclude(scores, _is(request.suppress, scores))
+    return jnp.where(jnp.isnan(given), given, scores)  # is reported
+
+
+def _apply(logits_fn, scores: Scores) -> Scores:
+    found = logits_fn(scores)
+    if getattr(found, "shape", None) != scores.shape or found.dtype != scores.dtype:
+        raise ValueError(
+            f"`logits_fn` returned {jax.typeof(found)}. It must return logits of the shape and the "
+            f"dtype that it gets, {jax.typeof(scores)}."
+        )
+    return found
+
+
+def _exclude(scores: Scores, excluded: Bool[Array, "rows_or_1 vocab"]) -> Scores:
+    return jnp.where(excluded, -jnp.inf, scores)
+
+
+def _is(tokens: tuple[int, ...], scores: Scores) -> Bool[Array, "1 vocab"]:
+    return jnp.any(jnp.arange(scores.shape[1])[:, None] == jnp.array(tokens)[None], axis=1)[None]
+
+
+def _force(scores: Scores, now: Bool[Array, ""], tokens: tuple[int, ...]) -> Scores:
+    return jnp.where(now, jnp.where(_is(tokens, scores), 0.0, -jnp.inf), scores)
+
+
+def penalise(scores: Scores, history: History | None, penalty: Scalar) -> Scores:
+    """Makes the tokens of the history less likely, if the penalty is above 1."""
+    assert history is not None
+    rows, vocab = scores.shape
+    place = jnp.where(history < 0, vocab, history)  # padding goes to one place more
+    seen = jnp.zeros((rows, vocab + 1), bool).at[jnp.arange(rows)[:, None], place].set(True)
+    lower = jnp.where(scores < 0, scores * penalty, scores / penalty)
+    return jnp.where(seen[:, :vocab], lower, scores)
+
+
+def repeated(
+    history: History | None, count: Int[Array, ""], request: Request, vocab: int
+) -> Bool[Array, "rows vocab"]:
+    """Whether a token would complete a sequence of `ngram` tokens that the history holds."""
+    assert history is not None
+    size = request.ngram - 1
+    rows, length = history.shape
+    last = _last(history, count, request, size)
+    starts = max(0, length - size)
+    same = jnp.ones((rows, starts), bool)
+    for i in range(size):
+        token = last[:, i, None]
+        same &= (history[:, i : i + starts] == token) & (token >= 0)
+    after = history[:, size:]
+    place = jnp.where(same & (after >= 0), after, vocab)
+    found = jnp.zeros((rows, vocab + 1), bool)
+    return found.at[jnp.arange(rows)[:, None], place].set(True)[:, :vocab]
+
+
+def follows(
+    history: History | None, count: Int[Array, ""], request: Request, tokens: tuple[int, ...]
+) -> Bool[Array, "rows_or_1"]:
+    """Whether the latest tokens of a row are these."""
+    if not tokens:
+        return jnp.ones(1, bool)
+    assert history is not None
+    return jnp.all(_last(history, count, request, len(tokens)) == jnp.array(tokens)[None], axis=1)
+
+
+def _last(
+    history: History, count: Int[Array, ""], request: Request, size: int
+) -> Int[Array, "rows size"]:
+    # With columns before the first token, so that a short history matches nothing.
+    wide = jnp.pad(history, ((0, 0), (size, 0)), constant_values=-1)
+    end = history.shape[1] - request.room + count
+    return jax.lax.dynamic_slice_in_dim(wide, end, size, axis=1)

@@ -1,0 +1,143 @@
+"""The defaults of decoding in `generation_config.json`, or in older `config.json` files."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._frames import warn
+from ._settings import published_ids, token_ids
+from ._source import GENERATION, SETTINGS
+
+# Options with the same meaning, and their names in the file.
+_NAMES = {
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "beams": "num_beams",
+    "num_return_sequences": "num_return_sequences",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "min_length": "min_length",
+    "min_new_tokens": "min_new_tokens",
+    "forced_bos": "forced_bos_token_id",
+    "suppress": "suppress_tokens",
+}
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+# Options that are not implemented, with the values that disable them.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "num_beam_groups": (1,),
+    "typical_p": (1.0,),
+    "top_h": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "penalty_alpha": (0.0,),
+    "guidance_scale": (1.0,),
+    "dola_layers": (),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": ({},),
+    "renormalize_logits": (False,),
+    "begin_suppress_tokens": ([],),
+    "forced_decoder_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "stop_strings": ([], ""),
+    "watermarking_config": (),
+}
+
+
+def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
+    """Returns the options that a parsed file sets.
+
+    Warns of options that are not implemented; the others are used.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    unserved = [
+        f"`{name}`, which is {given[name]!r}"
+        for name, off in _OFF.items()
+        if name in given and given[name] not in off
+    ]
+    options = {field: given[name] for field, name in _NAMES.items() if name in given}
+    options["forced_eos"] = token_ids(given.get("forced_eos_token_id"))
+    options["bad_words"] = given.get("bad_words_ids", ())
+    if options.get("beams", 1) == 1:
+        for name in ("length_penalty", "early_stopping"):
+            options.pop(name, None)  # has no effect
+        options |= _sampling(given)
+    elif given.get("do_sample"):
+        unserved.append("beam search that samples (`do_sample`)")
+    if unserved:
+        warn(
+            f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
+            f"that are left out: {'; '.join(unserved)}."
+        )
+    try:
+        return Decoding(**options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not given.get("do_sample"):
+        return {}
+    # The defaults of `transformers`.
+    found = {"temperature": 1.0, "top_k": 50}
+    found |= {field: given[name] for field, name in _SAMPLING.items() if name in given}
+    return found | {"top_k": found["top_k"] or None}
+
+
+def with_generation(
+    config: Any, settings: Mapping[str, Any], generation: Mapping[str, Any] | None, path: Path
+) -> Any:
+    """Returns a configuration with the decoding and the token ids of a model's files.
+
+    `generation` is the parsed `generation_config.json`. In its absence, the options are those of
+    `config.json`, where older files have them.
+    """
+    if not hasattr(config, "decoding"):
+        return config
+    if generation is None:
+        decoder = settings.get("decoder")
+        older = {**(decoder if isinstance(decoder, dict) else {}), **settings}
+        if older.get("force_bos_token_to_be_generated"):
+            older["forced_bos_token_id"] = older.get("bos_token_id")
+        return dataclasses.replace(config, decoding=read_decoding(older, path / SETTINGS))
+    ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id"}
+    given = {
+        field: generation[name]
+        for field, name in ids.items()
+        if generation.get(name) is not None and hasattr(config, field)
+    }
+    if generation.get("eos_token_id") is not None:
+        given["eos"] = token_ids(generation["eos_token_id"])
+    given["decoding"] = read_decoding(generation, path / GENERATION)
+    return dataclasses.replace(config, **given)
+
+
+def write_decoding(config: Any) -> dict[str, Any]:
+    """Returns the contents of a `generation_config.json` for a configuration."""
+    d: Decoding = config.decoding
+    if d.logits_fn is not None:
+        raise ValueError(
+            "The configuration's `decoding` has a `logits_fn`, which cannot be saved. Remove it "
+            "from the configuration, and pass it to `generate`."
+        )
+    fields = {**_NAMES, "forced_eos": "forced_eos_token_id", "bad_words": "bad_words_ids"}
+    fields |= _SAMPLING
+    options = {
+        name: getattr(d, field)
+        for field, name in fields.items()
+        if getattr(d, field) != getattr(GREEDY, field)
+    }
+    if d.temperature > 0:
+        options |= {"do_sample": True, "top_k": d.top_k or 0}
+    if getattr(config, "decoder_start", None) is not None:
+        options["decoder_start_token_id"] = config.decoder_start
+    return options | published_ids(
+        eos=config.eos if d.eos is None else as_tuple(d.eos),
+        bos=config.bos,
+        pad=config.pad if d.pad is None else d.pad,
+    )

@@ -1,0 +1,67 @@
+"""Which frames of a traceback are shown, and in which order the notes of an error."""
+
+import traceback
+from pathlib import Path
+
+import jax
+import pytest
+
+import redcoast as rc
+from redcoast.core._frames import Last, tidy
+from redcoast.distributed import _mesh
+
+SRC = str(Path(rc.__file__).parent)
+
+
+@pytest.fixture
+def filtered():
+    """As for a user; the other tests show all frames."""
+    before = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_traceback_filtering", "auto")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+def files(error):
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def hidden(error):
+    return [file for file in files(error) if file.startswith(SRC)]
+
+
+def test_frames_of_redcoast_are_hidden_unless_asked_for(filtered):
+    with pytest.raises(ValueError, match="16") as found:
+        rc.make_mesh(model=16)
+    assert files(found.value)[0] == __file__
+    assert not hidden(found.value)
+    jax.config.update("jax_traceback_filtering", "off")
+    with pytest.raises(ValueError, match="16") as found:
+        rc.make_mesh(model=16)
+    assert len(hidden(found.value)) >= 2
+
+
+def test_those_of_the_cause_are_hidden_too(filtered, tmp_path):
+    with pytest.raises(FileNotFoundError, match="Cannot read a plan") as found:
+        rc.load_plan(tmp_path / "none", {}, rc.make_mesh())
+    cause = found.value.__cause__
+    assert isinstance(cause, FileNotFoundError)
+    assert not hidden(found.value)
+    assert not hidden(cause)
+
+
+def test_a_defect_of_redcoast_shows_its_frames(filtered, monkeypatch):
+    monkeypatch.setattr(_mesh, "jax", None)
+    with pytest.raises(AttributeError) as found:
+        rc.make_mesh(model=2)
+    assert hidden(found.value)[-1].endswith("_mesh.py")
+
+
+def test_the_last_notes_come_last_and_an_error_may_be_its_own_context(filtered):
+    error = ValueError("wrong")
+    for note in (Last("c"), "a", "For simplicity, JAX has removed its internal frames ...", "b"):
+        error.add_note(note)
+    other = KeyError()
+    error.__context__, other.__context__ = other, error
+    tidy(error)
+    assert error.__notes__ == ["a", "b", "c"]

@@ -1,0 +1,125 @@
+"""`generation_config.json`: what a model's files say of decoding is used, kept, and warned of."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import pytest
+
+import redcoast as rc
+from redcoast.models import Bart, BartConfig, Llama, LlamaConfig
+
+CONFIG = LlamaConfig(vocab=40, width=16, layers=1, heads=2, kv_heads=1, hidden=32, eos=(3,))
+SUMMARY = {
+    "num_beams": 4,
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "min_length": 5,
+    "no_repeat_ngram_size": 3,
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "max_length": 142,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    bart = BartConfig(vocab=40, width=16, layers=1, decoder_layers=1, heads=2, hidden=32)
+    rc.save_pretrained(Llama(CONFIG, key=jax.random.key(0)), place / "llama")
+    rc.save_pretrained(Bart(bart, key=jax.random.key(0)), place / "bart")
+    return place
+
+
+def config_of(directory, generation: dict[str, Any] | None, **settings):
+    """The configuration that is loaded with this `generation_config.json`, and these additions to
+    `config.json`."""
+    own = json.loads((directory / "config.json").read_text()) | settings
+    file = directory / "generation_config.json"
+    before = (directory / "config.json").read_text(), file.read_text()
+    try:
+        (directory / "config.json").write_text(json.dumps(own))
+        file.write_text(json.dumps(generation)) if generation is not None else file.unlink()
+        return rc.load_pretrained(directory).config
+    finally:
+        (directory / "config.json").write_text(before[0])
+        file.write_text(before[1])
+
+
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        rc.Decoding(),
+        rc.Decoding(temperature=0.7, top_p=0.8, min_p=0.05, repetition_penalty=1.1),
+        rc.Decoding(beams=4, length_penalty=2.0, early_stopping="never", num_return_sequences=2),
+        rc.Decoding(suppress=[4], bad_words=[[1, 2]], forced_eos=3, min_new_tokens=2),
+    ],
+)
+def test_what_is_saved_is_loaded(decoding, tmp_path):
+    config = dataclasses.replace(CONFIG, decoding=decoding, pad=7)
+    rc.save_pretrained(Llama(config, key=jax.random.key(0)), tmp_path / "model")
+    assert rc.load_pretrained(tmp_path / "model").config == config
+
+
+def test_token_ids_of_the_file_count_more_than_those_of_the_configuration(saved):
+    config = config_of(saved / "llama", {"eos_token_id": [5, 6], "pad_token_id": 9})
+    assert (config.eos, config.pad) == ((5, 6), 9)
+    silent = config_of(saved / "llama", {"eos_token_id": None})
+    assert silent == CONFIG
+
+
+def test_sampling_has_the_defaults_of_transformers(saved):
+    sampled = config_of(saved / "llama", {"do_sample": True}).decoding
+    assert (sampled.temperature, sampled.top_k) == (1.0, 50)
+    # Without `do_sample` these have no effect.
+    assert config_of(saved / "llama", {"temperature": 0.6, "top_p": 0.9}).decoding == rc.Decoding()
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_summarising_models_keep_their_options_in_either_file(saved, where):
+    older = where == "config.json"
+    config = config_of(saved / "bart", None if older else SUMMARY, **(SUMMARY if older else {}))
+    assert config.decoding == rc.Decoding(
+        beams=4,
+        early_stopping=True,
+        length_penalty=2.0,
+        min_length=5,
+        no_repeat_ngram_size=3,
+        forced_bos=0,
+        forced_eos=2,
+    )
+
+
+def test_options_that_are_not_implemented_are_warned_of_and_bad_ones_refused(saved):
+    with pytest.warns(UserWarning, match=r"generation_config.json .*`typical_p`, which is 0.9"):
+        found = config_of(saved / "llama", {"typical_p": 0.9, "repetition_penalty": 1.2})
+    assert found.decoding == rc.Decoding(repetition_penalty=1.2)
+    with pytest.raises(ValueError, match=r"generation_config.json .*`repetition_penalty` is -1"):
+        config_of(saved / "llama", {"repetition_penalty": -1})
+    config = dataclasses.replace(CONFIG, decoding=rc.Decoding(logits_fn=abs))
+    with pytest.raises(ValueError, match="`logits_fn`, which cannot be saved"):
+        rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")
+    assert not (saved / "none").exists()
+
+
+def test_the_files_of_a_tokenizer_are_copied(saved, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"]
+    for name in [*names, "README.md", "model.safetensors"]:
+        (theirs / name).write_text(name)
+    model = Llama(CONFIG, key=jax.random.key(0))
+    rc.save_pretrained(model, tmp_path / "ours", tokenizer=theirs)
+    own = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(x.name for x in (tmp_path / "ours").iterdir()) == sorted([*own, *names])
+    assert (tmp_path / "ours" / "merges.txt").read_text() == "merges.txt"
+    with pytest.raises(ValueError, match="holds no file of a tokenizer"):
+        rc.save_pretrained(model, tmp_path / "other", tokenizer=saved / "llama")
+    with pytest.raises(FileNotFoundError, match="no directory .*missing"):
+        rc.save_pretrained(model, tmp_path / "other", tokenizer=tmp_path / "missing")
+
+
+def test_equal_models_have_equal_configurations():
+    assert dataclasses.replace(CONFIG, head_size=8) == CONFIG
+    assert dataclasses.replace(CONFIG, head_size=16).head_dim == 16

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import nox
 
@@ -9,11 +10,15 @@ nox.options.sessions = ["lint", "tests", "docs"]
 REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
 # A worker runs neighbouring tests, which share fixtures, and takes over from the other at the end.
 WORKERS = ("-n", "2", "--dist", "worksteal")
+README = Path("README.md").resolve()
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
-def install(session: nox.Session, *groups: str, extras: str = "experiments") -> None:
-    session.install("-e", f".[{extras}]", *nox.project.dependency_groups(PROJECT, *groups))
+def install(
+    session: nox.Session, *groups: str, extras: str = "experiments", pip: tuple[str, ...] = ()
+) -> None:
+    packages = nox.project.dependency_groups(PROJECT, *groups)
+    session.install(*pip, "-e", f".[{extras}]", *packages)
 
 
 @nox.session
@@ -21,8 +26,7 @@ def tests(session: nox.Session) -> None:
     """The default suite, on 8 emulated CPU devices. Arguments go to pytest."""
     # Python compiles what the tests import; pip would compile all files of all packages, which
     # takes as long as the rest of the installation.
-    session.env["PIP_NO_COMPILE"] = "1"
-    install(session, "tests")
+    install(session, "tests", pip=("--no-compile",))
     session.run("pytest", *WORKERS, *session.posargs)
 
 
@@ -126,10 +130,47 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the sdist, and the README's first example in an environment without a clone."""
+    session.install("build")
+    out = Path(session.create_tmp()).resolve()
+    shutil.rmtree(out / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(out / "dist"))
+    example = README.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    (out / "example.py").write_text(example, "utf-8")
+    session.chdir(out)  # so that nothing of the clone is found
+    (wheel,) = (out / "dist").glob("*.whl")
+    session.install(str(wheel))
+    session.run("redcoast", "--help")
+    session.run("redcoast", "doctor")
+    session.run("python", "example.py")
+    (source,) = (out / "dist").glob("*.tar.gz")
+    session.install("--force-reinstall", "--no-deps", str(source))
+    session.run("redcoast", "plan", "--model", "gpt2-small", "--mesh", "2x4")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, with every warning an error."""
     install(session, "docs")
     session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session(name="docs-browser")
+def docs_browser(session: nox.Session) -> None:
+    """Every page in Chromium, on a wide screen and on a phone: nothing may be cut off."""
+    install(session, "docs")
+    session.install("selenium>=4.20")
+    site = session.create_tmp()
+    session.run("mkdocs", "build", "--strict", "--site-dir", f"{site}/site")
+    session.run("python", "tests/docs_browser.py", "--site", f"{site}/site", *session.posargs)
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Runs the notebooks of the docs, and writes their outputs and pages; ten minutes."""
+    install(session)
+    session.run("python", "experiments/benchmarks/notebooks.py", *session.posargs)
 
 
 @nox.session

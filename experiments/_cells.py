@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from redcoast_cli._dry_run import gib, peak_gib, refused
+
 Cell = dict[str, Any]
 KEY = ("model", "column")
 
@@ -97,29 +99,14 @@ def _peak(cell: Cell | None) -> str:
     return f"{peak_gib(cell)} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
 
 
-def refused(cell: Cell) -> bool:
-    """Whether the compiler rejected the program because it needs too much memory."""
-    # In older files without the key, only rejected programs have no temporaries.
-    return cell.get("refused", "temporaries" not in cell["memory"])
-
-
 def sent_bytes(cell: Cell) -> int | None:
     """The bytes communicated by a device; `None` if the compiler rejected the program."""
     return None if refused(cell) else cell["sent_bytes"]
 
 
-def peak_gib(cell: Cell) -> str:
-    """The peak memory; for a rejected program, the lower bound."""
-    return f"{'at least ' if refused(cell) else ''}{gib(cell['memory']['peak'])}"
-
-
 def mesh_text(mesh: dict[str, int]) -> str:
     """The axes of more than one device."""
     return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def gigabytes(size: Any) -> str:

@@ -5,41 +5,20 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
-import tyro
-from _usage import mesh_sizes, refuse
+from _options import newest_run, resume_command
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
 import redcoast as rc
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Options for several processes that run one script together; see docs/hosts.md."""
-
-    coordinator: str | None = None  # host:port of process 0; by default from the launcher
-    processes: int | None = None  # number of processes; by default from the launcher
-    process_id: int | None = None  # index of this process, from 0; by default from the launcher
-    local_devices: int | None = None  # number of CPU devices to emulate in each process
-
-
-@dataclass(frozen=True)
-class Run:
-    """Options of every experiment."""
-
-    mesh: str = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
-    directory: Path | None = None  # directory with one directory per run; by default runs/SCRIPT
-    resume: bool = False  # resume the newest run in the directory
-    wandb: bool = False  # log to Weights & Biases (to a local file without an account)
-    seed: int = 0  # random seed for the parameters, the data order and all else that is random
-    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
+from redcoast.loop._setup import introduce
+from redcoast_cli._usage import mesh_sizes, refuse
 
 
 @dataclass(frozen=True)
@@ -49,7 +28,7 @@ class Started:
     directory: Path
     mesh: Mesh | Literal["auto"]
     key: jax.Array
-    log: Callable[[dict[str, float], int], None]
+    log: list[Callable[[dict[str, float], int], Any]]
 
     @property
     def fit_arguments(self) -> dict[str, Any]:
@@ -68,7 +47,13 @@ def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Start
     refuse_uneven(mesh, split or {})
     root = c.run.directory or Path("runs") / name
     directory = run_directory(root, resume=c.run.resume, config=c)
-    log = rc.wandb_logger(project=name, config=c) if c.run.wandb else rc.console_logger(every=60)
+    if jax.process_index() == 0:
+        introduce(directory)
+    log: list[Any] = [rc.console_logger(every=60)]
+    if c.run.wandb:
+        log.append(rc.wandb_logger(project=name, config=c))
+    if c.run.tensorboard:
+        log.append(rc.tensorboard_logger(directory / "tensorboard"))
     return Started(directory, mesh, jax.random.key(c.run.seed), log)
 
 
@@ -100,15 +85,14 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     """Creates a directory named after the time, with the configuration in it; to resume, returns
     the newest one."""
     # Process 0 chooses for all: clocks differ, and shared file systems may not be in sync.
-    runs = sorted(path.parent.name for path in root.glob("*/config.json"))
-    name = broadcast_text((runs or [""])[-1] if resume else time.strftime("%Y%m%d-%H%M%S"))
-    if not name:
-        raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
-    if not resume and jax.process_index() == 0:
-        (root / name).mkdir(parents=True)
+    chosen = newest_run(root).name if resume else time.strftime("%Y%m%d-%H%M%S")
+    directory = root / broadcast_text(chosen)
+    if config is not None and jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=resume)
+        # Of a resumed run too: its options may have been changed.
         text = json.dumps(asdict(config), default=str, indent=2)
-        (root / name / "config.json").write_text(text)
-    return root / name
+        (directory / "config.json").write_text(text)
+    return directory
 
 
 def broadcast_text(text: str) -> str:
@@ -128,6 +112,7 @@ def print_once(text: str, end: str = "\n") -> None:
 def exit_if_stopped(steps_done: int, steps: int) -> None:
     """Exits with `EX_TEMPFAIL` if the run was stopped, so that a launcher can start it again."""
     if steps_done < steps:
+        print_once(f"To resume: {resume_command()}")
         raise SystemExit(os.EX_TEMPFAIL)
 
 
@@ -135,9 +120,32 @@ def report(directory: Path, **figures: float) -> None:
     """Prints the results of a run, and writes them to `results.json` in its directory."""
     if jax.process_index() == 0:
         (directory / "results.json").write_text(json.dumps(figures, indent=2))
+        finish(directory, figures)
     for name, figure in figures.items():
         print_once(f"{name.replace('_', ' ').capitalize()}: {figure:.4g}")
+    pictures = ", ".join(sorted(path.name for path in directory.glob("*.png")))
+    if pictures:
+        print_once(f"Pictures: {pictures}")
     print_once(f"Run: {directory}")
+    print_once(f"To train further: {resume_command()} --steps N")
+
+
+def finish(directory: Path, figures: dict[str, float]) -> None:
+    """Plots what a run logged, and adds plots and samples to W&B and TensorBoard."""
+    # Imported here: matplotlib takes a second, and is not needed before.
+    from _plots import plot_run
+    from _publish import publish
+
+    if (directory / "metrics.jsonl").exists():
+        plot_run(directory)
+        publish(directory, directory.parent.name, figures)
+
+
+def save_sample(directory: Path, text: str) -> None:
+    """Prints generated text, and writes it to `samples.txt` in the directory of the run."""
+    print_once(f"Sample:\n{text}")
+    if jax.process_index() == 0:
+        (directory / "samples.txt").write_text(text, "utf-8")
 
 
 def confidence_95(scores: np.ndarray) -> float:

@@ -15,9 +15,10 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _usage import refuse
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from redcoast_cli._usage import refuse
 
 Arrays = dict[str, Any]
 Policy = Callable[[Any, PRNGKeyArray], Any]  # (observations, key) -> actions

@@ -13,6 +13,7 @@ import redcoast as rc
 
 matplotlib.use("Agg")  # there may be no display
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 
 def plot_metric(directory: Path, name: str) -> float:
@@ -20,17 +21,64 @@ def plot_metric(directory: Path, name: str) -> float:
     if jax.process_index() > 0:
         return math.nan  # process 0 has the metrics
     history = rc.read_metrics(directory / "metrics.jsonl")
-    figure, axes = plt.subplots()
-    for key, label, style in ((name, "training", "-"), (f"eval/{name}", "validation", "o-")):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel=name.replace("_", " "))
-    axes.legend()
+    figure, axes = plt.subplots(layout="constrained")
+    draw_metric(axes, history, name)
+    axes.set_title(f"{directory.parent.name} {directory.name}", fontsize=9)
     figure.savefig(directory / f"{name}.png", dpi=150)
     plt.close(figure)
     # A run that was interrupted early has no evaluation.
     return next((x[f"eval/{name}"] for x in reversed(history) if f"eval/{name}" in x), math.nan)
+
+
+def plot_run(directory: Path) -> None:
+    """Plots all that a run logged to `run.png`: metrics, learning rate, and throughput."""
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    logged = {key.removeprefix("eval/") for entry in history for key in entry}
+    names = sorted(logged - {"step", "time", "weight", "skipped", "skipped_total", "epoch"})
+    names.sort(key=lambda name: name != "loss")
+    if not names:
+        return
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    size = (4 * columns, 3 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(names) :]:
+        axes.axis("off")
+    for axes, name in zip(grid.flat, names, strict=False):
+        draw_metric(axes, history, name)
+    figure.suptitle(f"{directory.parent.name} {directory.name}")
+    figure.savefig(directory / "run.png", dpi=150)
+    plt.close(figure)
+
+
+def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Draws a metric in training, also smoothed, and in validation."""
+    lines = {}
+    for key in (name, f"eval/{name}"):
+        points = [(entry["step"], entry[key]) for entry in history if key in entry]
+        lines[key] = np.array(points, float).reshape(-1, 2).T
+    steps, values = lines[name]
+    smooth = len(steps) > 50 and name != "learning_rate"
+    if len(steps):
+        axes.plot(steps, values, alpha=0.25 if smooth else 1, label=None if smooth else "training")
+    if smooth:
+        width = len(steps) // 25
+        mean = np.convolve(values, np.ones(width) / width, "valid")
+        axes.plot(steps[width - 1 :], mean, color="C0", label="training")
+    if len(lines[f"eval/{name}"][0]):
+        axes.plot(*lines[f"eval/{name}"], "o-", color="C1", markersize=3, label="validation")
+    if spans_a_decade(np.concatenate([lines[name][1], lines[f"eval/{name}"][1]])):
+        axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="step", ylabel=name.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def spans_a_decade(values: np.ndarray) -> bool:
+    """Whether values are all positive, and the largest is more than ten times the smallest."""
+    found = values[np.isfinite(values)]
+    return bool(len(found) and found.min() > 0 and found.max() > 10 * found.min())
 
 
 def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from _cells import beyond_text, gib, paper_table, peak_gib, read_cells, write_cell
-from _fitting import dry_run_to_fit
-from _usage import refuse
-from _workload import make_workload
 
 import redcoast as rc
 from redcoast.dryrun._target import parse_target
+from redcoast_cli._fitting import dry_run_to_fit
+from redcoast_cli._usage import refuse
+from redcoast_cli._workload import make_workload
 
 PAPER_1080TI = 10 * 10**9  # bytes; the paper counts 10 of the card's 11 GB
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _plots import plot_metric, save_pictures
 
@@ -25,7 +25,7 @@ class Config:
     batch_size: int = 64  # global batch size in pairs, whose images and names are all compared
     steps: int = 1200  # number of training steps
     learning_rate: float = 2e-3  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -107,4 +107,4 @@ def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

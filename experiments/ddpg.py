@@ -12,19 +12,19 @@ import functools as ft
 from dataclasses import dataclass, field
 from typing import Any
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
-from _common import Run, exit_if_stopped, report, start
+from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plot_metric
 from _replay import add, empty_buffer, sample
-from _usage import refuse
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Config:
     steps: int = 250  # number of iterations: a rollout, then gradient steps
     learning_rate: float = 1e-3  # learning rate of both networks
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -150,4 +150,4 @@ def learn(c, fit, buffer, networks, key):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

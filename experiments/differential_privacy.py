@@ -7,13 +7,13 @@ Epsilon is that of the trained weights if the seed is random and secret; logs ar
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import exit_if_stopped, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _images import read_images
 from _plots import plot_lines, plot_metric
@@ -37,7 +37,7 @@ class Config:
     batch_size: int = 256  # expected global batch size; that of each step is random
     steps: int = 200  # number of training steps
     learning_rate: float = 3e-2  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -139,4 +139,4 @@ def language_model(c):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

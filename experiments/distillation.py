@@ -3,13 +3,13 @@ arXiv:1503.02531), and compares it with the same student trained on those labels
 
 from dataclasses import dataclass, field
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import exit_if_stopped, make_optimizer, report, start
 from _images import read_images
 from _plots import plot_metric, save_pictures
 from sklearn.model_selection import train_test_split
@@ -28,7 +28,7 @@ class Config:
     batch_size: int = 64  # global batch size in images
     steps: int = 600  # number of training steps of each of the three networks
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -97,4 +97,4 @@ def main(c: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

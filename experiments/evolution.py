@@ -9,13 +9,13 @@ normalisation.
 import functools as ft
 from dataclasses import dataclass, field
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, report, start
+from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, mean_return, sizes
 from _plots import plot_metric
 from jax.flatten_util import ravel_pytree
@@ -32,7 +32,7 @@ class Config:
     steps: int = 60  # number of gradient steps
     learning_rate: float = 0.05  # learning rate
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -104,4 +104,4 @@ def centred_ranks(x):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

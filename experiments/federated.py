@@ -11,19 +11,19 @@ FedAdam of the paper does not correct the bias of the moments; this one does, as
 from dataclasses import dataclass, field
 from typing import Literal
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, report, start
+from _common import exit_if_stopped, report, start
 from _images import read_images
 from _plots import plot_lines, plot_metric, plt, save_predictions
-from _usage import refuse
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Config:
     stragglers: float = 0.0  # probability that a client does only a random number of local steps
     width: int = 64  # width of the hidden layer
     steps: int = 100  # number of rounds
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -232,4 +232,4 @@ def report_accuracies(c, directory):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
+from _common import exit_if_stopped, make_optimizer, print_once, report, start
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, smollm2
 
@@ -34,7 +34,7 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # parameters are float32
     prompt: str = "def read_lines(path"  # prompt for the samples
     new_tokens: int = 48  # length of the samples in tokens
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -116,4 +116,4 @@ def save(model, tokenizer, directory: Path, c: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
+from _common import exit_if_stopped, make_optimizer, print_once, report, start
 from _images import read_images
 from _plots import plot_metric, save_predictions
 from scipy import ndimage
@@ -27,7 +27,7 @@ class Config:
     batch_size: int = 64  # global batch size in images
     steps: int = 600  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -87,4 +87,4 @@ def make_network(inputs: int, n: int, classes: int, key: jax.Array) -> eqx.nn.Se
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

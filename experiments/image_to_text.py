@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import _options
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _packages import fetch_npm
 from _plots import plot_metric, save_pictures
@@ -34,7 +34,7 @@ class Config:
     batch_size: int = 32  # global batch size in images
     steps: int = 2000  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -134,4 +134,4 @@ def make_config(c: Config, vocab: int) -> CaptionerConfig:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import _options
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, print_once, report, start
+from _common import exit_if_stopped, make_optimizer, report, save_sample, start
 from _corpus import read_texts, windows
 from _plots import plot_metric
 from _tokenizers import train_tokenizer
@@ -31,9 +31,9 @@ class Config:
     accumulate: int = 1  # number of microbatches for gradient accumulation
     steps: int = 540  # number of training steps
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # weights are float32
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # parameters are float32
     prompt: str = "def main("  # prompt for the sample
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -66,7 +66,7 @@ def main(c: Config) -> None:
         steps=c.steps,
         evaluation=rc.Evaluation(valid, every=max(1, c.steps // 4)),
         accumulate=c.accumulate,
-        compute_dtype=jnp.dtype(c.compute_dtype),
+        compute_dtype=jnp.dtype(c.dtype),
         **run.fit_arguments,
     )
 
@@ -76,7 +76,7 @@ def main(c: Config) -> None:
     sampling = {"max_new_tokens": c.seq - len(prompt), "temperature": 0.8, "key": run.key}
     new = rc.generate(state.model, prompt[None], **sampling)[0]
     text = decode([*prompt.tolist(), *new.tolist()])
-    print_once(f"Sample:\n{text}")
+    save_sample(run.directory, text)
     report(run.directory, validation_bits_per_byte=bits)
 
 
@@ -90,4 +90,4 @@ def make_tokenizer(c: Config, texts: list[str]):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

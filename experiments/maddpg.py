@@ -14,20 +14,20 @@ import functools as ft
 from dataclasses import dataclass, field
 from typing import Any
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, Started, confidence_95, exit_if_stopped, report, start
+from _common import Started, confidence_95, exit_if_stopped, report, start
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plt
 from _replay import add, empty_buffer, sample
-from _usage import refuse
 from mpe2 import simple_spread_v3
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 AGENTS, OBSERVED, EPISODE = 3, 18, 25
 TRAINING, TESTS = 0, 1  # streams of the seeds of episodes
@@ -46,7 +46,7 @@ class Config:
     steps: int = 400  # number of iterations: an episode in each environment, then gradient steps
     learning_rate: float = 1e-3  # learning rate of all networks
     episodes: int = 200  # number of episodes after training; returns are means over the agents
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -242,4 +242,4 @@ def plot_returns(directory, random):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

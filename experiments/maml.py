@@ -5,13 +5,13 @@ import itertools as it
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, confidence_95, exit_if_stopped, make_optimizer, report, start
+from _common import confidence_95, exit_if_stopped, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _plots import plot_lines, plot_metric, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
@@ -35,7 +35,7 @@ class Config:
     batch_size: int = 32  # global batch size in tasks
     steps: int | None = None  # number of training steps: by default 3000, or 300 for glyphs
     learning_rate: float = 3e-3  # peak learning rate after the warmup
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(config: Config) -> None:
@@ -129,4 +129,4 @@ def glyphs(c):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -8,18 +8,18 @@ import functools as ft
 from dataclasses import dataclass, field
 from typing import Any
 
+import _options
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
-from _common import Run, exit_if_stopped, report, start
+from _common import exit_if_stopped, report, start
 from _environments import ENVIRONMENTS, HostEnvs, mean_return, reset_envs, rollout, sizes
 from _learner import mesh_of, on_one_device, prepare, run_learner, split_keys
 from _plots import plot_metric
-from _usage import refuse
 
 import redcoast as rc
+from redcoast_cli._usage import refuse
 
 TRAINABLE = {"networks": eqx.is_inexact_array, "normalization": False}
 
@@ -40,7 +40,7 @@ class Config:
     steps: int = 40  # number of iterations: a rollout, then gradient steps on its minibatches
     learning_rate: float = 1e-3  # learning rate at the start, from which it decays to zero
     episodes: int = 100  # number of episodes after training, of which the mean return is reported
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -202,4 +202,4 @@ def update_moments(moments, x):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

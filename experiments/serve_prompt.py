@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import _options
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
-from _common import Hosts, broadcast_text, print_once
+from _common import broadcast_text, print_once
 from _published import chat_template, read_tokenizer, smollm2
-from _usage import mesh_sizes
 
 import redcoast as rc
+from redcoast_cli._usage import mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,17 @@ class Config:
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
     top_p: float = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens
-    mesh: str = "data=-1"  # such as fsdp=4 or model=4: how the parameters are sharded
+    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
     seed: int = 0  # random seed for sampling
-    hosts: tyro.conf.OmitArgPrefixes[Hosts] = field(default_factory=Hosts)
+    hosts: _options.HostsOptions = field(default_factory=_options.Hosts)
 
 
 def main(c: Config) -> None:
     rc.initialize(**vars(c.hosts))
     weights = c.weights or smollm2()
     tokenizer, render = read_tokenizer(weights), chat_template(weights)
-    mesh = rc.make_mesh(**mesh_sizes(c.mesh))
+    sizes: dict[str, Any] = {"data": 1, "fsdp": -1} if c.mesh == "auto" else mesh_sizes(c.mesh)
+    mesh = rc.make_mesh(**sizes)
     model = rc.load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=jnp.float32)
 
     chat = [{"role": "system", "content": c.system}] if c.system else []
@@ -78,4 +80,4 @@ class Printer:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import _options
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from _common import Run, exit_if_stopped, make_optimizer, report, start
+from _common import exit_if_stopped, make_optimizer, report, start
 from _packages import fetch
 from _plots import plot_metric
 from _published import read_tokenizer
@@ -38,7 +38,7 @@ class Config:
     batch_size: int = 32  # global batch size in examples
     steps: int = 600  # number of training steps
     learning_rate: float = 2e-3  # peak learning rate after the warmup (use about 1e-4 with weights)
-    run: tyro.conf.OmitArgPrefixes[Run] = field(default_factory=Run)
+    run: _options.RunOptions = field(default_factory=_options.Run)
 
 
 def main(c: Config) -> None:
@@ -127,4 +127,4 @@ def read_bible() -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(_options.parse(Config, __doc__))

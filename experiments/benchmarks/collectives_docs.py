@@ -13,7 +13,7 @@ import collectives_plots
 import tyro
 from traffic.claims import MIXED, check_claims, check_planning
 from traffic.columns import COLUMNS
-from traffic.tables import claim_lines, detail_table, sent_table
+from traffic.tables import detail_table, sent_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 FAMILIES = {
@@ -63,7 +63,7 @@ def measured(results: dict[str, Any], images: str) -> str:
         results.get("planning", {"layers": [], "large": []})
     )
     claims = [claim for claim in claims if claim["checked"]]
-    parts.append("The claims, with the worst figure of each:\n\n" + fenced(claim_lines(claims)))
+    parts.append("### What is met, and what is not\n\n" + claim_list(claims))
     return "\n\n".join(parts)
 
 
@@ -106,8 +106,16 @@ def folded(title: str, text: str) -> str:
     return f'??? note "{title}"\n\n{indented}'
 
 
-def fenced(text: str) -> str:
-    return f"```text\n{text}\n```"
+def claim_list(claims: list[dict[str, Any]]) -> str:
+    """Each goal with its worst figure, and the places where it is not met."""
+    lines = []
+    for found in claims:
+        met = found["checked"] - len(found["failed"])
+        mark = "Met" if found["holds"] else "Not met"
+        of = f"{met} of {found['checked']}; worst: {found['worst']}"
+        lines.append(f"- **{mark}**: {found['claim']} ({of})")
+        lines += [f"    - {line}" for line in found["failed"]]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import beyond_text, paper_table, read_cells
 from _table1 import in_order
 
-PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dry_run_measured.md"
 
 
 def main(out: Path = Path("runs/dry_run"), page: Path = PAGE) -> None:

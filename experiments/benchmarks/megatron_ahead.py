@@ -47,7 +47,8 @@ from _cells import (
     write_cell,
 )
 from _table1 import Row, choose_rows, in_order
-from _workload import make_workload
+
+from redcoast_cli._workload import make_workload
 
 Platform = Literal["a100", "v4"]
 

@@ -25,11 +25,11 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from _cells import markdown
-from _workload import make_workload
 
 from redcoast.dryrun._job import factorisations, make_job
 from redcoast.dryrun._mesh_search import choose, estimate, suggest
 from redcoast.dryrun._place import target_place
+from redcoast_cli._workload import make_workload
 
 # The name of the model, the sequence length, and the batch size.
 CASES: tuple[tuple[str, int, int], ...] = (

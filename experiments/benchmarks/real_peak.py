@@ -26,7 +26,8 @@ from redcoast.dryrun._chips import CHIPS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import gib, markdown
-from _workload import Workload, make_workload
+
+from redcoast_cli._workload import Workload, make_workload
 
 MODELS = ("gpt2-small", "gpt2-medium", "gpt2-large")
 

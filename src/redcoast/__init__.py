@@ -1,6 +1,7 @@
 """Automatic distributed training and inference of any PyTree model, in plain functions."""
 
 import importlib as _importlib
+import importlib.metadata as _metadata
 import typing as _typing
 
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
@@ -44,8 +45,9 @@ from .tracking._jsonl import read_metrics as read_metrics
 from .tracking._metrics import MetricsReader as MetricsReader
 from .tracking._metrics import metrics_reader as metrics_reader
 from .tracking._progress import progress_logger as progress_logger
-from .tracking._run import RunInfo as RunInfo
 from .tracking._run import console_logger as console_logger
+from .tracking._run_info import RunInfo as RunInfo
+from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
 from .tracking._wandb import wandb_logger as wandb_logger
 from .train._average import moving_average as moving_average
 from .train._compile import compile_step as compile_step
@@ -84,6 +86,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> _typing.Any:
+    if name == "__version__":
+        return _metadata.version("redcoast")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _importlib.import_module(_LAZY[name], __name__)

@@ -158,6 +158,21 @@ def test_processes_connect_by_the_variables_of_their_launcher(launcher):
             assert f"sum 6.0 of 4 in {number}" in output
 
 
+@pytest.mark.integration
+def test_processes_that_their_launcher_connected_stay_connected():
+    """Ray Train's `JaxTrainer` calls `jax.distributed.initialize` before the user's function."""
+    port = free_port()
+    joined = (
+        f"import jax, redcoast as rc\njax.distributed.initialize('localhost:{port}', 2, NUMBER)"
+    )
+    scripts = [joined.replace("NUMBER", str(i)) + "\nrc.initialize()" + SUM for i in range(2)]
+    more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    for number, process in enumerate([start(script, **more) for script in scripts]):
+        output = finish(process)
+        assert process.returncode == 0, output
+        assert f"sum 6.0 of 4 in {number}" in output
+
+
 def free_port_before_a_free_one():
     while True:
         port = free_port()

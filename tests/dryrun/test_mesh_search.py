@@ -54,6 +54,7 @@ def expected():
         {"data": 2, "fsdp": 2, "model": 2},
     ),
 )
+@pytest.mark.thorough
 def test_the_same_losses_on_any_mesh(sizes, expected):
     found = losses(rc.make_mesh(**sizes))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

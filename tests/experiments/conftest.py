@@ -24,7 +24,7 @@ def experiment(script, request):
 @pytest.fixture
 def config(experiment, script, request, tmp_path):
     """Makes configurations with the options `SMALL` of the test module, and others."""
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    run = script("_options").Run(mesh="2x4", directory=tmp_path)
     return lambda **options: experiment.Config(**request.module.SMALL | options, run=run)
 
 

@@ -4,7 +4,7 @@ import importlib
 import json
 
 import pytest
-from paths import EXPERIMENTS
+from paths import EXPERIMENTS, ROOT
 
 FOLDER = EXPERIMENTS / "benchmarks"
 PAGE = "# Title\n\n<!-- collectives:begin -->\nstale\n<!-- collectives:end -->\n\nThe end.\n"
@@ -69,3 +69,9 @@ def test_missing_results_or_marks_raise_and_write_nothing(docs, tmp_path):
         run(docs, tmp_path, "# Title\n")
     assert (tmp_path / "page.md").read_text() == "# Title\n"
     assert not list((tmp_path / "images").iterdir())
+
+
+def test_pictures_of_the_concepts_are_those_that_the_script_draws(tmp_path, docs):
+    importlib.import_module("concept_pictures").main(tmp_path)
+    for picture in tmp_path.iterdir():
+        assert picture.read_text() == (ROOT / "docs" / "images" / picture.name).read_text()

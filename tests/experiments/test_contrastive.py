@@ -15,7 +15,7 @@ def clip(script):
 
 @pytest.mark.seconds(10)  # a whole run
 def test_names_and_images_are_matched(clip, script, monkeypatch, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    run = script("_options").Run(mesh="2x4", directory=tmp_path)
     # Ten names in two fonts, of which two are held out.
     few = lambda size, first_words, fonts: script("_glyphs").read_glyphs(
         size, first_words=["digit"], fonts=fonts[:2]

@@ -132,6 +132,7 @@ def close(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_transitions_stay_on_their_device(experiment, config, collectives):
     assert collectives(experiment, config(on_device=True)) == ["all-reduce"]
 

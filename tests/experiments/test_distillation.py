@@ -17,7 +17,7 @@ import redcoast as rc
 
 @pytest.fixture
 def config(script, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+    run = script("_options").Run(mesh="2x4", directory=tmp_path)
     # The batch divides the 360 images of the evaluation, which saves compilations.
     small = {"teacher_width": 16, "width": 8, "batch_size": 40, "steps": 2}
     return lambda **options: script("distillation").Config(**small | options, run=run)

@@ -103,7 +103,7 @@ def test_changes_of_the_model_are_reported(tmp_path, capsys):
 def test_float32_is_not_passed_so_that_bfloat16_can_be_suggested(
     config_json, monkeypatch, dtype, wanted
 ):
-    module, asked = script("dry_run"), []
+    module, asked = script("redcoast_cli._dry_run"), []
 
     def stop(*args, compute_dtype, **options):
         asked.append(compute_dtype)
@@ -115,7 +115,7 @@ def test_float32_is_not_passed_so_that_bfloat16_can_be_suggested(
 
 
 def test_the_longest_sequence_is_compiled_and_the_next_does_not_fit(config_json, monkeypatch):
-    module = script("dry_run")
+    module = script("redcoast_cli._dry_run")
     seen = {}
 
     def attempt(c, target, seq, *, suggest=False):
@@ -123,13 +123,13 @@ def test_the_longest_sequence_is_compiled_and_the_next_does_not_fit(config_json,
         return seen.setdefault(seq, run)
 
     monkeypatch.setattr(module, "attempt", attempt)
-    c = module.Config(model=str(config_json), target="cpu:2", longest=True)
+    c = module.DryRun(model=str(config_json), target="cpu:2", longest=True)
     assert module.longest(c) is seen[640]
     assert not seen[768].fits
 
 
 def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
-    module = script("dry_run")
+    module = script("redcoast_cli._dry_run")
     tried = []
 
     def attempt(c, target, seq, *, suggest=False):
@@ -137,23 +137,23 @@ def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
         return type("Run", (), {"fits": target.count >= 8, "name": target.name})()
 
     monkeypatch.setattr(module, "attempt", attempt)
-    c = module.Config(model=str(config_json), target="v4:4x4x4", smallest=True)
+    c = module.DryRun(model=str(config_json), target="v4:4x4x4", smallest=True)
     assert module.smallest(c).name == "v4:2x2x2"
     assert tried == ["v4:2x2x1", "v4:2x2x2"]
     # Targets that cannot hold 12 bytes for each of 66 billion parameters are not compiled.
     monkeypatch.setattr(module, "attempt", lambda c, target, *_: type("Run", (), {"fits": True}))
-    large = module.Config(model="opt-66b", target="l4", smallest=True)
+    large = module.DryRun(model="opt-66b", target="l4", smallest=True)
     assert module.state_bytes(module.make_workload("opt-66b")) > 12 * 65e9
     assert module.smallest(large).fits
     # Elsewhere a slice needs its sizes, but here they are searched for.
     tried.clear()
     monkeypatch.setattr(module, "attempt", attempt)
-    assert module.smallest(module.Config(model=str(config_json), target="v5e", smallest=True))
+    assert module.smallest(module.DryRun(model=str(config_json), target="v5e", smallest=True))
     assert tried == ["v5e:1x1", "v5e:2x2", "v5e:2x4"]
 
 
 def test_a_model_that_fits_nowhere_exits_with_1(config_json, monkeypatch, capsys):
-    module = script("dry_run")
+    module = script("redcoast_cli._dry_run")
     monkeypatch.setattr(module, "attempt", lambda *args: type("Run", (), {"fits": False}))
     assert dry_run(model=str(config_json), target="v5e", smallest=True) == 1
     assert "does not fit on any number of v5e" in capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_a_model_that_fits_nowhere_exits_with_1(config_json, monkeypatch, capsys
 def fitting(config_json, monkeypatch, first, others, usable=None):
     """Returns the meshes that are compiled if the cheapest has the peak `first`, and the others,
     from best to worst, have the peaks `others`: GiB by size of `model`; 16 GiB are usable."""
-    module, asked = script("_fitting"), []
+    module, asked = script("redcoast_cli._fitting"), []
 
     def run(*args, target, suggest, mesh=None):
         asked.append(mesh and mesh["model"])
@@ -176,7 +176,7 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
     found = rc.MeshSuggestion(best.mesh, best.fits is True, "cpu:2", None, candidates)
     monkeypatch.setattr(module.rc, "dry_run", run)
     monkeypatch.setattr(module.rc, "suggest_mesh", lambda *args, **options: found)
-    workload = script("_workload").make_workload(str(config_json), 8)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
     module.dry_run_to_fit(workload, 2, parse_target("cpu:2"), usable=usable)
     return asked
 
@@ -245,7 +245,7 @@ def test_invalid_options_exit_with_2(config_json, options, words, capsys):
 
 
 def test_a_compiler_error_exits_with_2(config_json, monkeypatch, capsys):
-    module = script("dry_run")
+    module = script("redcoast_cli._dry_run")
 
     def fail(*args, **options):
         raise RuntimeError("The compiler failed.")
@@ -271,7 +271,7 @@ def test_an_unknown_config_json_exits_with_2(tmp_path, capsys):
     ],
 )
 def test_every_kind_of_model_has_a_loss(model, names):
-    workload = script("_workload").make_workload(model)
+    workload = script("redcoast_cli._workload").make_workload(model)
     init_fn, loss_fn, batch, _ = workload.arguments(4)
     made = eqx.filter_eval_shape(init_fn, jax.random.key(0))
     assert made.config.remat == "full"
@@ -281,7 +281,7 @@ def test_every_kind_of_model_has_a_loss(model, names):
 
 
 def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
-    workload = script("_workload").make_workload(str(config_json), 8, chunk=4)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8, chunk=4)
     init_fn, loss_fn, shapes, _ = workload.arguments(2)
     ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     loss = jax.jit(lambda key, batch: loss_fn(init_fn(key), batch, key))(jax.random.key(0), ones)
@@ -291,23 +291,23 @@ def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
 def test_images_of_a_file_keep_their_size(tmp_path):
     config = ViTConfig(width=32, layers=1, heads=2, hidden=64, image=(32, 32), patch=(8, 8))
     (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
-    workload = script("_workload").make_workload(str(tmp_path))
+    workload = script("redcoast_cli._workload").make_workload(str(tmp_path))
     assert workload.make_batch(2)["inputs"].shape == (2, 3, 32, 32)
     assert workload.seq is None
 
 
 def test_learned_positions_are_added_with_a_note():
-    workload = script("_workload").make_workload("gpt2-small", 2048)
+    workload = script("redcoast_cli._workload").make_workload("gpt2-small", 2048)
     model = eqx.filter_eval_shape(workload.init_fn, jax.random.key(0))
     assert model.position_embed.shape[0] == 2048
     assert "1024 learned positions; here it has 2048" in workload.notes[0]
-    assert script("_workload").make_workload("gpt2-small", 512).notes == ()
+    assert script("redcoast_cli._workload").make_workload("gpt2-small", 512).notes == ()
 
 
 @pytest.mark.parametrize("limit", [0, 100, 128, 5000, 8192, 10**9])
 @pytest.mark.parametrize("start", [100, 1024, 1500, 65536, 2**21])
 def test_the_longest_sequence_by_trying_all(limit, start):
-    module = script("_reach")
+    module = script("redcoast_cli._reach")
     asked = []
     fits = lambda seq: asked.append(seq) or seq <= limit
     found = module.longest_sequence(fits, start)
@@ -317,7 +317,7 @@ def test_the_longest_sequence_by_trying_all(limit, start):
 
 @pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:2x2", "tpu7x:2x2x1", "h100:2x8", "cpu:4"])
 def test_sizes_of_a_chip_are_sorted_and_complete(name):
-    targets = script("_reach").sizes_of(parse_target(name).chip)
+    targets = script("redcoast_cli._reach").sizes_of(parse_target(name).chip)
     counts = [target.count for target in targets]
     assert counts == sorted(set(counts))
     assert {target.chip.name for target in targets} == {parse_target(name).chip.name}
@@ -329,7 +329,7 @@ def test_rows_of_the_paper_have_models_and_halves():
         whole, half = parse_target(row.target), parse_target(row.half)
         assert whole.count == 2 * half.count
         assert whole.chip.name == half.chip.name
-        script("_workload").find_model(row.model)
+        script("redcoast_cli._workload").find_model(row.model)
 
 
 def cell(model, column, peak, **more):
@@ -427,7 +427,7 @@ def test_the_cpu_compiler_replaces_missing_compilers(config_json, monkeypatch):
         monkeypatch.setitem(sys.modules, name, there)
     assert importlib.util.find_spec("libtpu") is not None
     script("cpu_bias").forget_accelerators()
-    workload = script("_workload").make_workload(str(config_json), 8)
+    workload = script("redcoast_cli._workload").make_workload(str(config_json), 8)
     for target in ("v4:2x2x1", "a100-40gb:2"):
         run = rc.dry_run(*workload.arguments(4), target=target, suggest=False)
         assert run.compiler == "cpu"
@@ -439,7 +439,7 @@ def test_shardings_by_hand_are_those_of_megatron(tmp_path):
     # All arrays but keys and values have the 4,096 elements from which on they are FSDP-sharded.
     settings = write_config(dataclasses.replace(TINY, width=64, hidden=128))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    workload = script("_workload").make_workload(str(tmp_path), 16)
+    workload = script("redcoast_cli._workload").make_workload(str(tmp_path), 16)
     plan = script("megatron_ahead").plan_by_hand(make_job(*workload.arguments(4)), mesh)
     found = jax.tree_util.tree_leaves_with_path(plan.shardings.model)
     found = {jax.tree_util.keystr(p, simple=True, separator="/"): s.spec for p, s in found}

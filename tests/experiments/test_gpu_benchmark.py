@@ -18,6 +18,7 @@ def gpu(script, monkeypatch):
 
 
 @pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_the_smallest_setting(gpu, tmp_path, capsys):
     rows = gpu.main(gpu.Config(size="tiny", steps=3, out=tmp_path))
     found = json.loads((tmp_path / "gpu.json").read_text())

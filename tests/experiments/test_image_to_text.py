@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from grids import few_of
 from PIL import Image
 
 import redcoast as rc
@@ -27,9 +28,10 @@ class Glyph:
         self.image, self.name = image, name
 
 
+@pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
 @pytest.mark.seconds(10)  # a whole run
-def test_captions_are_trained_and_shown(captions, script, monkeypatch, tmp_path):
-    run = script("_common").Run(mesh="2x4", directory=tmp_path)
+def test_captions_are_trained_and_shown(mesh, captions, script, monkeypatch, tmp_path):
+    run = script("_options").Run(mesh=mesh, directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)
     small = {"size": 8, "width": 16, "layers": 1, "batch_size": 8, "steps": 2}
     captions.main(captions.Config(**small, run=run))

@@ -84,6 +84,7 @@ def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experimen
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, config):
     """So agents with independent critics learn as if each were trained alone."""
     model = eqx.filter(experiment.init_fn(config(), 20, jax.random.key(0)), eqx.is_inexact_array)
@@ -105,7 +106,7 @@ def test_the_networks_of_each_agent_are_clipped_by_their_own_norm(experiment, co
 
 
 def test_initial_states_depend_on_the_seed_of_the_run_and_on_the_iteration(experiment, script):
-    config = lambda seed: experiment.Config(run=script("_common").Run(seed=seed))
+    config = lambda seed: experiment.Config(run=script("_options").Run(seed=seed))
     seeds = lambda seed, stream, number: experiment.episode_seeds(config(seed), stream, number, 8)
     places = [(seed, stream, i) for seed in (0, 1) for stream in (0, 1) for i in (0, 1, 2)]
     found = [seeds(*place) for place in places]

@@ -124,6 +124,7 @@ def test_the_running_moments_are_those_of_all_rows_so_far(experiment):
     np.testing.assert_allclose(moments["variance"], flat.var(axis=0), rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_transitions_stay_on_their_device(experiment, config, collectives):
     """Acting and learning are one program that only sums over devices."""
     assert collectives(experiment, config(on_device=True)) == ["all-reduce"]

@@ -24,12 +24,12 @@ TEXTS = {f"{a} {b} text about {c}": k % 2 for k, (a, b, c) in enumerate(product(
     ],
 )
 def test_texts_are_classified_and_rated(task, figures, module, script, monkeypatch, tmp_path):
-    common = script("_common")
+    options = script("_options")
     rating = task == "regression"
     data = {text: float(y) if rating else y for text, y in TEXTS.items()}
     names = ["rating"] if rating else ["even", "odd"]
     monkeypatch.setattr(module, "read_data", lambda name: (data, names))
-    run = common.Run(mesh="2x4", directory=tmp_path)
+    run = options.Run(mesh="2x4", directory=tmp_path)
     sizes = {"seq": 8, "width": 32, "layers": 1, "batch_size": 8}
     module.main(module.Config(task=task, steps=2, run=run, **sizes))
     (directory,) = tmp_path.iterdir()

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import few_of
 
 
+@pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
 @pytest.mark.seconds(10)  # a whole run
-def test_short_run_leaves_samples(script, tmp_path):
-    module, common = script("text_to_image"), script("_common")
+def test_short_run_leaves_samples(mesh, script, tmp_path):
+    module, options = script("text_to_image"), script("_options")
     # The batch divides the 16 images of the evaluation, which saves compilations.
     small = {"names": r"digit [oft]\w+", "size": 8, "width": 16, "batch_size": 16, "steps": 2}
-    config = module.Config(**small, run=common.Run(mesh="2x4", directory=tmp_path))
+    config = module.Config(**small, run=options.Run(mesh=mesh, directory=tmp_path))
     module.main(config)
     (directory,) = tmp_path.iterdir()
     assert {"samples.png", "loss.png", "checkpoints"} <= {x.name for x in directory.iterdir()}

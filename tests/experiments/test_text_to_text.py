@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from grids import few_of
 
 SIZES = {"seq": 8, "vocab": 300, "width": 32, "layers": 1, "tests": 8}
 
@@ -15,15 +16,16 @@ def module(script):
     return script("text_to_text")
 
 
+@pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
 @pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
-def test_short_run_leaves_samples(beams, module, script, monkeypatch, tmp_path):
-    common = script("_common")
+def test_short_run_leaves_samples(mesh, beams, module, script, monkeypatch, tmp_path):
+    options = script("_options")
     pairs = [(f"add {a}", f"{a}, {b}") for a in "abcd" for b in "efgh"]
     monkeypatch.setattr(module, "read_characters", lambda: pairs)
     if beams is None:  # beam search takes long to compile, so the source is copied
         monkeypatch.setattr(module.rc, "generate", lambda model, tokens, **options: tokens)
-    run = common.Run(mesh="2x4", directory=tmp_path)
+    run = options.Run(mesh=mesh, directory=tmp_path)
     module.main(module.Config(beams=beams or 1, batch_size=8, steps=2, run=run, **SIZES))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())

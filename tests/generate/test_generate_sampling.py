@@ -161,7 +161,9 @@ def test_rows_steps_and_keys_draw_differently():
     np.testing.assert_array_equal(one, draw(key=jax.random.key_data(KEY)))
 
 
-def test_at_temperature_zero_filters_and_key_change_nothing():
-    decode = ft.partial(generate, MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=5)
-    for found in (decode(key=KEY), decode(top_k=3), decode(top_p=0.1)):
-        np.testing.assert_array_equal(found, decode())
+def test_at_temperature_zero_a_key_changes_nothing_and_filters_are_refused():
+    decode: Any = ft.partial(generate, MODEL, LEFT, mask=LEFT_MASK, max_new_tokens=5)
+    np.testing.assert_array_equal(decode(key=KEY), decode())
+    for options in ({"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.1}):
+        with pytest.raises(ValueError, match="only applies to sampling"):
+            decode(**options)

@@ -23,6 +23,7 @@ from problem import (
 )
 
 import redcoast as rc
+from redcoast.tracking._run import say_once
 
 EXAMPLES = make_examples(200)
 
@@ -185,10 +186,13 @@ def test_a_batch_that_does_not_divide_says_so(capsys):
     assert "A multiple of 8 would be split" in capsys.readouterr().out
 
 
-def test_prints_the_plan_and_progress(capsys):
+def test_prints_versions_devices_data_the_plan_and_progress(capsys):
+    say_once.cache_clear()  # an earlier run may have said it
     fit(log=rc.progress_logger(), mesh=rc.make_mesh(model=4))
     out, err = capsys.readouterr()
-    assert out.startswith("8 devices = 2-way data parallel x 4-way tensor parallel (mesh ")
+    assert out.startswith(f"redcoast {rc.__version__}, jax {jax.__version__}, 8 CPU devices\n")
+    assert "Precision      float32\n8 devices = 2-way data parallel x 4-way tensor" in out
+    assert out.endswith("Compiling ...\n")
     assert "step 4/4" in err
     fit()
     assert capsys.readouterr() == ("", "")
@@ -210,6 +214,7 @@ def test_going_on_from_a_state_equals_never_having_stopped():
     assert whole.step == 8
 
 
+@pytest.mark.thorough
 def test_another_key_is_another_order():
     first, second, again = (
         losses(logged(key=key)[1])

@@ -167,6 +167,7 @@ def saved(directory):
     return sorted(int(name) for name in names if name.isdigit())
 
 
+@pytest.mark.thorough
 def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
     """It may take longer than a scheduler waits; the run begins with it when it goes on."""
     calls, lines = [], {}

@@ -141,6 +141,7 @@ def test_what_is_changed_is_compiled_again(changed):
     assert_equal(found, fit(make_model(width=width), **options))
 
 
+@pytest.mark.thorough
 def test_a_given_plan_has_its_own_step():
     loss, traces = counting()
     fit(loss_fn=loss)
@@ -156,6 +157,7 @@ def test_a_given_plan_has_its_own_step():
     assert len(traces) == count
 
 
+@pytest.mark.thorough
 def test_verify_compares_in_each_run():
     loss, traces = counting()
     fit(loss_fn=loss, plan="verify")
@@ -164,6 +166,7 @@ def test_verify_compares_in_each_run():
     assert len(traces) > before
 
 
+@pytest.mark.thorough
 def test_a_name_that_is_bound_to_another_object_compiles_again():
     target = make_model(1)
 
@@ -280,6 +283,7 @@ def test_methods_and_callable_objects_are_reused():
     assert dead() is None
 
 
+@pytest.mark.thorough
 def test_a_state_whose_arrays_the_loss_closes_over_can_be_trained_again():
     start = fit(steps=1)
     anchor = start.model

@@ -4,6 +4,7 @@ import dataclasses
 import functools as ft
 import json
 import re
+import shutil
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ from decoder_checks import assert_close, logits_of, loss_of, make_model, make_to
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import apply, make_batch
+from safetensors.numpy import load_file, save_file
 from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
@@ -22,6 +24,7 @@ from redcoast import lora
 from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.mixtral import Mixtral, MixtralConfig
+from redcoast.models.vit import ViT, ViTConfig
 from redcoast.pretrained._registry import find_family
 from redcoast.pretrained._safetensors import read_safetensors, write_safetensors
 
@@ -289,6 +292,43 @@ def test_peft_files_are_read_back(targets, tmp_path):
         np.testing.assert_array_equal(paths(again)[path], x)
 
 
+def test_modules_that_are_saved_entirely_come_back(tmp_path):
+    model = eqx.tree_at(lambda m: m.norm, adapted(targets="wv"), replace_fn=lambda x: x + 1)
+    lora.save_adapters(model, tmp_path / "adapters", modules_to_save=["model.norm"])
+    again = lora.load_adapters(MODEL, tmp_path / "adapters")
+    for path, x in paths(model).items():
+        np.testing.assert_array_equal(paths(again)[path], x)
+    with pytest.raises(ValueError, match="'classifier', but no module .* lm_head|embed_tokens"):
+        lora.save_adapters(model, tmp_path / "other", modules_to_save=["classifier"])
+    # A file that lacks what its settings name is refused.
+    lora.save_adapters(model, tmp_path / "less")
+    settings = json.loads((tmp_path / "less/adapter_config.json").read_text())
+    settings["modules_to_save"] = ["norm"]
+    (tmp_path / "less/adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"missing: base_model.model.model.norm.weight"):
+        lora.load_adapters(MODEL, tmp_path / "less")
+
+
+def test_adapters_of_a_vit_have_the_names_of_both_versions(tmp_path):
+    config = ViTConfig(width=16, layers=2, heads=2, hidden=32, image=(8, 8), patch=(4, 4))
+    base = ViT(config, key=KEY)
+    model = lora.add_adapters(base, 3, targets="w[qo]|up", key=KEY)
+    lora.save_adapters(model, tmp_path / "new")
+    tensors = load_file(tmp_path / "new/adapter_model.safetensors")
+    assert "base_model.model.layers.1.attention.q_proj.lora_A.weight" in tensors
+    # Those before version 5 of `transformers`.
+    older = {"layers.": "encoder.layer.", "attention.q_proj": "attention.attention.query"}
+    older |= {"attention.o_proj": "attention.output.dense", "mlp.fc1": "intermediate.dense"}
+    for new, old in older.items():
+        tensors = {name.replace(new, old): x for name, x in tensors.items()}
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    save_file(tensors, tmp_path / "old/adapter_model.safetensors")
+    for version in ("new", "old"):
+        again = lora.load_adapters(base, tmp_path / version)
+        for path, x in paths(model).items():
+            np.testing.assert_array_equal(paths(again)[path], x)
+
+
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])
 @pytest.mark.few("wv", "w[qkv]")
 def test_adapters_of_a_fused_matrix_are_one_block_and_read_as_parts(targets, tmp_path):
@@ -380,7 +420,6 @@ def test_some_layers_may_have_none(tmp_path):
     [
         {"use_dora": True},
         {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
         {"init_lora_weights": "pissa"},
         {"peft_type": "IA3"},
         {"something_new": 1},

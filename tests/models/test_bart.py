@@ -109,6 +109,7 @@ def test_the_bias_of_logits_is_not_trained():
     assert jnp.all(jnp.any(gradient.embed != 0, axis=1))
 
 
+@pytest.mark.thorough
 def test_more_tokens_than_positions_are_refused():
     model = make()
     tokens = jnp.zeros((1, 10), jnp.int32)

@@ -77,6 +77,7 @@ def test_types_are_0_by_default():
     close(logits_of(MODEL, TOKENS), logits_of(MODEL, TOKENS, types=TYPES * 0))
 
 
+@pytest.mark.thorough
 def test_pooler_and_second_head_match_numpy():
     model = make(head="pretraining")
     pooled = pooled_of(model, TOKENS)
@@ -104,6 +105,7 @@ def test_padding_changes_nothing(kind):
     helpers.check_padding(make(kind=kind, positions=7))
 
 
+@pytest.mark.thorough
 def test_classification_reads_the_first_real_token():
     model = make(head="classification")
     expected = logits_of(model, TOKENS)
@@ -113,6 +115,7 @@ def test_classification_reads_the_first_real_token():
         close(pooled_of(MODEL, padded, mask=mask), pooled_of(MODEL, TOKENS))
 
 
+@pytest.mark.thorough
 def test_packed_texts_are_as_apart():
     segments = jnp.asarray((np.arange(7) > 3).astype(np.int32)[None].repeat(2, 0))
     packed = logits_of(MODEL, TOKENS, segments=segments)

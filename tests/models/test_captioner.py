@@ -32,6 +32,7 @@ def logits_of(model, pixels, tokens, **options):
     return model(pixels, tokens, **options)
 
 
+@pytest.mark.thorough
 def test_is_the_decoder_with_the_encoder_as_its_memory():
     @helpers.jit
     def joined(model, pixels, tokens, mask):
@@ -49,6 +50,7 @@ def test_has_no_bridge_between_equal_widths():
     assert logits_of(model, PIXELS, TOKENS).shape == (2, 7, VOCAB)
 
 
+@pytest.mark.thorough
 def test_padding_of_captions_changes_nothing():
     expected = logits_of(MODEL, PIXELS, TOKENS)
     for before, behind in ((3, 0), (0, 3)):

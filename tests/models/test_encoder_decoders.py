@@ -71,6 +71,7 @@ def test_padding_changes_nothing(family, side):
     assert jnp.all(jnp.isfinite(logits))
 
 
+@pytest.mark.thorough
 def test_ragged_batch_equals_each_text_alone(family):
     model = MODELS[family]
     mask = jnp.arange(7)[None] >= jnp.array([[0], [3], [0]])

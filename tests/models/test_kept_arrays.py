@@ -64,6 +64,7 @@ def test_products_have_the_derivatives_of_einsum(equation, shape):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.few("none")
 def test_unrolled_layers_have_the_same_losses_and_gradients(remat):
     """Also for a number that does not divide the layers, and for more than there are."""
 

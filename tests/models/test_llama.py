@@ -238,6 +238,7 @@ def test_is_made_abstractly():
     }
 
 
+@pytest.mark.thorough
 def test_initial_logits_are_of_order_one():
     config = LlamaConfig(vocab=256, width=64, layers=12, heads=4, kv_heads=2, hidden=172)
     model = eqx.filter_jit(Llama)(config, key=jax.random.key(0))

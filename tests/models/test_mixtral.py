@@ -138,6 +138,7 @@ def test_router_loss_is_least_where_use_is_even():
     assert router_loss(jnp.zeros(4), jnp.zeros(4), 2) == 0
 
 
+@pytest.mark.thorough
 def test_router_loss_does_not_see_padding():
     tokens = make_tokens(CONFIG)
     loss = eqx.filter_jit(lambda model, *args, **o: model.hidden_and_router_loss(*args, **o))
@@ -154,6 +155,7 @@ def test_padding_changes_nothing():
     check_padding(MODEL)
 
 
+@pytest.mark.thorough
 def test_segments_are_as_rows_of_their_own():
     check_segments(MODEL)
 

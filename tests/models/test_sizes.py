@@ -102,6 +102,7 @@ def test_parameters_are_those_published(name):
     assert sum(sizes_of) == PUBLISHED[name]
 
 
+@pytest.mark.thorough
 def test_changes_take_the_place_of_published_values():
     small = sizes.llama_7b(key=jax.random.key(0), layers=1, width=64, heads=2, kv_heads=2, hidden=8)
     assert small.layers.gate.shape == (1, 64, 8)

@@ -117,6 +117,7 @@ def test_matches_numpy(changes):
         np.testing.assert_allclose(logits[row], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_float64_matches_numpy():
     with jax.enable_x64(True):
         model = cast(make(**GATED), jnp.float64)

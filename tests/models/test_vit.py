@@ -76,6 +76,7 @@ def test_images_of_other_sizes_are_refused(shape):
         MODEL(jnp.zeros(shape))
 
 
+@pytest.mark.thorough
 def test_dropout_by_key():
     plain = results_of(MODEL, PIXELS)
     for rate in ("dropout", "attention_dropout"):
@@ -117,6 +118,7 @@ def test_half_precision_is_close_to_float32(dtype, tolerance):
     assert helpers.finite(gradient_of(half, PIXELS))
 
 
+@pytest.mark.thorough
 def test_is_split_over_a_mesh():
     model = make(ViT, CONFIG, width=32, hidden=128, head="classification", labels=4)
     pixels = jnp.tile(PIXELS, (2, 1, 1, 1))

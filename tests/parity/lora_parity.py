@@ -24,6 +24,7 @@ from harness import (
 )
 from llama_parity import CASES as LLAMA_CASES
 from mixtral_parity import CASES as MIXTRAL_CASES
+from vit_parity import CASES as VIT_CASES
 
 from redcoast import lora
 
@@ -31,6 +32,7 @@ from redcoast import lora
 pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\..*")
 
 LLAMA, GPT2, MIXTRAL = LLAMA_CASES[0], GPT2_CASES[0], MIXTRAL_CASES[0]
+VIT = VIT_CASES[0]
 BOTH = ["q_proj", "down_proj"]
 READ = {
     "llama": (LLAMA, {"target_modules": BOTH, "lora_alpha": 24}),
@@ -47,6 +49,8 @@ READ = {
     "head": (LLAMA, {"target_modules": ["lm_head"]}),
     "fused": (GPT2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "base": (GPT2, {"target_modules": ["c_attn"]}),
+    "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
+    "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
 WRITTEN = {
     "llama": (LLAMA, "."),
@@ -54,6 +58,7 @@ WRITTEN = {
     "fused": (GPT2, "layers"),
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
+    "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 
 
@@ -77,6 +82,10 @@ def test_reads_what_peft_has_saved(name, tmp_path):
     inner = reference.transformer if name == "base" else reference
     config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
     adapted = peft.get_peft_model(inner, config)
+    saved = options.get("modules_to_save", ())
+    for weight_name, weight in adapted.named_parameters():
+        if "modules_to_save" in weight_name:  # as if it had been trained
+            weight.data += 0.5 * torch.randn(weight.shape)
     adapted.eval().save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
     # Where the base was adapted, that is in place.
     expected = reference_outputs(reference if name == "base" else adapted, batch)
@@ -84,7 +93,7 @@ def test_reads_what_peft_has_saved(name, tmp_path):
     assert difference(logits_of(model, batch), expected) > 0.01
     assert difference(logits_of(loaded, batch), expected) < TOLERANCE
     assert difference(logits_of(lora.merge(loaded), batch), expected) < TOLERANCE
-    lora.save_adapters(loaded, tmp_path / "again")
+    lora.save_adapters(loaded, tmp_path / "again", modules_to_save=saved)
     again = lora.load_adapters(model, tmp_path / "again")
     np.testing.assert_allclose(
         logits_of(again, batch)[0], logits_of(loaded, batch)[0], atol=TOLERANCE
@@ -98,7 +107,11 @@ def test_peft_reads_what_is_saved(name, tmp_path):
     model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
     key = jax.random.key(0)
     model = randomised(lora.add_adapters(model, 4, targets=targets, alpha=6, key=key))
-    lora.save_adapters(model, tmp_path / "adapters")
+    saved = []
+    if name == "vit":
+        saved = ["classifier"]
+        model = eqx.tree_at(lambda m: m.head.w, model, replace_fn=lambda w: 2 * w)
+    lora.save_adapters(model, tmp_path / "adapters", modules_to_save=saved)
     adapted = peft.PeftModel.from_pretrained(reference, tmp_path / "adapters").eval()
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     expected = reference_outputs(adapted, batch)

@@ -177,6 +177,7 @@ def test_above_a_size_there_are_several_files(tmp_path):
     assert len(list((tmp_path / "each").glob("*.safetensors"))) == 3 + 9 * 3
 
 
+@pytest.mark.thorough
 def test_the_host_holds_little_more_than_one_file(tmp_path):
     config = LlamaConfig(vocab=512, width=256, layers=12, heads=8, kv_heads=8, hidden=1024)
     model = place(make(Llama, config), fsdp=2, model=4)

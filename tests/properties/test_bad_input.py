@@ -59,6 +59,7 @@ def test_there_are_many_and_of_every_public_function():
         "run_info",
         "progress_logger",
         "jsonl_logger",
+        "tensorboard_logger",
         "CheckpointDamaged",
         "CheckpointMismatch",
         "CheckpointNotSaved",

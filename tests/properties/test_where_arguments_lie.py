@@ -54,12 +54,14 @@ def fit(loss_fn=noisy, model=MODEL, **options):
     )
 
 
+@pytest.mark.thorough
 def test_a_run_verifies_with_its_key_which_is_on_the_mesh():
     """The key of a run is on all devices, and the comparison is with one of them."""
     fit(plan="verify")
 
 
 @pytest.mark.parametrize("where", few_of(PLACES, "first device"))
+@pytest.mark.thorough
 def test_verify_takes_model_batch_and_key_from_anywhere(where):
     plan = rc.plan_shardings(MODEL, MESH, fn=noisy, args=(BATCH, KEY))
     given = moved(MODEL, where), moved(jnp.asarray(BATCH), where), moved(KEY, where)

@@ -2,6 +2,8 @@ import functools
 import inspect
 import io
 import itertools
+import logging
+import sys
 import time
 
 import pytest
@@ -25,6 +27,11 @@ class Terminal(io.StringIO):
             if part.endswith("\n"):
                 rows.append("")
         return [row.rstrip() for row in rows if row.strip()]
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
 
 
 @pytest.fixture
@@ -109,6 +116,56 @@ def test_bar_on_a_terminal(clock):
     (line,) = file.screen()
     assert line.startswith("step 98/100 |")
     assert line.endswith("| 98%, loss 0.5, 16 examples/s, 0:01 left")
+
+
+def test_epoch_is_shown_where_there_is_room(clock, monkeypatch):
+    for columns, shown in ((80, True), (66, False)):
+        monkeypatch.setattr(sys, "stderr", file := Terminal())
+        monkeypatch.setenv("COLUMNS", str(columns))
+        bar = progress(1000, enabled=True, steps_per_epoch=250)
+        assert bar._bar is not None
+        bar._bar.ncols, bar._bar.dynamic_ncols = columns, None
+        for step in range(1, 600):
+            bar.update(step, {"loss": 0.5}, 8)
+            clock(0.5)
+        bar.close()
+        assert ("epoch 2.4" in file.screen()[-1]) == shown
+        assert "loss 0.5" in file.screen()[-1]
+        assert max(map(len, file.screen())) <= columns
+
+
+def test_evaluation_has_its_own_bar(clock):
+    file = Terminal()
+    with progress(100, file=file) as bar:
+        bar.update(1, {"loss": 0.5}, 8)
+        bar.pause()
+        bar.evaluating(20)
+        for _ in range(20):
+            bar.advance()
+        bar.resume()
+        clock(1.0)
+        bar.update(2, {"loss": 0.25}, 8)
+    assert "evaluating 0/20" in file.getvalue()
+    (line,) = file.screen()
+    assert line.startswith("step 2/100")
+
+
+def test_warnings_have_lines_of_their_own(clock):
+    file = Terminal()
+    handler = logging.StreamHandler(file)
+    _progress.logger.addHandler(handler)
+    try:
+        with progress(100, file=file) as bar:
+            bar.update(1, {"loss": 0.5}, 8)
+            _progress.logger.warning("Careful.")
+            clock(1.0)
+            bar.update(2, {"loss": 0.25}, 8)
+        filters = list(_progress.logger.filters)
+    finally:
+        _progress.logger.removeHandler(handler)
+    assert file.screen()[0] == "Careful."
+    assert file.screen()[1].startswith("step 2/100")
+    assert filters == []
 
 
 def test_bar_is_drawn_at_most_every_tenth_of_a_second(clock):

@@ -1,6 +1,7 @@
 import contextlib
 import importlib.metadata
 import io
+import re
 import subprocess
 import sys
 
@@ -36,20 +37,20 @@ def clock(monkeypatch):
 def test_console_prints_periodically(clock, capsys):
     log = console_logger(every=10)
     for step in range(1, 26):
-        log({"loss": 2.5 / step, "weight": 131072.0}, step)
+        log({"loss": 2.5 / step, "tokens": 131072.0}, step)
         clock(1.0)
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1]) for line in lines] == [1, 11, 21]
-    assert lines[1] == "step      11  loss 0.2273      weight 131,072"
+    assert lines[1] == "step      11  loss 0.2273      tokens 131,072"
     log.close()
     log.close()
-    assert capsys.readouterr().out == "step      25  loss 0.1         weight 131,072\n"
+    assert capsys.readouterr().out == "step      25  loss 0.1         tokens 131,072\n"
 
 
 def test_console_lines_are_aligned(capsys):
     log = console_logger(every=0)
     for step, scale in [(1, 1e-5), (20, 0.3), (300, 12.0), (4000, -7e6), (50_000, 123.456)]:
-        log({"loss": scale, "grad_norm": scale / 3, "skipped": 0}, step)
+        log({"loss": scale, "grad_norm": scale / 3, "skipped": 1}, step)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     for word in ("loss", "grad_norm", "skipped"):
@@ -76,6 +77,35 @@ def test_console_prints_every_evaluation(clock, capsys):
 def test_console_prints_nan(capsys):
     console_logger(every=0)({"loss": float("nan"), "grad_norm": float("inf")}, 1)
     assert capsys.readouterr().out == "step       1  loss nan         grad_norm inf\n"
+
+
+def test_console_hides_what_means_nothing(capsys):
+    log = console_logger(every=0)
+    log({"loss": 1.0, "weight": 4096.0, "skipped": 0.0}, 1)
+    log({"loss": 1.0, "skipped": 1.0, "eval/weight": 2.0}, 2)
+    lines = [line.split()[2:] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["loss", "1"], ["loss", "1", "skipped", "1"]]
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_console_lines_fit_the_terminal(monkeypatch, colours):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    console_logger(every=0)({f"metric_{i}": i / 7 for i in range(9)}, 20)
+    text = screen.getvalue()
+    assert ("\x1b[" in text) == colours
+    lines = re.sub(r"\x1b\[\d*m", "", text).splitlines()
+    assert 1 < len(lines) < 9
+    assert max(map(len, lines)) <= 50
+    assert " ".join(lines).count("metric_") == 9
+    assert all(line.startswith(" " * 14) for line in lines[1:])
 
 
 def test_console_does_not_break_a_bar(monkeypatch):

@@ -57,6 +57,9 @@ class FakeWandb:
     def Html(self, text):
         return text
 
+    def Table(self, columns, data):
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
@@ -340,9 +343,14 @@ def test_the_logger_joins_the_run_however_it_is_passed(fake, tmp_path, how):
         assert wandb.exit_code == 0
         assert len(texts(wandb)) == 1
         assert "layers/0/weight" in texts(wandb)[0]
+        (table,) = [entry["plan_table"] for entry in wandb.logged if "plan_table" in entry]
+        assert "layers/0/weight" in [row["array"] for row in table]
+        assert all(isinstance(x, str | float) for row in table for x in row.values())
         config = wandb.arguments["config"]
         assert config["mine"] == 1
         assert config["run"]["mesh"] == {"data": 1, "fsdp": 1, "model": 1}
+        assert config["run"]["precision"] == "float32"
+        assert config["run"]["parameters"] > 0
         assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": wandb.arguments["id"]}
         ids.append(wandb.arguments["id"])
     assert ids[0] == ids[1]

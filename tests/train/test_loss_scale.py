@@ -161,6 +161,7 @@ def test_fit_survives_overflows(caplog):
     assert halved[0].endswith("The loss scale 1.67772e+07 is halved.")
 
 
+@pytest.mark.thorough
 def test_a_divergence_ends_the_run_when_the_scale_is_least():
     def diverges(model, batch, key):
         # The square root has an infinite gradient at 0.

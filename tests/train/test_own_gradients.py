@@ -66,6 +66,7 @@ def test_nan_in_a_gradient_skips_the_step():
     np.testing.assert_array_equal(after.model["w"], state.model["w"])
 
 
+@pytest.mark.thorough
 def test_prepared_steps_with_own_gradients_are_those_of_one_device():
     """The planner follows the gradient, and sharding it changes no result."""
     batch = batch_of(16)

@@ -65,7 +65,7 @@ def search(
     request: Request,
     stepping: Any,
 ) -> Int[Array, "results room"]:
-    """Returns the best hypotheses of each row, `copies` of them. `stepping` is the model behind the
+    """Returns the best hypotheses of each row, `copies` of them. `stepping` is the model after the
     prompt."""
     logits, cache, prompt = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams

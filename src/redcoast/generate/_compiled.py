@@ -27,7 +27,7 @@ def decode(
     model: Any, tokens: Any, mask: Any, request: Request, stepping: Any = None
 ) -> Int[Array, "results room"]:
     """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
-    tokens behind the prompt."""
+    tokens after the prompt."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
     run = sample if request.beams == 1 else search
     return run(model, tokens, mask, request, model if stepping is None else stepping)

@@ -31,7 +31,7 @@ def sample(
     request: Request,
     stepping: Any,
 ) -> Int[Array, "results room"]:
-    """Generates tokens until all rows have ended. `stepping` is the model behind the prompt."""
+    """Generates tokens until all rows have ended. `stepping` is the model after the prompt."""
     cache, last = begin(model, tokens, mask, request)
     new = jnp.full((last.tokens.shape[0], request.room), request.pad, jnp.int32)
 

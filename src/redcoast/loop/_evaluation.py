@@ -16,10 +16,11 @@ from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..data._batches import Batches
 from ..data._collate import CollateFn
-from ..data._loading import Loaded, ordered_batches
+from ..data._loading import Loaded, chunks, ordered_batches
 from ..data._sources import by_epoch, count_examples, fetch
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
+from ..distributed._mesh import batch_shards
 from ..sharding import Plan
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn
@@ -107,15 +108,29 @@ class CompiledEvaluation:
     prediction: Callable[..., Any] | None
 
     @hide_frames
-    def __call__(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
-        """The metrics of a model."""
+    def __call__(
+        self,
+        model: PyTree,
+        key: PRNGKeyArray | None = None,
+        *,
+        advance: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """The metrics of a model; `advance` is called for each of the `batches`."""
         metrics: dict[str, float] = {}
         if self.mean_loss is not None:
-            with contextlib.closing(self._batches()) as batches:
+            with contextlib.closing(self._batches(advance)) as batches:
                 metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
             if metrics.get("weight", 1.0) == 0:
                 logger.warning("The evaluated examples have a total `weight` of 0: means are NaN.")
-        return metrics | self._compared(model, key, None, metrics)
+        return metrics | self._compared(model, key, None, metrics, advance)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that are computed."""
+        assert self.evaluation.batch_size is not None
+        examples = count_examples(self.evaluation.examples, _NAME) or 0
+        each = len([*chunks(examples, self.evaluation.batch_size, batch_shards(self.mesh))])
+        return each * ((self.mean_loss is not None) + (self.prediction is not None))
 
     def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
         """The metrics of one batch: for the loss, of the first batch that has any weight."""
@@ -131,12 +146,13 @@ class CompiledEvaluation:
         key: PRNGKeyArray | None,
         count: int | None,
         taken: dict[str, float],
+        advance: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """What `metric_fn` returns for the predictions of so many batches, on all processes."""
         metric_fn, output_fn = self.evaluation.metric_fn, self.evaluation.output_fn
         if self.prediction is None or metric_fn is None:
             return {}
-        batches: Any = itertools.islice(self._batches(), count)
+        batches: Any = itertools.islice(self._batches(advance), count)
         options: Any = {"gather": "first"}
         found = run_prediction(
             self.prediction, model, batches, output_fn, self.mesh, key, **options
@@ -151,12 +167,16 @@ class CompiledEvaluation:
             metrics = _check_metrics(metrics, taken)
         return decide("the metrics of an evaluation", metrics)
 
-    def _batches(self) -> Generator[Loaded, None, None]:
+    def _batches(self, advance: Callable[[], None] = lambda: None) -> Generator[Loaded, None, None]:
         given = self.evaluation
         assert given.collate_fn is not None
         assert given.batch_size is not None
         options = {"batch_size": given.batch_size, "mesh": self.mesh}
-        return ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
+        loaded = ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
+        with contextlib.closing(loaded):
+            for batch in loaded:
+                yield batch
+                advance()
 
 
 @hide_frames

@@ -35,14 +35,20 @@ from ._setup import (
     announce,
     best_mesh,
     complete_evaluation,
+    conclude,
+    describe,
+    introduce,
     mesh_of_run,
+    optimizer_name,
     plan_run,
+    precision_of,
     prepare_evaluation,
     run_info,
     starting_state,
 )
 from ._steps import Step, training_steps
 from ._stop import stop_on_signal
+from ._utilisation import seconds_at_peak
 
 logger = logging.getLogger("redcoast")
 
@@ -142,11 +148,15 @@ def fit(
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
+    if not quiet:
+        introduce(saver.directory)
     with watching(), saver.locked(), contextlib.ExitStack() as stack:
         abstract, key, create = starting_state(
             model_or_state, optimizer, key, compute_dtype, trainable
         )
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
+        if not quiet:
+            describe(abstract, data, evaluation, compute_dtype)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
@@ -158,7 +168,15 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
-        info = run_info(found, data, directory=saver.directory, resumed=restored is not None)
+        settings = {
+            "optimizer": optimizer_name(abstract),
+            "precision": precision_of(abstract, compute_dtype),
+            "accumulate": accumulate,
+            "epochs": epochs,
+            "seconds_at_peak": seconds_at_peak(abstract, loss_fn, data.spec, data.mesh, **given),
+        }
+        where: Any = {"directory": saver.directory, "resumed": restored is not None}
+        info = run_info(found, data, settings=settings, **where)
         if not quiet:
             announce(found, data, resumed=info.resumed)
         measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)
@@ -170,7 +188,10 @@ def fit(
         stopping = stack.enter_context(stop_on_signal(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
-        return _loop(state, data, step, stopping, reader, explain, measure, due, saver)
+        state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
+    if not quiet:
+        conclude(int(state.step), data.steps, saver.directory)
+    return state
 
 
 def _loop(
@@ -191,8 +212,9 @@ def _loop(
     def evaluate() -> dict[str, float]:
         number, at = (done.number, done.state) if done else (first, state)
         note = f"Raised in the evaluation after step {number}."
-        with reader.paused(), noting(note), rescue(doubtful=()):
-            metrics = measure(at.model, at.key) if measure else {}
+        assert measure is not None
+        with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
+            metrics = measure(at.model, at.key, advance=advance)
         reader.write({f"eval/{name}": value for name, value in metrics.items()}, number)
         return metrics
 

@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import logging
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,6 +156,7 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
         if received:
             return
         received = True
+        _tell()
         reasons.append(f"{signal.Signals(number).name} was received")
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
@@ -169,6 +172,14 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def _tell() -> None:
+    """Says at once, on a line after the terminal's `^C`, what a signal does; a step may be long."""
+    # Not `print`: the handler may have interrupted one, whose file is locked then.
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = "\nStopping after this step. A second Ctrl-C ends the process at once.\n"
+        os.write(2, text.encode())
 
 
 def _signals() -> list[signal.Signals]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ _HARMLESS = frozenset(
 _READ = frozenset(
     """
     peft_type r lora_alpha use_rslora rank_pattern alpha_pattern layers_to_transform
-    init_lora_weights bias
+    init_lora_weights bias modules_to_save
     """.split()  # noqa: SIM905
 )
 MOST_REPEATED = 3
@@ -37,16 +38,18 @@ class PeftConfig:
     - `alpha`, `alphas`: the default alpha, and those of modules that match a pattern.
     - `by_root`: whether alpha is divided by the square root of the rank instead of the rank.
     - `some_layers`: whether some layers may have no adapters.
+    - `saved`: the modules that are saved entirely.
     """
 
     alpha: int | float
     alphas: dict[str, int | float]
     by_root: bool
     some_layers: bool
+    saved: tuple[str, ...]
 
-    def scale(self, module: str, rank: int) -> float:
-        """Returns the scale of the adapter of a module."""
-        matching = (p for p in self.alphas if re.match(rf"(.*\.)?({p})$", module))
+    def scale(self, modules: Sequence[str], rank: int) -> float:
+        """Returns the scale of the adapter of a module, which may have several names."""
+        matching = (p for p in self.alphas for m in modules if re.match(rf"(.*\.)?({p})$", m))
         alpha = self.alphas.get(next(matching, ""), self.alpha)
         return float(alpha / (math.sqrt(rank) if self.by_root else rank))
 
@@ -87,6 +90,7 @@ def read_config(path: Path) -> PeftConfig:
         alphas,
         settings.get("use_rslora", False),
         settings.get("layers_to_transform") is not None,
+        tuple(settings.get("modules_to_save") or ()),
     )
 
 

@@ -19,7 +19,7 @@ from ..pretrained._safetensors import read_safetensors
 from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
 from ._peft_config import PeftConfig, read_config
-from ._peft_names import PREFIX, TENSORS, factors_of
+from ._peft_names import PREFIX, TENSORS, factors_of, is_in, live_table, module_of
 from ._targets import find_adapted, matrix_of
 
 Index = tuple[int, ...]
@@ -31,12 +31,14 @@ class Slot:
     """A weight that may have an adapter.
 
     - `tensors`: the published tensors of the two factors of the adapter.
+    - `filed`: the name of the weight in files, which may differ from that of the live module.
     - `sides`: the shapes of the weight's stack, inputs and outputs.
     """
 
     path: str
     weight: Any
     tensors: tuple[Tensor, Tensor]
+    filed: Tensor
     sides: tuple[tuple[int, ...], ...]
 
     @property
@@ -62,7 +64,9 @@ class Slot:
             return None
         names = self.names
         module = lambda name: name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        scales = {i: config.scale(module(names[i][0]), rank) for i, rank in ranks.items()}
+        filed = tensor_names(self.filed, self.sides[0])
+        named = {i: (module(names[i][0]), module_of(filed[i])) for i in ranks}
+        scales = {i: config.scale(named[i], rank) for i, rank in ranks.items()}
         scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
         # Matrices in a stack with a smaller rank, or without an adapter, are padded with zeros in
         # both factors. These stay zero in training, because the gradient of each is a product with
@@ -91,7 +95,9 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
     The adapter of a matrix that fuses Q, K and V is split into one for each, with the same A. If
-    only some layers have adapters, those of the others are zero. Dropout of adapters
+    only some layers have adapters, those of the others are zero. Modules that were trained and
+    saved entirely (`modules_to_save`), such as a classifier, replace those of the model, in its
+    dtype. Dropout of adapters
     (`lora_dropout`) is not implemented and is ignored.
 
     **Arguments:**
@@ -107,7 +113,7 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     **Raises:**
 
     `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no adapters; if they have
-    settings that are not implemented (DoRA, biases, other saved modules, ...), which are named; or
+    settings that are not implemented (DoRA, biases, ...), which are named; or
     if the tensors do not match the model (all missing, unexpected and misshapen ones are listed).
 
     !!! Example
@@ -122,10 +128,43 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     slots = _slots(model)
     stored = _stored(model, path)
     found = {slot.path: slot.find(stored) for slot in slots}
-    _check(slots, found, stored, config, path)
+    saved = _saved(model, config)
+    _check(slots, found, _shapes(model, saved), stored, config, path)
     new = {slot.path: slot.read(found[slot.path], stored, config) for slot in slots}
-    put = lambda where, leaf: new.get(show_path(where)) or leaf
+
+    def put(where, leaf):
+        tensor = saved.get(show_path(where))
+        adapted = new.get(show_path(where))
+        return adapted or (leaf if tensor is None else _read_whole(tensor, leaf, stored))
+
     return jax.tree_util.tree_map_with_path(put, model)
+
+
+def _saved(model: Any, config: PeftConfig) -> dict[str, Tensor]:
+    """Returns the tensors of arrays that are saved entirely (`modules_to_save`), by their path."""
+    return {
+        path: Tensor(PREFIX + tensor.name, tensor.pattern, **dict(tensor.fixed))
+        for path, tensor in live_table(model).items()
+        if is_in(tensor.name, config.saved)
+    }
+
+
+def _shapes(model: Any, saved: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of these arrays, by their names."""
+    leaves = {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
+    return {
+        name: tensor_shape(tensor, leaves[path].shape)
+        for path, tensor in saved.items()
+        if path in leaves
+        for name in tensor_names(tensor, leaves[path].shape).values()
+    }
+
+
+def _read_whole(tensor: Tensor, leaf: Any, stored: Mapping[str, Stored]) -> Any:
+    window = locate(tensor, leaf.shape, tuple(slice(n) for n in leaf.shape))
+    read = np.stack([stored[name].take(window.slices) for name in window.names])
+    array = window.place(read).astype(leaf.dtype)
+    return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
 
 
 def _slots(model: Any) -> list[Slot]:
@@ -140,12 +179,13 @@ def _slots(model: Any) -> list[Slot]:
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
             "another."
         )
-    table = family.hf.tensors(model.config)
+    table, filed = live_table(model), family.hf.tensors(model.config)
     slots = []
     for where, leaf in jax.tree_util.tree_leaves_with_path(model):
-        tensor = table.get(show_path(where))
+        path = show_path(where)
+        tensor = table.get(path)
         if tensor and (tensors := factors_of(tensor)) and (matrix := matrix_of(tensor)):
-            slots.append(Slot(show_path(where), leaf, tensors, matrix.sides(leaf.shape)))
+            slots.append(Slot(path, leaf, tensors, filed[path], matrix.sides(leaf.shape)))
     return slots
 
 
@@ -156,8 +196,11 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
             "rejected, because unpickling runs any code in the file: save them with "
             "`safe_serialization=True`."
         )
-    stored = read_safetensors(file_inside(path, TENSORS))
-    base = PREFIX + getattr(getattr(family_of(model), "hf", None), "BASE_PREFIX", "")
+    hf = getattr(family_of(model), "hf", None)
+    rename = getattr(hf, "module_name", str)  # PEFT used the names of files before transformers 5
+    read = read_safetensors(file_inside(path, TENSORS))
+    stored = {rename(name): x for name, x in read.items()}
+    base = PREFIX + getattr(hf, "BASE_PREFIX", "")
     if any(name.startswith(base) for name in stored):
         return stored
     # The adapters were trained for the base model, without its head.
@@ -167,6 +210,7 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
 def _check(
     slots: Sequence[Slot],
     found: Mapping[str, Ranks],
+    saved: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     config: PeftConfig,
     path: Path,
@@ -188,8 +232,12 @@ def _check(
                 right = tensor_shape(tensor, shape)
                 if rank is not None and name in stored and stored[name].shape != right:
                     misshapen[f"{name} ({stored[name].shape}, expected {right})"] = None
+    missing |= dict.fromkeys(name for name in saved if name not in stored)
+    for name, right in saved.items():
+        if name in stored and stored[name].shape != right:
+            misshapen[f"{name} ({stored[name].shape}, expected {right})"] = None
     known = {name for slot in slots for names in slot.names.values() for name in names}
-    unexpected = [name for name in stored if name not in known]
+    unexpected = [name for name in stored if name not in known | saved.keys()]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     problems = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
     if problems or not used:

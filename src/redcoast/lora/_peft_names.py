@@ -1,13 +1,31 @@
 """The names and shapes of adapters in PEFT's format."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from ..pretrained._registry import hf_names
 from ..pretrained._tensors import Tensor
 from ._targets import inputs_of, matrix_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
+
+
+def live_table(model: Any) -> dict[str, Tensor]:
+    """Maps each array of a model to its tensors in a model of `transformers`, whose modules may
+    have other names than in files."""
+    hf = hf_names(model.config)
+    rename = getattr(hf, "module_name", str)
+    return {
+        path: Tensor(rename(tensor.name), tensor.pattern, **dict(tensor.fixed))
+        for path, tensor in hf.tensors(model.config).items()
+    }
+
+
+def is_in(name: str, modules: Sequence[str]) -> bool:
+    """Whether a tensor belongs to one of these modules, or to a module in them."""
+    return any(f".{module}." in f".{name}" for module in modules)
 
 
 def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:

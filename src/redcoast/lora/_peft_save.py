@@ -2,7 +2,7 @@
 
 import functools as ft
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..core._frames import hide_frames
+from ..core._pytree import show_path
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
@@ -19,7 +20,7 @@ from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._slices import insert
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
-from ._peft_names import CONFIG, TENSORS, factors_of, module_of
+from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_in, live_table, module_of
 from ._targets import find_adapted, inputs_of
 
 
@@ -91,7 +92,7 @@ class Module:
 
 
 @hide_frames
-def save_adapters(model: Any, path: str | Path) -> None:
+def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str] = ()) -> None:
     """Saves the adapters of a model in the format of `peft`.
 
     Writes `adapter_config.json` and `adapter_model.safetensors`, for the `transformers` model that
@@ -103,11 +104,13 @@ def save_adapters(model: Any, path: str | Path) -> None:
 
     - `model`: a model of `redcoast.models` with adapters.
     - `path`: a directory without such files. It is created if it does not exist.
+    - `modules_to_save`: the names that modules of the `transformers` model end with, whose arrays
+        are saved entirely: those that were trained, such as `"classifier"`.
 
     **Raises:**
 
     `ValueError` if `model` is not a model of `redcoast.models`, has no adapters, or has an adapter
-    that PEFT does not support; or if the files exist.
+    that PEFT does not support; if no module has a name in `modules_to_save`; or if the files exist.
 
     !!! Example
 
@@ -124,13 +127,13 @@ def save_adapters(model: Any, path: str | Path) -> None:
             f"{path} has {' and '.join(existing)} already, and nothing is overwritten. Choose "
             "another directory."
         )
-    modules = _modules(model)
+    modules, others = _modules(model), _others(model, modules_to_save)
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        arrays = {name: x for module in modules.values() for name, x in module.arrays()}
+        arrays = {name: x for module in modules.values() for name, x in module.arrays()} | others
         shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
-        text = json.dumps(_settings(modules), indent=2, sort_keys=True)
+        text = json.dumps(_settings(modules, modules_to_save), indent=2, sort_keys=True)
         (path / CONFIG).write_text(text + "\n")
     multihost_utils.sync_global_devices("redcoast.save_adapters")
 
@@ -146,12 +149,31 @@ def _modules(model: Any) -> dict[str, Module]:
     adapted = find_adapted(model)
     if not adapted:
         raise ValueError("The model has no adapters. Add them first, with `lora.add_adapters`.")
-    table = family.hf.tensors(model.config)
+    table = live_table(model)
     parts: dict[str, tuple[Part, ...]] = {}
     for path, node in adapted.items():
         name = table[path].name
         parts[name] = (*parts.get(name, ()), _part(path, node, table[path]))
     return {name: Module(found) for name, found in parts.items()}
+
+
+def _others(model: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the tensors of modules that are saved entirely."""
+    table = live_table(model)
+    for name in names:
+        if not any(is_in(tensor.name, [name]) for tensor in table.values()):
+            modules = sorted({module_of(t.name).rpartition(".")[2] for t in table.values()})
+            raise ValueError(
+                f"`modules_to_save` has {name!r}, but no module of the `transformers` model has "
+                f"this name. Its modules are {', '.join(modules)}."
+            )
+    leaves = {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
+    chosen = {k: t for k, t in table.items() if is_in(t.name, names) and k in leaves}
+    return {
+        PREFIX + name: _published(tensor, whole(leaves[path])[index])
+        for path, tensor in chosen.items()
+        for index, name in tensor_names(tensor, leaves[path].shape).items()
+    }
 
 
 def _part(path: str, node: LowRank, published: Tensor) -> Part:
@@ -170,7 +192,7 @@ def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settings(modules: Mapping[str, Module]) -> dict[str, Any]:
+def _settings(modules: Mapping[str, Module], others: Sequence[str]) -> dict[str, Any]:
     first = next(iter(modules.values()))
     published = [part.published for module in modules.values() for part in module.parts]
     return {
@@ -182,6 +204,7 @@ def _settings(modules: Mapping[str, Module]) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "fan_in_fan_out": any(inputs_of(tensor) == tensor.left[0] for tensor in published),
         "target_modules": [name for module in modules.values() for name in module.names],
+        "modules_to_save": list(others) or None,
         "r": first.rank,
         "lora_alpha": first.alpha,
         "rank_pattern": {m.pattern: m.rank for m in modules.values() if m.rank != first.rank},

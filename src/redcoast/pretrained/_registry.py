@@ -16,8 +16,8 @@ class Family:
     - `model`, `config`: the classes of the model and of its configuration.
     - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
-      its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `BASE_PREFIX`,
-      `BUFFERS` or `ZEROS`.
+      its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
+      `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
     - `types`: the values of `model_type` in a `config.json`.
     """
 

@@ -17,6 +17,8 @@ _encode = json.JSONEncoder(default=float).encode
 class JsonlLogger:
     """The logger that `jsonl_logger` creates."""
 
+    wants_rates = True
+
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: each line is one write, so nothing that was logged is lost by a kill.

@@ -16,6 +16,7 @@ from ..core._errors import check_integer, noting
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
+from ._rates import Rates
 from ._run import RunInfo, all_loggers, start_loggers
 
 logger = logging.getLogger("redcoast")
@@ -87,8 +88,11 @@ class MetricsReader:
     It is created by [`redcoast.metrics_reader`][].
     """
 
-    def __init__(self, logs: Sequence[Log], *, max_skipped: int = MAX_SKIPPED):
+    def __init__(
+        self, logs: Sequence[Log], *, run: RunInfo | None = None, max_skipped: int = MAX_SKIPPED
+    ):
         self._logs, self._max_skipped = logs, max_skipped
+        self._rates = Rates(run or RunInfo())
         self._pending: tuple[int, Any, Callable[[], str] | None] | None = None
         self._values: dict[str, float] = {}  # of the step that was read last
         self._trained = False
@@ -136,18 +140,32 @@ class MetricsReader:
         if before is not None:
             self._read(*before)
 
-    def write(self, metrics: dict[str, float], step: int) -> None:
-        """Passes other metrics to the loggers, such as those of an evaluation."""
+    def write(
+        self, metrics: dict[str, float], step: int, rates: Mapping[str, float] | None = None
+    ) -> None:
+        """Passes other metrics to the loggers, such as those of an evaluation.
+
+        `rates` are figures such as the throughput, for loggers with the attribute `wants_rates`.
+        """
         for log in self._logs if metrics else ():
+            others = dict(rates or {}) if getattr(log, "wants_rates", False) else {}
+            others = {name: x for name, x in others.items() if name not in metrics}
             with calling("log", {}, where=f" ({_name(log)}) for the metrics of step {step}"):
-                log(dict(metrics), step)
+                log({**metrics, **others}, step)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Reads the last step, and stops the clock of the throughput, during an evaluation."""
+    def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
+        """Reads the last step, and stops the clock of the throughput, during an evaluation.
+
+        Returns a function to call for each of the `batches` that are evaluated.
+        """
         self.flush()
         self._call("pause")
-        yield
+        self._rates.pause()
+        if batches:
+            self._call("evaluating", batches)
+        yield lambda: self._call("advance")
+        self._rates.resume()
         self._call("resume")
 
     def _check(self, step: int, explain: Callable[[bool], str] | None) -> None:
@@ -166,9 +184,9 @@ class MetricsReader:
             f"{why} Lower the learning rate, clip the gradient, or inspect the data of these steps."
         )
 
-    def _call(self, method: str) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         for log in self._logs:
-            getattr(log, method, lambda: None)()
+            getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
         """Logs a warning that says how many of all steps were skipped, if any were."""
@@ -194,7 +212,7 @@ class MetricsReader:
         self._read_steps += 1
         self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
-        self.write(values, step)
+        self.write(values, step, self._rates(step, values) if self._logs else None)
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
@@ -245,7 +263,7 @@ def metrics_reader(
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
         logs = start_loggers(loggers, run or RunInfo(), stack) if is_main() else []
-        reader = MetricsReader(logs, max_skipped=max_skipped)
+        reader = MetricsReader(logs, run=run, max_skipped=max_skipped)
         yield reader
         reader.flush()
         reader.report_skipped()

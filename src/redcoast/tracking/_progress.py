@@ -1,19 +1,22 @@
 """Shows the progress of a training loop: a bar on a terminal, periodic lines elsewhere."""
 
+import logging
 import math
 import sys
 from collections import deque
 from collections.abc import Mapping
-from io import TextIOBase
 from time import perf_counter
-from typing import Any, NamedTuple, SupportsFloat, TextIO
+from typing import Any, NamedTuple, SupportsFloat
 
-Stream = TextIO | TextIOBase
+from ._terminal import Stream, has_colours
+
+logger = logging.getLogger("redcoast")
 
 # Throughput is averaged over this many seconds: enough to smooth it, but changes are visible.
 _WINDOW = 30.0
 _BAR_INTERVAL = 0.1
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
+_SHORTEST_BAR = 5  # columns
 
 
 class _Sample(NamedTuple):
@@ -25,14 +28,25 @@ class _Sample(NamedTuple):
 class Progress:
     """The result of `progress`. Call `update` after each step, and `close` at the end."""
 
-    def __init__(self, total_steps: int | None, start: int, bar: Any | None, file: Stream | None):
+    def __init__(
+        self,
+        total_steps: int | None,
+        start: int,
+        bar: Any | None,
+        file: Stream | None,
+        steps_per_epoch: int | float | None = None,
+    ):
         self._total, self._bar, self._file = total_steps, bar, file
+        self._steps_per_epoch = steps_per_epoch
+        self._evaluation: Any | None = None  # the bar of an evaluation
         self._interval = _LINE_INTERVAL if bar is None else _BAR_INTERVAL
         self._step, self._done, self._metrics = start, 0.0, {}
         self._samples: deque[_Sample] = deque()
         self._next = math.inf if file is None else 0.0
         self._drawn = start
         self._idle, self._paused_at = 0.0, None
+        if bar is not None:
+            logger.addFilter(self._make_room)
 
     def update(self, step: int, metrics: Mapping[str, SupportsFloat], amount: int | float) -> None:
         """Counts a completed step.
@@ -54,8 +68,23 @@ class Progress:
         if self._paused_at is None:
             self._paused_at = perf_counter()
 
+    def evaluating(self, batches: int) -> None:
+        """Shows a bar of its own for an evaluation of so many batches, until `resume`."""
+        if self._bar is not None and self._evaluation is None:
+            self._bar.clear()
+            assert self._file is not None
+            self._evaluation = _evaluation_bar(batches, self._file)
+
+    def advance(self) -> None:
+        """Counts an evaluated batch."""
+        if self._evaluation is not None:
+            self._evaluation.update()
+
     def resume(self) -> None:
         """Starts the clock again."""
+        bar, self._evaluation = self._evaluation, None
+        if bar is not None:
+            bar.close()
         if self._paused_at is not None:
             self._idle += perf_counter() - self._paused_at
             self._paused_at = None
@@ -67,6 +96,7 @@ class Progress:
             self._draw(perf_counter())
         self._next = math.inf
         if self._bar is not None:
+            logger.removeFilter(self._make_room)
             self._bar.close()
 
     def __enter__(self) -> "Progress":
@@ -74,6 +104,13 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        """Removes the bars before a message is logged, so that it has a line of its own."""
+        for bar in (self._bar, self._evaluation):
+            if bar is not None:
+                bar.clear()
+        return True
 
     def _tick(self, now: float) -> None:
         first = not self._samples
@@ -97,7 +134,7 @@ class Progress:
         details = self._details(self._samples[0], sample)
         if self._bar is not None:
             self._bar.n = self._step
-            self._bar.set_postfix_str(", ".join(details), refresh=False)
+            self._bar.set_postfix_str(", ".join(self._fitting(details)), refresh=False)
             self._bar.refresh()
         else:
             of_total = "" if self._total is None else f"/{self._total:,}"
@@ -105,8 +142,19 @@ class Progress:
             assert self._file is not None
             self._file.flush()
 
+    def _fitting(self, details: list[str]) -> list[str]:
+        """As many of the details as fit beside a short bar; the last ones matter most."""
+        assert self._bar is not None
+        columns = self._bar.format_dict["ncols"] or math.inf
+        counts = 2 * len(f"{self._total or self._step}") + len("step / || 100%, ") + _SHORTEST_BAR
+        while len(details) > 1 and counts + len(", ".join(details)) >= columns:
+            details = details[1:]
+        return details
+
     def _details(self, first: _Sample, last: _Sample) -> list[str]:
         details = []
+        if self._steps_per_epoch:
+            details.append(f"epoch {self._step / self._steps_per_epoch:.1f}")
         if "loss" in self._metrics:
             details.append(f"loss {float(self._metrics['loss']):.4g}")
         seconds = last.seconds - first.seconds
@@ -126,6 +174,7 @@ def progress(
     start: int = 0,
     enabled: bool | None = None,
     file: Stream | None = None,
+    steps_per_epoch: int | float | None = None,
 ) -> Progress:
     """Shows the progress of a loop: step, loss, throughput, time left.
 
@@ -149,17 +198,18 @@ def progress(
     - `enabled`: `None` draws a bar on a terminal and prints lines elsewhere; `True` always draws
       the bar, for notebooks and consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
+    - `steps_per_epoch`: if it is given, the epoch is shown too.
 
     **Returns:**
 
     An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
-    also a context manager.
+    also a context manager. `evaluating(batches)` and `advance()` show a bar for an evaluation.
     """
     file = sys.stderr if file is None else file
     if enabled is False or file is None:
         return Progress(total_steps, start, None, None)
     bar = _bar(total_steps, start, file) if enabled or file.isatty() else None
-    return Progress(total_steps, start, bar, file)
+    return Progress(total_steps, start, bar, file, steps_per_epoch)
 
 
 class ProgressLogger:
@@ -172,8 +222,10 @@ class ProgressLogger:
         self._rows = 1
 
     def start(self, run: Any) -> None:
-        self._bar = progress(run.steps, start=run.step, **self._options)
         self._rows = run.config.get("batch_size", 1)
+        examples = run.config.get("examples")
+        options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
+        self._bar = progress(run.steps, start=run.step, **options)
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
         if not all(name.startswith("eval/") for name in metrics):
@@ -181,6 +233,12 @@ class ProgressLogger:
 
     def pause(self) -> None:
         self._bar.pause()
+
+    def evaluating(self, batches: int) -> None:
+        self._bar.evaluating(batches)
+
+    def advance(self) -> None:
+        self._bar.advance()
 
     def resume(self) -> None:
         self._bar.resume()
@@ -222,6 +280,20 @@ def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
         dynamic_ncols=True,
         bar_format=layout if total_steps is not None else "step {n_fmt}{postfix}",
         postfix="compiling",
+        colour="green" if has_colours(file) else None,
+    )
+
+
+def _evaluation_bar(batches: int, file: Stream) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=batches,
+        file=file,
+        dynamic_ncols=True,
+        bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left",
+        leave=False,
+        position=0,
     )
 
 

@@ -21,31 +21,12 @@ from typing import Any, SupportsFloat
 
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
+from ._run_info import RunInfo as RunInfo
+from ._terminal import BOLD, DIM, columns, styled
 
 logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunInfo:
-    """The information about a run that its loggers receive before the first step.
-
-    **Attributes:**
-
-    - `directory`: the run's directory, if it has one.
-    - `resumed`: whether the run was resumed from a checkpoint.
-    - `plan`: the summary and the table of the plan, as text.
-    - `config`: the settings of the run: batch size, mesh, versions.
-    - `step`, `steps`: the number of steps completed before, and in total if that is known.
-    """
-
-    directory: Path | None = None
-    resumed: bool = False
-    plan: str = ""
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-    step: int = 0
-    steps: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +97,12 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+@ft.cache
+def say_once(line: str) -> None:
+    """Prints a line that a process needs only once."""
+    say(line)
+
+
 class _ConsoleLogger:
     def __init__(self, every: int | float):
         self._every, self._next, self._pending = every, 0.0, None
@@ -165,9 +152,26 @@ def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
     return _ConsoleLogger(every)
 
 
+# Weights are for the means over batches; steps are rarely skipped.
+_HIDDEN, _HIDDEN_IF_ZERO = ("weight", "eval/weight"), ("skipped", "skipped_total")
+
+
 def _line(metrics: Metrics, step: int) -> str:
-    values = [f"{key} {_number(float(value)):<10}" for key, value in metrics.items()]
-    return "  ".join([f"step {step:>7,}", *values]).rstrip()
+    """The metrics in aligned columns; on a terminal, in several lines if one is not wide enough."""
+    hidden = lambda name, x: name in _HIDDEN or (name in _HIDDEN_IF_ZERO and float(x) == 0)
+    shown = {name: x for name, x in metrics.items() if not hidden(name, x)}
+    cells = [(name, f"{_number(float(x)):<10}") for name, x in shown.items()]
+    head, room = f"step {step:>7,}", columns(sys.stdout)
+    lines: list[list[str]] = [[styled(head, BOLD)]]
+    used = len(head)
+    for name, value in cells:
+        length = len(f"  {name} {value.rstrip()}")
+        if room is not None and used + length > room and len(lines[-1]) > 1:
+            lines.append([" " * len(head)])
+            used = len(head)
+        lines[-1].append(f"{styled(name, DIM)} {value}")
+        used += len(f"  {name} {value}")
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def _number(value: float) -> str:

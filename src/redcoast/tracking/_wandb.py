@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ._run import Metrics, RunInfo, code_version, join_run, say
+from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
 _END = None
@@ -26,6 +27,8 @@ _END = None
 
 class WandbLogger:
     """The logger that `wandb_logger` creates."""
+
+    wants_rates = True
 
     def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
@@ -123,7 +126,7 @@ class WandbLogger:
     def _announce(self, session: Any, offline: dict[str, str]) -> str:
         if session.disabled:
             return ""
-        upload = f"wandb sync {shlex.quote(str(Path(session.dir).parent))}"
+        upload = f"wandb sync {shlex.quote(str(show_directory(Path(session.dir).parent)))}"
         if session.offline:
             reason = "no account was found" if offline else "as requested"
             say(f"W&B is offline ({reason}). To upload the run later: {upload}")
@@ -196,6 +199,15 @@ def wandb_logger(
 def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
     if run.plan:
         session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
+    if run.rows:
+        names = [*run.rows[0]]
+        data = [[_cell(row[name]) for name in names] for row in run.rows]
+        session.log({"plan_table": wandb.Table(columns=names, data=data)})
+
+
+def _cell(value: Any) -> Any:
+    """What a table of W&B holds: each column has one type."""
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
@@ -250,10 +262,10 @@ def _run_id(path: Path, resumed: bool) -> str:
 def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:
     """Selects offline mode if there is no account and no mode was requested."""
     asked = "mode" in options or "WANDB_MODE" in os.environ or settings.mode != "online"
-    return {} if asked or _has_account(settings) else {"mode": "offline"}
+    return {} if asked or has_account(settings) else {"mode": "offline"}
 
 
-def _has_account(settings: Any) -> bool:
+def has_account(settings: Any) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     if getattr(settings, "api_key", None) or getattr(settings, "identity_token_file", None):

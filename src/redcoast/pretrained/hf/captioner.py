@@ -79,6 +79,12 @@ def tensors(config: CaptionerConfig) -> dict[str, Tensor]:
     return found
 
 
+def module_name(name: str) -> str:
+    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
+    of_encoder = name.removeprefix("base_model.model.").startswith("encoder.")
+    return vit.module_name(name) if of_encoder else name
+
+
 def duplicates(config: CaptionerConfig) -> dict[str, str]:
     """Maps the names under which a file may hold a tensor again to the tensor's own name."""
     found = gpt2.duplicates(config.decoder)

@@ -126,6 +126,25 @@ def _pair_of(leaf: str, suffix: str, name: str, pattern: str) -> dict[str, Tenso
     return {leaf: Tensor(name + ".weight", pattern), leaf + suffix: bias}
 
 
+# The modules of `transformers` 5, whose files keep the names of earlier versions.
+_MODULES = {
+    "encoder.layer.": "layers.",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+
+
+def module_name(name: str) -> str:
+    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
+    for old, new in _MODULES.items():
+        name = name.replace(old, new)
+    return name
+
+
 def duplicates(config: ViTConfig) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from _usage import refuse
 
 from redcoast import models
 from redcoast.core._json import read_json
@@ -19,6 +18,8 @@ from redcoast.core._tracing import abstract_key
 from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import sizes
 from redcoast.pretrained._registry import find_family
+
+from ._usage import refuse
 
 LONGEST = 1024  # the default sequence length, in tokens
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from _workload import Workload, state_bytes
-
 import redcoast as rc
 from redcoast.dryrun._target import Target
+
+from ._workload import Workload, state_bytes
 
 COMPILED = 2  # meshes to compile if the first does not fit; twice as many if these do not either
 

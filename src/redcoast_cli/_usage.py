@@ -1,6 +1,8 @@
-"""Reads options of scripts, and ends a script that was called with invalid ones."""
+"""Reads options of scripts, wraps their help, and ends a script with invalid options."""
 
+import inspect
 import sys
+import textwrap
 from typing import Any, NoReturn
 
 
@@ -8,6 +10,15 @@ def refuse(message: str) -> NoReturn:
     """Prints a message to stderr and exits with code 2, as for an unknown option."""
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def wrapped(text: str) -> str:
+    """Wraps the paragraphs of a help text to 79 columns; indented ones stay as they are."""
+    parts = inspect.cleandoc(text).split("\n\n")
+    # tyro joins the lines of a paragraph, unless they begin with a space.
+    indent: Any = {"initial_indent": " ", "subsequent_indent": " "}
+    fill = lambda part: part if part.startswith(" ") else textwrap.fill(part, 79, **indent)
+    return "\n\n".join(map(fill, parts))
 
 
 def mesh_sizes(text: str) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""The options of experiments, read before anything that takes seconds is imported.
+
+A script imports this module first. Then `--help` and messages about options need only the standard
+library and tyro: JAX, redcoast and others are imported afterwards.
+"""
+
+import ast
+import dataclasses
+import json
+import sys
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from redcoast_cli._usage import wrapped
+
+Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
+STYLE = (tyro.conf.DisallowNone,)
+# Modules with options; all others that a script imports, except Python's own, are slow.
+FAST = ("tyro", "redcoast_cli._options")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Options for several processes that run one script together; see docs/hosts.md."""
+
+    coordinator: str | None = None  # host:port of process 0; by default from the launcher
+    processes: int | None = None  # number of processes; by default from the launcher
+    process_id: int | None = None  # index of this process, from 0; by default from the launcher
+    local_devices: int | None = None  # number of CPU devices to emulate in each process
+
+
+HostsOptions = tyro.conf.OmitArgPrefixes[Hosts]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of every experiment."""
+
+    mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
+    directory: Path | None = None  # directory with one directory per run; by default runs/SCRIPT
+    resume: bool = False  # resume the newest run with its options; those that are given win
+    wandb: bool = False  # log to Weights & Biases (to a local file without an account)
+    tensorboard: bool = False  # write event files for TensorBoard to the run's directory
+    seed: int = 0  # random seed for the parameters, the data order and all else that is random
+    hosts: HostsOptions = field(default_factory=Hosts)
+
+
+RunOptions = tyro.conf.OmitArgPrefixes[Run]
+
+
+def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
+    """Reads the options of a script; to resume, those of the run are the defaults."""
+    script = Path(sys.modules[config.__module__].__file__ or "")
+    usage = {"prog": f"python {sys.argv[0]}", "description": description(doc, script)}
+    read = lambda **default: tyro.cli(config, config=STYLE, args=args, **usage, **default)
+    c = read()
+    if not (hasattr(c, "run") and c.run.resume):
+        return c
+    root = c.run.directory or Path("runs") / script.stem
+    stored = json.loads((newest_run(root) / "config.json").read_text())
+    stored["run"] |= {"resume": True, "directory": c.run.directory}
+    # Another process, or another launcher, has another address and index.
+    stored["run"]["hosts"] = {"local_devices": stored["run"]["hosts"].get("local_devices")}
+    return read(default=from_json(config, stored))
+
+
+def newest_run(root: Path) -> Path:
+    """The newest run in a directory of runs, whose names are times."""
+    runs = sorted(path.parent for path in root.glob("*/config.json"))
+    if not runs:
+        raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
+    return runs[-1]
+
+
+def from_json(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of options from a `config.json`; what it lacks has its default."""
+    hints = typing.get_type_hints(kind)
+    fields = [one.name for one in dataclasses.fields(kind) if one.name in values]
+    return kind(**{name: _convert(hints[name], values[name]) for name in fields})
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return from_json(kind, value)
+    if value is not None and (kind is Path or Path in typing.get_args(kind)):
+        return Path(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def description(doc: str | None, script: Path) -> str:
+    """The text of a script, with an example of its use."""
+    text = wrapped(doc or "")
+    if f"{script.name} " in text:
+        return text
+    example = f"python {sys.argv[0]} --local-devices 8 --mesh 2x4"
+    return f"{text}\n\nExample:\n    {example}"
+
+
+def resume_command() -> str:
+    """The command that resumes the newest run of this script."""
+    words = ["python", sys.argv[0], "--resume"]
+    for before, word in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if before == "--directory" or before.startswith("--directory="):
+            words += [before, word] if before == "--directory" else [before]
+    return " ".join(words)
+
+
+def read_early(script: Path) -> None:
+    """Reads the options of a script that is being started, to refuse them or to print its help."""
+    tree = ast.parse(script.read_text("utf-8"))
+    imports = [node for node in tree.body if _is_fast(node)]
+    found = [x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "Config"]
+    if not found:
+        return
+    names: dict[str, Any] = {"__name__": "__main__", "_options": sys.modules[__name__]}
+    exec(compile(ast.Module([*imports, *found], []), str(script), "exec"), names)
+    parse(names["Config"], ast.get_docstring(tree))
+
+
+def _is_fast(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [node.module or ""]
+    else:
+        return False
+    standard = lambda name: name.partition(".")[0] in sys.stdlib_module_names
+    return all(standard(name) or name in FAST for name in modules)
+
+
+started = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+if started.parent.resolve() == Path(__file__).parent.resolve():
+    read_early(started)

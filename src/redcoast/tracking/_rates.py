@@ -1,0 +1,63 @@
+"""How fast a run is: figures that are logged besides the metrics of each step."""
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import SupportsFloat
+
+import jax
+
+from ._run_info import RunInfo
+
+
+class Rates:
+    """Measures the time between steps.
+
+    The first step is not measured, because it is compiled, nor is time between `pause` and
+    `resume`.
+    """
+
+    def __init__(self, run: RunInfo, clock: Callable[[], float] = perf_counter):
+        self._config, self._clock = run.config, clock
+        self._last: tuple[int, float] | None = None
+        self._paused_at: float | None = None
+
+    def __call__(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+        """The figures of a step that is done, as far as they are known.
+
+        `step_seconds`, `examples_per_second` or `tokens_per_second`, `epoch`, `peak_memory_gb`,
+        and `mfu` (model FLOPs utilisation, from 0 to 1).
+        """
+        now, before = self._clock(), self._last
+        self._last = (step, now)
+        found = self._where(step) | _memory()
+        if before is None or step <= before[0] or now <= before[1]:
+            return found
+        seconds = (now - before[1]) / (step - before[0])
+        found["step_seconds"] = seconds
+        rows = self._config.get("batch_size")
+        if "weight" in metrics:
+            found["tokens_per_second"] = float(metrics["weight"]) / seconds
+        elif rows:
+            found["examples_per_second"] = rows / seconds
+        if least := self._config.get("seconds_at_peak"):
+            found["mfu"] = least / seconds
+        return found
+
+    def pause(self) -> None:
+        self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        if self._last is not None and self._paused_at is not None:
+            self._last = (self._last[0], self._last[1] + self._clock() - self._paused_at)
+        self._paused_at = None
+
+    def _where(self, step: int) -> dict[str, float]:
+        rows, examples = self._config.get("batch_size"), self._config.get("examples")
+        return {"epoch": step * rows / examples} if rows and examples else {}
+
+
+def _memory() -> dict[str, float]:
+    """The most memory that was in use on a device; devices that do not report it have none."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {} if peak is None else {"peak_memory_gb": peak / 1e9}

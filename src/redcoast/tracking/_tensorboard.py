@@ -1,0 +1,83 @@
+"""A logger that writes event files for TensorBoard."""
+
+import importlib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from ..core._frames import hide_frames
+from ._run import join_run
+from ._run_info import RunInfo
+
+
+class TensorboardLogger:
+    """The logger that `tensorboard_logger` creates."""
+
+    wants_rates = True
+
+    def __init__(self, path: Path, writer_class: Any):
+        self._path, self._class = path, writer_class
+        self._writer: Any | None = None
+
+    def start(self, run: RunInfo) -> None:
+        writer = self._open()
+        if run.plan:
+            # Lines that are indented by four spaces are code in Markdown.
+            writer.add_text("plan", "\n".join(f"    {x}" for x in run.plan.splitlines()), run.step)
+        for name, value in run.config.items():
+            writer.add_text(f"config/{name}", str(value), run.step)
+
+    def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
+        join_run(self)
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            self._writer = self._class(str(self._path))
+        return self._writer
+
+
+@hide_frames
+def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
+    """Creates a logger that writes metrics to event files, which TensorBoard shows.
+
+    It needs the package tensorboardX, `pip install "redcoast[tensorboard]"`. A resumed run adds a
+    file to the directory. `tensorboard --logdir runs` shows all runs below a directory.
+
+    !!! example
+
+        ```python
+        log = rc.tensorboard_logger("runs/lm/tensorboard")
+        log({"loss": 2.5}, 1)
+        log.close()  # `fit` does so at the end of a run
+        ```
+
+    **Arguments:**
+
+    - `path`: the directory of the event files, such as `tensorboard` in the run's directory.
+
+    **Returns:**
+
+    A callable `(metrics, step) -> None` with the methods `start(run)` and `close()`. Pass it to
+    `fit` as `log`, alone or in a list, or call it in your own logger.
+
+    **Raises:**
+
+    `ModuleNotFoundError` if tensorboardX is not installed.
+    """
+    try:
+        writer = importlib.import_module("tensorboardX").SummaryWriter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`tensorboard_logger` needs the package tensorboardX, which is not installed: "
+            'pip install "redcoast[tensorboard]"'
+        ) from error
+    return TensorboardLogger(Path(path), writer)

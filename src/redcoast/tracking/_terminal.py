@@ -1,0 +1,39 @@
+"""What a terminal can show: how wide its lines are, and whether it has colours."""
+
+import os
+import shutil
+import sys
+from io import TextIOBase
+from pathlib import Path
+from typing import TextIO
+
+Stream = TextIO | TextIOBase
+BOLD, DIM, GREEN = "1", "2", "32"
+
+
+def is_terminal(file: Stream | None) -> bool:
+    return file is not None and file.isatty()
+
+
+def columns(file: Stream | None) -> int | None:
+    """The number of characters in a line; `None` where lines may have any length."""
+    return shutil.get_terminal_size().columns if is_terminal(file) else None
+
+
+def has_colours(file: Stream | None) -> bool:
+    """Whether colours are wanted; see https://no-color.org."""
+    return is_terminal(file) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, style: str, file: Stream | None = None) -> str:
+    """Text in a style on a terminal with colours; standard output by default."""
+    wanted = text and has_colours(sys.stdout if file is None else file)
+    return f"\x1b[{style}m{text}\x1b[0m" if wanted else text
+
+
+def show_directory(directory: Path) -> Path:
+    """A directory as a user would type it."""
+    try:
+        return directory.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return directory

@@ -1,0 +1,101 @@
+"""`redcoast doctor`: what is installed, what is there, and what is missing."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from typing import Any
+
+import jax
+
+from redcoast.tracking._wandb import has_account
+
+from ._options import Doctor
+
+PACKAGES = ("redcoast", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")
+# What uses it, the module to look for, and the extra that installs it.
+OPTIONAL = (
+    ("Dry runs for TPUs by their compiler", "libtpu", "tpu"),
+    ("NVIDIA GPUs, and dry runs for them", "jax_cuda12_plugin", "cuda12"),
+    (".gguf files", "gguf", "gguf"),
+    ("TensorBoard", "tensorboardX", "tensorboard"),
+    ("The experiments", "sklearn", "experiments"),
+)
+# JAX's CUDA plugin is also installed for version 13.
+OTHER_MODULES = {"jax_cuda12_plugin": ("jax_cuda13_plugin",)}
+
+
+def main(c: Doctor) -> None:
+    print("\n".join(report()))
+
+
+def report() -> list[str]:
+    """The lines to print; what is missing comes with the command that installs it."""
+    return [
+        f"{'Python':<18}{platform.python_version()} ({sys.executable})",
+        *(f"{name:<18}{version(name)}" for name in PACKAGES),
+        *devices(),
+        *(f"{'Memory':<18}{text}" for text in host_memory()),
+        f"{'W&B':<18}{wandb_mode()}",
+        "",
+        *(optional(*item) for item in OPTIONAL),
+    ]
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f'missing: pip install "{package}"'
+
+
+def devices() -> list[str]:
+    """The devices that JAX finds, with their memory, or why it finds none."""
+    try:
+        found = jax.local_devices()
+    except RuntimeError as error:
+        return [f"{'Devices':<18}none: {error}"]
+    kinds: dict[str, list[Any]] = {}
+    for device in found:
+        kinds.setdefault(device.device_kind, []).append(device)
+    return [
+        f"{'Devices':<18}{len(group)} x {kind} ({group[0].platform}){device_memory(group[0])}"
+        for kind, group in kinds.items()
+    ]
+
+
+def device_memory(device: Any) -> str:
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
+
+
+def host_memory() -> list[str]:
+    """The memory of this machine, where the operating system tells it."""
+    try:
+        pages = {name: os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")}
+        size = os.sysconf("SC_PAGE_SIZE") / 2**30
+    except (ValueError, OSError, AttributeError):
+        return []
+    whole, free = pages["SC_PHYS_PAGES"] * size, pages["SC_AVPHYS_PAGES"] * size
+    return [f"{whole:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"]
+
+
+def wandb_mode() -> str:
+    if importlib.util.find_spec("wandb") is None:
+        return 'missing: pip install "wandb"'
+    mode = os.environ.get("WANDB_MODE")
+    if mode:
+        return f"{mode}, by WANDB_MODE"
+    import wandb
+
+    if has_account(wandb.Settings()):
+        return "online: an account was found"
+    return "offline: no account was found; `wandb login` stores one"
+
+
+def optional(use: str, module: str, extra: str) -> str:
+    """Whether an optional package is there, or the command that installs it."""
+    names = (module, *OTHER_MODULES.get(module, ()))
+    there = any(importlib.util.find_spec(name) is not None for name in names)
+    return f"{use:<36}" + ("installed" if there else f'missing: pip install "redcoast[{extra}]"')

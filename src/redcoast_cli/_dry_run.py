@@ -1,0 +1,148 @@
+"""`redcoast dry-run`: a training step, compiled for accelerators that you do not have."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+import redcoast as rc
+from redcoast.dryrun._target import Target, parse_target
+
+from ._fitting import dry_run_to_fit
+from ._options import DryRun
+from ._reach import longest_sequence, read_chip, sizes_of
+from ._usage import mesh_sizes, refuse
+from ._workload import make_workload, state_bytes
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A dry run, and its settings: model, batch and options."""
+
+    run: rc.DryRun
+    settings: dict[str, Any]
+
+    @property
+    def fits(self) -> bool:
+        return self.run.fits
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.settings | self.run.report
+
+
+def main(c: DryRun) -> None:
+    """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
+    with refusing():
+        found = answer(c)
+    print(json.dumps(found.report, indent=1) if c.json else found.run)
+    raise SystemExit(0 if found.fits else 1)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Ends the process with the message of an error and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        # A RuntimeError means that a compiler failed. Python would exit with 1, as for no fit.
+        refuse(str(error))
+
+
+def answer(c: DryRun) -> Attempt:
+    """The requested dry run."""
+    if c.smallest and c.longest:
+        refuse("Only one of --smallest and --longest can be used.")
+    if c.smallest:
+        return smallest(c)
+    return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
+
+
+def smallest(c: DryRun) -> Attempt:
+    """The dry run on the smallest number of chips on which the step fits."""
+    if c.mesh != "auto":
+        refuse("--smallest chooses the number of devices: leave out --mesh.")
+    chip = read_chip(c.target)
+    least = state_bytes(make_workload(c.model, c.seq))
+    for target in sizes_of(chip):
+        # No need to compile where not even the training state fits.
+        if least <= target.count * chip.usable and (found := attempt(c, target, c.seq)).fits:
+            return found
+    words = f"{c.model} does not fit on any number of {chip.name} that was tried."
+    print(words, file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def longest(c: DryRun) -> Attempt:
+    """The dry run with the longest sequence that fits, or with 128 tokens if none does."""
+    if make_workload(c.model, c.seq).seq is None:
+        refuse(f"{c.model} reads images: --longest needs a model that reads text.")
+    target, found = parse_target(c.target), {}
+
+    def fits(seq: int) -> bool:
+        found[seq] = attempt(c, target, seq)
+        return found[seq].fits
+
+    most = longest_sequence(fits, start=c.seq or 1024)
+    print(f"The longest sequence that fits has {most} tokens.", file=sys.stderr, flush=True)
+    return found[most or min(found)]
+
+
+def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False) -> Attempt:
+    """A dry run, which is also reported in a line on stderr.
+
+    If the step does not fit, `suggest` looks for changes that make it fit. Without it, other meshes
+    are tried, unless --mesh is given.
+    """
+    workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
+    rows = rows_of(c, target)
+    mesh = None if c.mesh == "auto" else mesh_sizes(c.mesh)
+    # None and not "float32": the library never suggests lowering a dtype that was given.
+    dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
+    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": dtype}
+    if suggest or mesh is not None:
+        options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
+        run = rc.dry_run(*workload.arguments(rows), **options)
+    else:
+        run = dry_run_to_fit(workload, rows, target, **options)
+    run = replace(run, notes=(*workload.notes, *run.notes))
+    settings = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
+    settings |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}
+    print(_line(run, settings), *workload.notes, file=sys.stderr, flush=True)
+    return Attempt(run, settings)
+
+
+def rows_of(c: DryRun, target: Target) -> int:
+    """The global batch size; by default one row for each device and microbatch."""
+    if c.accumulate < 1:
+        refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
+    rows = target.count * c.accumulate if c.batch is None else c.batch
+    if rows < 1:
+        refuse(f"--batch must be at least 1, but is {rows}.")
+    return rows
+
+
+def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
+    sizes = f"{peak_gib(run.report)} of {gib(run.memory['usable'])} GiB"
+    return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def refused(report: Any) -> bool:
+    """Whether the compiler rejected the program because it needs too much memory."""
+    # In older files without the key, only rejected programs have no temporaries.
+    return report.get("refused", "temporaries" not in report["memory"])
+
+
+def peak_gib(report: Any) -> str:
+    """The peak memory; for a rejected program, the lower bound."""
+    return f"{'at least ' if refused(report) else ''}{gib(report['memory']['peak'])}"

@@ -1,0 +1,56 @@
+"""The options of the commands. This module imports no JAX, so that `--help` is fast."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+Model = Annotated[str, tyro.conf.arg(metavar="MODEL")]
+Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
+Batch = Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Compiles a training step for accelerators that you do not have, and prints what it needs.
+
+    It reports whether the step fits, the memory on each device, the communication between devices,
+    and a lower bound on the time of a step. The figures are those of the accelerator's own compiler
+    if it is installed (`pip install "redcoast[tpu]"` or `"redcoast[cuda12]"`), otherwise those of
+    the CPU compiler. The exit code is 1 if the step does not fit, and 2 if the options are invalid
+    or the compiler fails.
+    """
+
+    model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
+    target: str = "a100-40gb:4"  # TPU slice (v4:4x4x4), GPUs (l4:4; h100:8x8: hosts x cards), cpu:8
+    seq: int | None = None  # sequence length in tokens; by default 1024 or the model's maximum
+    batch: Batch = None  # global batch size; by default one sequence per device and microbatch
+    mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), fsdp=4,model=2; auto: the estimated best
+    remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
+    accumulate: int = 1  # number of microbatches for gradient accumulation
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
+    chunk: int | None = None  # positions whose logits are in memory at a time; by default all
+    smallest: bool = False  # find the smallest number of chips on which the step fits
+    longest: bool = False  # find the longest sequence that fits, a multiple of 128
+    json: bool = False  # print the figures as JSON instead of tables
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plans how a model's training step is sharded over a mesh, and prints the plan.
+
+    Nothing is compiled, and no accelerator is needed. Memory and communication are estimates.
+    """
+
+    model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
+    mesh: Mesh = "fsdp=8"  # such as 8, 2x4 (data x model), or fsdp=4,model=2; sizes are not -1
+    seq: int | None = None  # sequence length in tokens; by default 1024 or the model's maximum
+    batch: Batch = None  # global batch size; by default one sequence per device
+    table: bool = False  # also print how each array is sharded, and why
+    json: bool = False  # print the plan's report as JSON
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Prints versions, devices, compilers and W&B's mode, and the commands that install what is
+    missing."""

@@ -1,0 +1,36 @@
+"""`redcoast plan`: the plan of a model's training step on a mesh of devices that need not exist."""
+
+import json
+from math import prod
+
+import redcoast as rc
+from redcoast.dryrun._job import make_job, plan_job
+from redcoast.dryrun._place import target_place
+
+from ._options import Plan
+from ._usage import mesh_sizes, refuse
+from ._workload import make_workload
+
+
+def main(c: Plan) -> None:
+    try:
+        plan = make_plan(c)
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    if c.json:
+        print(json.dumps(plan.report.to_json(), indent=1))
+    else:
+        print(f"{plan}\n\n{plan.table()}" if c.table else plan)
+
+
+def make_plan(c: Plan) -> rc.Plan:
+    """The plan of the step on emulated devices, with the speeds of an A100."""
+    sizes = {"data": 1} | mesh_sizes(c.mesh)
+    count = prod(sizes.values())
+    if min(sizes.values()) < 1:
+        refuse(f"--mesh needs the number of devices of each axis, from 1 on, but is {c.mesh}.")
+    if c.batch is not None and c.batch < 1:
+        refuse(f"--batch must be at least 1, but is {c.batch}.")
+    workload = make_workload(c.model, c.seq)
+    job = make_job(*workload.arguments(c.batch or count))
+    return plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())

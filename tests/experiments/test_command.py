@@ -1,0 +1,92 @@
+"""The console command `redcoast`."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import redcoast as rc
+import redcoast_cli
+from redcoast.models import LlamaConfig
+from redcoast.pretrained._registry import write_config
+from redcoast_cli import _doctor
+
+
+def run(*args):
+    redcoast_cli.main([*args])
+
+
+def test_help_imports_neither_jax_nor_the_library():
+    """They take seconds."""
+    program = """
+import contextlib, sys
+from redcoast_cli import main
+for command in ([], ["plan"], ["dry-run"], ["doctor"]):
+    with contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "[]", ran.stderr
+    assert "redcoast dry-run --model opt-66b" in ran.stdout
+    assert "--target" in ran.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a model's config.json."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = LlamaConfig(vocab=64, width=64, layers=2, heads=4, kv_heads=4, hidden=128)
+    (folder / "config.json").write_text(json.dumps(write_config(sizes)))
+    return str(folder)
+
+
+def test_plan_prints_the_summary_and_the_table(model, capsys):
+    run("plan", "--model", model, "--mesh", "2x4", "--seq", "16", "--table")
+    out = capsys.readouterr().out
+    assert out.startswith("8 devices = ")
+    assert "Plan over the mesh data=2, fsdp=1, model=4" in out
+    assert re.search(r"^path +shape +spec +MB/device$", out, re.MULTILINE)
+    assert re.search(r"embed.* \(64, 64\) ", out)
+
+
+def test_plan_as_json(model, capsys):
+    run("plan", "--model", model, "--mesh", "fsdp=8", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["mesh"] == {"data": 1, "fsdp": 8, "model": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "gpt5"], "There is no model 'gpt5'"),
+        (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
+        (["--mesh", "pipe=2"], "--mesh must have the form"),
+        (["--batch", "0"], "--batch must be at least 1"),
+    ],
+)
+def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("plan", *options)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(_doctor.importlib.util, "find_spec", lambda name: None)
+    run("doctor")
+    out = capsys.readouterr().out
+    assert f"jax               {jax.__version__}" in out
+    assert f"redcoast          {rc.__version__}" in out
+    assert "8 x cpu (cpu)" in out
+    assert 'missing: pip install "redcoast[tpu]"' in out
+    assert 'missing: pip install "wandb"' in out
+
+
+def test_doctor_says_how_wandb_runs(monkeypatch):
+    assert _doctor.wandb_mode() == "offline, by WANDB_MODE"
+    monkeypatch.setattr(_doctor.importlib.util, "find_spec", lambda name: None)
+    assert "missing: pip install" in _doctor.wandb_mode()

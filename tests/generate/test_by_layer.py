@@ -56,6 +56,7 @@ def test_layers_stay_sharded():
         for i, layer in enumerate(layers.arrays):
             assert layer.sharding.is_equivalent_to(stack[i].sharding, layer.ndim)
             np.testing.assert_array_equal(layer, stack[i])
+    assert jax.jit(lambda: jnp.int32(by_layer(model) is model))()
     split_by_layer = jax.NamedSharding(mesh, jax.P("model"))
     stack = jax.device_put(jnp.zeros((4, 8)), split_by_layer)
     assert by_layer(stack) is stack

@@ -4,7 +4,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -23,9 +25,10 @@ def by_layer(model: PyTree) -> PyTree:
 
     The views are the memory of the stacked arrays: nothing is copied, except layers that are not
     aligned as XLA requires. A program that is given the stacked arrays copies each layer's weights
-    out of them. On other devices, the model is returned as it is.
+    out of them. On other devices, and in a trace, the model is returned as it is.
     """
-    if target().platform != "cpu":
+    tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
+    if tracing or target().platform != "cpu":
         return model
     split = lambda x: jax.tree.map(_views, x) if _is_stack(x) else x
     return jax.tree.map(split, model, is_leaf=_is_stack)

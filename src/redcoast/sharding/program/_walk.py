@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from ...core._jaxpr import (
     CHECKPOINTS,
@@ -163,8 +163,22 @@ def _apply_rule(
     if body is None:
         return special.opaque(graph, equation, inputs), []
     region = Region((False,) * len(equation.outvars), True, equation.params.get("policy"))
-    scope = _walk_called(graph, body, inputs, *[region] * (name in CHECKPOINTS))
-    return outputs_of(graph, scope), [scope]
+    recomputes = _recomputes(equation)
+    scope = _walk_called(graph, body, inputs, *[region] * (name in CHECKPOINTS or recomputes))
+    results = outputs_of(graph, scope)
+    for value in results if recomputes else ():
+        graph.save(value)
+    return results, [scope]
+
+
+def _recomputes(equation: JaxprEqn) -> bool:
+    """Whether this is a loop with a derivative of its own, such as attention in blocks, which keeps
+    results and computes what happens inside of the loop again."""
+    return equation.primitive.name == "custom_vjp_call" and any(
+        one.primitive.name in ("scan", "while")
+        for jaxpr in jaxprs_in_params(equation.params)
+        for one in jaxpr.eqns
+    )
 
 
 def _walk_called(

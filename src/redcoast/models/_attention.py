@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
+from ..core._sequence_parts import gather_sequence, sequence_parts
 from ..core._target import target
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
+from ._parts import in_parts
 from ._relative import RelativeBias
 from ._view import View, has_many_pairs
 
@@ -124,14 +126,18 @@ def attend(
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     view = _as_view(visible, q.shape[1], k.shape[1])
-    plain = bias is None and softcap is None and (key is None or rate == 0)
+    # Over a sequence that is split, cuDNN's kernel would need all queries on one device.
+    plain = bias is None and softcap is None and (key is None or rate == 0) and not _is_split(q)
     if plain and _has_kernel(q, k) and _has_small_mask(view, q, k):
         return _attend_in_kernel(q, k, v, visible if view is None else view, scale)
     if view is not None:
-        options: Any = {"bias": bias, "scale": scale, "softcap": softcap, "rate": rate, "key": key}
-        return attend_in_blocks(q, k, v, view, **options)
+        options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
+        blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
+        return in_parts(blocks, q, k, v, view, bias)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
+    if _is_split(q):
+        k, v = gather_sequence(k), gather_sequence(v)
     # The same as `jax.nn.dot_product_attention`, which would compute the softmax of float64 in
     # float32. Queries are scaled before the product so that float16 does not overflow. There is a
     # dimension for groups only if there are fewer key heads, since XLA copies arrays for it.
@@ -150,6 +156,11 @@ def attend(
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
     return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(q.shape)
+
+
+def _is_split(q: Array) -> bool:
+    """Whether the plan splits the sequence of the queries."""
+    return sequence_parts() > 1 and q.shape[1] % sequence_parts() == 0
 
 
 def _as_view(visible: Visible, queries: int, keys: int) -> View | None:

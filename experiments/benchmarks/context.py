@@ -5,8 +5,8 @@
     python experiments/benchmarks/context.py --model llama-7b --tokens 1048576
     python experiments/benchmarks/context.py --model llama3-8b --tokens 131072
 
-AdamW in float32, compute in bfloat16, full rematerialisation, the loss in chunks. The compiler comes
-with JAX and needs no device: the programs are compiled but not run. Each takes a few minutes.
+AdamW in float32, compute in bfloat16, full rematerialisation, the loss in chunks. The compiler
+comes with JAX and needs no device: the programs are compiled but not run. Each takes a minute.
 """
 
 import os

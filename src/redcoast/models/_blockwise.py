@@ -175,11 +175,14 @@ def _backward(options: _Options, kept: Any, out_grad: Array) -> tuple[Any, ...]:
     k, fixed = _tied(k, fixed)
     dtype = log_sum.dtype
     slope = jnp.einsum("bsngd,bsngd->bngs", out.astype(dtype), out_grad.astype(dtype))
-    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
+    zeros = lambda x: jnp.zeros(x.shape, dtype)
+    # One block of keys after the other: sums in a wide dtype are needed only for one of them.
+    pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)
+    first = np.diff(pairs[:, 1], prepend=-1) != 0
 
     def body(carry: Any, at: Any) -> tuple[Any, None]:
-        i, j = at[0], at[1]
-        q_grad, k_grad, v_grad, own_grad = carry
+        (i, j), is_first = at
+        q_grad, k_grad, v_grad, own_grad, *sums = carry
         of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
         of_columns = lambda x: _take(x, j, options.columns, 1)
         scores, seen, keep, pull = _block(options, q, k, own, fixed, i, j)
@@ -191,17 +194,24 @@ def _backward(options: _Options, kept: Any, out_grad: Array) -> tuple[Any, ...]:
         change, own_part = pull(change)
         q_part = _product("bngst,btnd->bsngd", change, of_columns(k))
         k_part = _product("bngst,bsngd->btnd", change, of_rows(q))
+        parts = zip(sums, (k_part, v_part), strict=True)
+        k_sum, v_sum = (jnp.where(is_first, 0, total) + part for total, part in parts)
         return (
             _put(q_grad, of_rows(q_grad) + q_part, i, 1),
-            _put(k_grad, of_columns(k_grad) + k_part, j, 1),
-            _put(v_grad, of_columns(v_grad) + v_part, j, 1),
+            _put(k_grad, k_sum.astype(k.dtype), j, 1),
+            _put(v_grad, v_sum.astype(v.dtype), j, 1),
             jax.tree.map(lambda x, part: x + part.astype(dtype), own_grad, own_part),
+            k_sum,
+            v_sum,
         ), None
 
-    init = zeros((q, k, v, own))
-    grads, _ = jax.lax.scan(body, init, jnp.asarray(options.pairs, jnp.int32))
-    cast = lambda grad, x: grad.astype(x.dtype)
-    return *jax.tree.map(cast, grads, (q, k, v, own)), None
+    sums = (zeros(k[:, : options.columns]), zeros(v[:, : options.columns]))
+    init = (zeros(q), jnp.zeros_like(k), jnp.zeros_like(v), jax.tree.map(zeros, own), *sums)
+    (q_grad, k_grad, v_grad, own_grad, *_), _ = jax.lax.scan(
+        body, init, (tuple(jnp.asarray(pairs.T)), jnp.asarray(first))
+    )
+    own_grad = jax.tree.map(lambda grad, x: grad.astype(x.dtype), own_grad, own)
+    return q_grad.astype(q.dtype), k_grad, v_grad, own_grad, None
 
 
 _attention.defvjp(_forward, _backward)

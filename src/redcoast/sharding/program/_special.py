@@ -65,11 +65,11 @@ def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
 
 
 def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:
-    """The sequence is needed as a whole: it is gathered if it is split, and its cotangent summed
-    and split again."""
+    """The sequence is needed as a whole, and gathered if it is split. What uses the result sums its
+    cotangent."""
     (operand,) = inputs
     node = operand.dims[d]
-    times = graph.times * (graph.forwards + operand.grad)
+    times = graph.times * graph.forwards
     graph.meetings.append(Meeting(node, (node,), operand.dims, operand.bytes, times))
     dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
     return [graph.value(output(equation), dims, grad=operand.grad)]

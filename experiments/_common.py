@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from _options import newest_run, resume_command
+from _options import existing_run, newest_name, resume_command
 from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
@@ -85,8 +85,8 @@ def run_directory(root: Path, *, resume: bool, config: Any) -> Path:
     """Creates a directory named after the time, with the configuration in it; to resume, returns
     the newest one."""
     # Process 0 chooses for all: clocks differ, and shared file systems may not be in sync.
-    chosen = newest_run(root).name if resume else time.strftime("%Y%m%d-%H%M%S")
-    directory = root / broadcast_text(chosen)
+    chosen = newest_name(root) if resume else time.strftime("%Y%m%d-%H%M%S")
+    directory = existing_run(root, broadcast_text(chosen))
     if config is not None and jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=resume)
         # Of a resumed run too: its options may have been changed.

@@ -70,10 +70,19 @@ def parse(config: Any, doc: str | None, args: list[str] | None = None) -> Any:
 
 def newest_run(root: Path) -> Path:
     """The newest run in a directory of runs, whose names are times."""
-    runs = sorted(path.parent for path in root.glob("*/config.json"))
-    if not runs:
+    return existing_run(root, newest_name(root))
+
+
+def newest_name(root: Path) -> str:
+    """The name of the newest run in a directory of runs, empty if there is none."""
+    return max((path.parent.name for path in root.glob("*/config.json")), default="")
+
+
+def existing_run(root: Path, name: str) -> Path:
+    """The directory of a run. Ends the program if there is no name."""
+    if not name:
         raise SystemExit(f"There is no run to resume in {root}. Leave out --resume to start one.")
-    return runs[-1]
+    return root / name
 
 
 def from_json(kind: Any, values: dict[str, Any]) -> Any:

@@ -91,6 +91,10 @@ class Decoding:
             if getattr(self, name) is not None:  # distinct tokens, in a form that can be hashed
                 tokens = dict.fromkeys(as_tuple(getattr(self, name), name))
                 object.__setattr__(self, name, tuple(tokens))
+        if not isinstance(self.bad_words, Sequence):
+            raise TypeError(
+                f"`bad_words` is {self.bad_words!r}. It must be a sequence of sequences of tokens."
+            )
         words = tuple(as_tuple(word, "bad_words") for word in self.bad_words)
         object.__setattr__(self, "bad_words", words)
         _check_counts(self)

@@ -85,12 +85,17 @@ def read_config(path: Path) -> PeftConfig:
         )
     alphas = settings.get("alpha_pattern") or {}
     _check_alphas(path, settings.get("lora_alpha", 8), alphas)
+    saved = settings.get("modules_to_save") or []
+    if not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
+        raise ValueError(
+            f"`modules_to_save` in {path / CONFIG} is {saved!r}. It must be a list of names."
+        )
     return PeftConfig(
         settings.get("lora_alpha", 8),
         alphas,
         settings.get("use_rslora", False),
         settings.get("layers_to_transform") is not None,
-        tuple(settings.get("modules_to_save") or ()),
+        tuple(saved),
     )
 
 

@@ -111,10 +111,13 @@ def with_generation(
         for field, name in ids.items()
         if generation.get(name) is not None and hasattr(config, field)
     }
-    if generation.get("eos_token_id") is not None:
-        given["eos"] = token_ids(generation["eos_token_id"])
     given["decoding"] = read_decoding(generation, path / GENERATION)
-    return dataclasses.replace(config, **given)
+    try:
+        if generation.get("eos_token_id") is not None:
+            given["eos"] = token_ids(generation["eos_token_id"])
+        return dataclasses.replace(config, **given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / GENERATION} cannot be read. {error}") from error
 
 
 def write_decoding(config: Any) -> dict[str, Any]:

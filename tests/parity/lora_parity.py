@@ -64,7 +64,7 @@ WRITTEN = {
     "fused": (GPT2, "layers"),
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
-    "parts": (PHI3, ["wq", "wv", "gate"]),
+    "parts": (PHI3, ["wq", "wk", "wv", "gate"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 

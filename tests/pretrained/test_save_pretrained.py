@@ -1,5 +1,6 @@
 """Models to published weights: what the library of safetensors reads, and what stays undone."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -37,6 +38,8 @@ from redcoast.models import (
     Mixtral,
     MixtralConfig,
     OPTConfig,
+    Phi3,
+    Phi3Config,
     T5Config,
     ViT,
     ViTConfig,
@@ -102,6 +105,7 @@ FAMILIES = {
         Mixtral,
         MixtralConfig(vocab=96, width=64, layers=2, heads=8, kv_heads=4, hidden=96, experts=4),
     ),
+    "phi3": (Phi3, Phi3Config(vocab=96, width=64, layers=2, heads=8, kv_heads=4, hidden=128)),
     "t5": (T5, T5Config(vocab=96, width=64, layers=2, decoder_layers=3, heads=8, hidden=128)),
     "bart": (
         Bart,
@@ -134,8 +138,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", few_of(FAMILIES, "llama", "t5", "vit"))
-@pytest.mark.few("t5", "llama")
+@pytest.mark.parametrize("family", few_of(FAMILIES, "llama", "phi3", "t5", "vit"))
+@pytest.mark.few("t5", "llama", "phi3")
 def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
     model_class, config = FAMILIES[family]
     model = make(model_class, config)
@@ -156,6 +160,19 @@ def test_a_split_model_makes_the_same_files(tmp_path, mesh):
     rc.save_pretrained(place(model, **mesh), tmp_path / "split")
     whole, split = (tmp_path / x / "model.safetensors" for x in ("whole", "split"))
     assert whole.read_bytes() == split.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qkv_bias": True, "qk_norm": True},
+        {"output_norms": True},
+        {"rope_layers": (True, False, True), "window": 4},
+    ],
+)
+def test_options_of_several_architectures_are_refused(options):
+    with pytest.raises(ValueError, match="No published architecture has this combination"):
+        write_config(dataclasses.replace(CONFIG, **options))
 
 
 def test_above_a_size_there_are_several_files(tmp_path):

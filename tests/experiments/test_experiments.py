@@ -69,6 +69,7 @@ SCRIPTS = [
     "maddpg",
     "maml",
     "ppo",
+    "serve",
     "serve_prompt",
     "text_classification",
     "text_to_image",
@@ -84,7 +85,9 @@ def test_help_explains_every_option(name, script, capsys):
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     options = script("_options")
-    fields = config.__dataclass_fields__ | options.Hosts.__dataclass_fields__
+    fields = dict(config.__dataclass_fields__)
+    if fields.keys() & {"run", "hosts"}:
+        fields |= options.Hosts.__dataclass_fields__
     if "run" in fields:
         fields |= options.Run.__dataclass_fields__
     for field in fields.keys() - {"run", "hosts"}:  # whose fields are options themselves

@@ -1,8 +1,10 @@
 """Requests that come together, generated together by one thread."""
 
 import math
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +75,7 @@ class Queue:
         self.jobs: list[Job] = []
         self.changed = threading.Condition()
         self.closed = False
-        self.seconds = 1.0  # that recent batches took
+        self.seconds: deque[float] = deque(maxlen=9)  # that the latest batches took
 
     def put(self, job: Job) -> bool:
         """Adds a job. Returns false if there is no room for it."""
@@ -116,7 +118,8 @@ class Queue:
     def retry_after(self) -> int:
         """The seconds after which a batch's worth of the jobs that wait is likely done."""
         with self.changed:
-            return math.ceil(self.seconds)
+            # The median: a program may have been compiled in between.
+            return math.ceil(statistics.median(self.seconds or [1]))
 
     def _waiting(self) -> int:
         return sum(len(job.prompts) for job in self.jobs)
@@ -134,7 +137,7 @@ def work(served: Served, queue: Queue, wait: float) -> None:
         except Exception as error:  # belongs to these requests; the next ones may succeed
             for job in jobs:
                 job.send(error)
-        queue.seconds = 0.5 * queue.seconds + 0.5 * (time.monotonic() - began)
+        queue.seconds.append(time.monotonic() - began)
 
 
 class Row:

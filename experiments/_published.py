@@ -1,6 +1,7 @@
 """Pretrained weights, with their tokenizers and chat templates."""
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def find_chat_template(weights: Path) -> Callable[..., str] | None:
     else:
         template, settings = read_template(weights)
     return renderer(template, settings) if isinstance(template, str) else None
+
+
+def save_gguf_tokenizer(weights: Path, directory: Path) -> None:
+    """Writes the tokenizer and the chat template of a .gguf file as Hugging Face's files."""
+    read = _metadata(weights)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_gguf_special(read)}
+    if template := read("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    read_tokenizer(weights).save(str(directory / "tokenizer.json"))
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text, "utf-8")
 
 
 def _gguf_special(read: Callable[[str], Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
 import signal
 import sys
@@ -15,15 +16,14 @@ import jax
 import pytest
 from paths import EXPERIMENTS
 from processes import start_processes
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
 
 sys.path.append(str(EXPERIMENTS))
-import _batching  # pyright: ignore[reportMissingImports]
-import serve  # pyright: ignore[reportMissingImports]
-from _detokenize import Text  # pyright: ignore[reportMissingImports]
+serve, _batching = map(importlib.import_module, ("serve", "_batching"))
+Text = importlib.import_module("_detokenize").Text
+byte_tokenizer = importlib.import_module("_tokenizers").byte_tokenizer
 
 TEMPLATE = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user begins.') }}{% endif %}"
@@ -36,11 +36,7 @@ def write_weights(directory):
     """A small language model of bytes in Hugging Face's layout, with a chat template."""
     config = LlamaConfig(vocab=256, width=32, layers=1, heads=2, kv_heads=1, hidden=32)
     rc.save_pretrained(Llama(config, key=jax.random.key(0)), directory)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 

@@ -144,26 +144,35 @@ def actions(model, observations):
 
 def values(model, observations, actions):
     """The value of all agents' actions to each agent."""
+    return critics(model, observations, jnp.expand_dims(actions, -3))
 
-    def of_agents(own):
-        inputs = model["critics"].in_size
-        joint = jnp.broadcast_to(own.ravel(), (AGENTS, own.size))
+
+def critics(model, observations, actions):
+    """The value that the critic of each agent gives to the actions that it sees, of shape
+    `... critics agents 2`; with 1 critic, all see the same ones."""
+
+    def of_agents(seen):
+        joint = seen.reshape(AGENTS, -1)
+        alone = seen[jnp.arange(AGENTS), jnp.arange(AGENTS)]
         critic = eqx.filter_vmap(lambda critic, x: critic(x))
-        return critic(model["critics"], joint if inputs == own.size else own)
+        inputs = model["critics"].in_size
+        return critic(model["critics"], joint if inputs == joint.shape[1] else alone)
 
-    own = jnp.concatenate([observations, actions], axis=-1)
-    return jnp.vectorize(of_agents, signature="(a,n)->(a)")(own)
+    shape = (*observations.shape[:-2], AGENTS, AGENTS)
+    parts = (jnp.expand_dims(observations, -3), actions)
+    seen = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in parts]
+    return jnp.vectorize(of_agents, signature="(a,b,n)->(a)")(jnp.concatenate(seen, axis=-1))
 
 
 def loss_fn(model, batch, key):
     """The sum over agents of the losses of their actors and critics."""
     observation, taken = batch["observation"], batch["action"]
     errors = values(model, observation, taken) - batch["target"]
-    chosen, fixed = actions(model, observation), rc.stop_gradient(model)
-    gain = 0.0
-    for i in range(AGENTS):  # each chooses its own action, given those that the others took
-        mixed = taken.at[..., i, :].set(chosen[..., i, :])
-        gain += jnp.mean(values(fixed, observation, mixed)[..., i])
+    chosen = actions(model, observation)
+    # Each agent chooses its own action, given those that the others took.
+    own = jnp.eye(AGENTS, dtype=bool)[..., None]
+    mixed = jnp.where(own, jnp.expand_dims(chosen, -3), jnp.expand_dims(taken, -3))
+    gain = AGENTS * jnp.mean(critics(rc.stop_gradient(model), observation, mixed))
     return AGENTS * jnp.mean(errors**2) - gain + 1e-3 * AGENTS * jnp.mean(chosen**2)
 
 

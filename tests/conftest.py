@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(("--xla_force_host_platform_device_count=8", 
 os.environ["NPROC"] = "32"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["WANDB_SILENT"] = "true"
+# Programs carry no source lines: writing them is a tenth of what the tests cost.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # What is compiled is kept for all processes of a session, and for the sessions to come.
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 MOST_BYTES = 2**30

@@ -222,6 +222,7 @@ def reference_ids(
         eos_token_id=eos,
         pad_token_id=pad,
         decoder_start_token_id=start,
+        forced_eos_token_id=getattr(config, "forced_eos_token_id", None),
     )
     masks = {} if mask is None else {"attention_mask": torch.tensor(mask)}
     inputs = torch.tensor(prompts if mask is None else prompts.astype(np.int64))

@@ -1,10 +1,17 @@
-"""LLaMA, Mistral, Qwen2 and Qwen3 against `transformers`."""
+"""LLaMA, Mistral, OLMo 2, Qwen2, Qwen3 and SmolLM3 against `transformers`."""
 
 # pyright: reportMissingImports=false
 
 import pytest
 from harness import Case, check_generation, check_outputs, check_training
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 SIZES = {
     "vocab_size": 48,
@@ -16,6 +23,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+SMOLLM3 = SIZES | {"bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -28,6 +36,18 @@ CASES = [
     Case("mistral", MistralForCausalLM, SIZES | {"sliding_window": 4}),
     Case("qwen2", Qwen2ForCausalLM, SIZES | {"num_key_value_heads": 1}),
     Case("qwen3", Qwen3ForCausalLM, SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
+    Case("olmo2", Olmo2ForCausalLM, SIZES),
+    Case(
+        "olmo2 tied",
+        Olmo2ForCausalLM,
+        SIZES | {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    Case("smollm3", SmolLM3ForCausalLM, SMOLLM3 | {"no_rope_layer_interval": 2}),
+    Case(
+        "smollm3 listed",
+        SmolLM3ForCausalLM,
+        SMOLLM3 | {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    ),
 ]
 
 

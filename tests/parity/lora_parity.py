@@ -25,6 +25,7 @@ from harness import (
 )
 from llama_parity import CASES as LLAMA_CASES
 from mixtral_parity import CASES as MIXTRAL_CASES
+from phi3_parity import CASES as PHI3_CASES
 from vit_parity import CASES as VIT_CASES
 
 from redcoast import lora
@@ -33,7 +34,8 @@ from redcoast import lora
 pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\..*")
 
 LLAMA, GPT2, MIXTRAL = LLAMA_CASES[0], GPT2_CASES[0], MIXTRAL_CASES[0]
-VIT = VIT_CASES[0]
+VIT, PHI3 = VIT_CASES[0], PHI3_CASES[1]
+QWEN3_MOE, OLMO2, SMOLLM3 = MIXTRAL_CASES[4], LLAMA_CASES[7], LLAMA_CASES[9]
 BOTH = ["q_proj", "down_proj"]
 READ = {
     "llama": (LLAMA, {"target_modules": BOTH, "lora_alpha": 24}),
@@ -50,6 +52,10 @@ READ = {
     "head": (LLAMA, {"target_modules": ["lm_head"]}),
     "fused": (GPT2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "base": (GPT2, {"target_modules": ["c_attn"]}),
+    "parts": (PHI3, {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "olmo2": (OLMO2, {"target_modules": BOTH}),
+    "smollm3": (SMOLLM3, {"target_modules": BOTH}),
+    "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
@@ -59,6 +65,7 @@ WRITTEN = {
     "fused": (GPT2, "layers"),
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
+    "parts": (PHI3, ["wq", "wv", "gate"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 

@@ -1,10 +1,10 @@
-"""Mixtral against `transformers`."""
+"""Mixtral and Qwen3-MoE against `transformers`."""
 
 # pyright: reportMissingImports=false
 
 import pytest
 from harness import Case, check_generation, check_outputs, check_training
-from transformers import MixtralForCausalLM
+from transformers import MixtralForCausalLM, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 48,
@@ -16,6 +16,9 @@ SIZES = {
     "num_local_experts": 4,
     "max_position_embeddings": 64,
 }
+
+QWEN3 = {name: value for name, value in SIZES.items() if name != "num_local_experts"}
+QWEN3 |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 12}
 
 CASES = [
     Case("mixtral", MixtralForCausalLM, SIZES),
@@ -30,6 +33,8 @@ CASES = [
         MixtralForCausalLM,
         SIZES | {"num_local_experts": 6, "num_experts_per_tok": 3},
     ),
+    Case("qwen3 moe", Qwen3MoeForCausalLM, QWEN3 | {"norm_topk_prob": True}),
+    Case("qwen3 moe as it is", Qwen3MoeForCausalLM, QWEN3 | {"tie_word_embeddings": True}),
 ]
 
 

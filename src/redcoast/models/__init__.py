@@ -1,6 +1,7 @@
 """Model families, one file each. Each file can be read as the reference of its architecture."""
 
 from ._heads import with_head as with_head
+from ._rotary import LongRope as LongRope
 from ._rotary import RopeScaling as RopeScaling
 from ._shift import shift_right as shift_right
 from .bart import Bart as Bart
@@ -21,6 +22,8 @@ from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
 from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
+from .phi3 import Phi3 as Phi3
+from .phi3 import Phi3Config as Phi3Config
 from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
@@ -50,6 +53,7 @@ from .sizes import mixtral_8x22b as mixtral_8x22b
 from .sizes import mt5_base as mt5_base
 from .sizes import mt5_large as mt5_large
 from .sizes import mt5_small as mt5_small
+from .sizes import olmo2_7b as olmo2_7b
 from .sizes import opt_1_3b as opt_1_3b
 from .sizes import opt_2_7b as opt_2_7b
 from .sizes import opt_6_7b as opt_6_7b
@@ -58,11 +62,16 @@ from .sizes import opt_30b as opt_30b
 from .sizes import opt_66b as opt_66b
 from .sizes import opt_125m as opt_125m
 from .sizes import opt_350m as opt_350m
+from .sizes import phi3_mini as phi3_mini
+from .sizes import phi4 as phi4
+from .sizes import phi4_mini as phi4_mini
 from .sizes import qwen2_7b as qwen2_7b
 from .sizes import qwen3_8b as qwen3_8b
+from .sizes import qwen3_30b_a3b as qwen3_30b_a3b
 from .sizes import roberta_base as roberta_base
 from .sizes import roberta_large as roberta_large
 from .sizes import smollm2_135m as smollm2_135m
+from .sizes import smollm3_3b as smollm3_3b
 from .sizes import t5_3b as t5_3b
 from .sizes import t5_11b as t5_11b
 from .sizes import t5_base as t5_base

@@ -12,15 +12,14 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ._attention import wide
 
 
-def rms_norm(
-    x: Float[Array, "*rows width"], scale: Float[Array, " width"], eps: float
-) -> Float[Array, "*rows width"]:
-    """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
+def rms_norm(x: Float[Array, "..."], scale: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """RMSNorm (Zhang and Sennrich, 2019) over the last dimensions, as many as `scale` has."""
+    axes = tuple(range(-scale.ndim, 0))
 
     @jax.checkpoint
     def norm(x, scale):
         y = x.astype(wide(x.dtype))
-        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
+        y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=axes, keepdims=True) + eps)
         return y.astype(x.dtype) * _along(scale, x)
 
     return norm(x, scale)
@@ -44,9 +43,9 @@ def layer_norm(
     return norm(x, scale, shift)
 
 
-def _along(vector: Array, x: Array) -> Array:
+def _along(scale: Array, x: Array) -> Array:
     # Explicit, because rank promotion may be set to raise.
-    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+    return scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
 
 
 # Their derivatives are computed from the input alone, which is the only array that is kept.

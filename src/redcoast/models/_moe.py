@@ -21,11 +21,12 @@ def mix_experts(
     real: Bool[Array, "#batch seq"],
     *,
     chosen: int,
+    weights_sum_to_one: bool = True,
 ) -> tuple[
     Float[Array, "batch seq width"], tuple[Float[Array, " experts"], Float[Array, " experts"]]
 ]:
     """Routes each token to the experts with the highest scores, and sums their outputs weighted by
-    a softmax of these scores (Jiang et al., 2024, section 2.1).
+    a softmax of the scores (Jiang et al., 2024, section 2.1).
 
     **Arguments:**
 
@@ -35,6 +36,7 @@ def mix_experts(
     - `scores`: the score of each expert for each token.
     - `real`: which tokens are not padding. Padding tokens are not routed to any expert.
     - `chosen`: the number of experts for each token.
+    - `weights_sum_to_one`: whether the softmax is over the scores of these experts only.
 
     **Returns:**
 
@@ -43,7 +45,8 @@ def mix_experts(
     """
     probabilities = jax.nn.softmax(scores.astype(wide(scores.dtype)))
     weights, which = jax.lax.top_k(probabilities, chosen)
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    if weights_sum_to_one:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     # Padding tokens are all equal and would overload a few experts.
     hits = jnp.where(real[..., None, None], jax.nn.one_hot(which, scores.shape[-1]), 0)
     hits = hits.astype(weights.dtype)

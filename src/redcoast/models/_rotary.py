@@ -37,6 +37,44 @@ class RopeScaling:
             raise ValueError(f"`low` must be less than `high`, but {self.low} is not {self.high}.")
 
 
+@dataclass(frozen=True)
+class LongRope:
+    """Divides the frequencies of rotary embeddings, each by its own factor (LongRoPE, Ding et al.,
+    2024, <https://arxiv.org/abs/2402.13753>).
+
+    **Arguments:**
+
+    - `short`, `long`: the factors of rows of at most `original` tokens and of longer ones, one for
+      each pair of rotated features. The tokens that a cache holds keep the factors that they had.
+    - `original`: the original context length in tokens.
+    - `factor`: the cosines and sines are multiplied by it.
+    """
+
+    short: tuple[int | float, ...]
+    long: tuple[int | float, ...]
+    original: int
+    factor: int | float = 1.0
+
+    def __post_init__(self):
+        check_fields(self)
+
+
+def long_angles(
+    positions: Int[Array, "#batch seq"],
+    frequencies: Float[np.ndarray, " half"],
+    scaling: LongRope,
+    dtype: Any,
+) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
+    """Returns the cosines and sines of the angles at each position, as `rotary_angles` does."""
+    short, long = (
+        rotary_angles(positions, frequencies / np.asarray(factors, float), dtype)
+        for factors in (scaling.short, scaling.long)
+    )
+    many = jnp.max(positions, axis=1) >= scaling.original
+    choose = lambda far, near: jnp.where(many[:, None, None, None], far, near) * scaling.factor
+    return choose(long[0], short[0]), choose(long[1], short[1])
+
+
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:
@@ -65,10 +103,13 @@ def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     angles: tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates feature i with feature i + head_dim / 2, the convention of LLaMA's weights."""
+    """Rotates feature i with feature i + half, the convention of LLaMA's weights. Features beyond
+    the angles are unchanged."""
     cos, sin = angles
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turned, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    a, b = jnp.split(turned.astype(cos.dtype), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def rotate_pairs(

@@ -1,7 +1,7 @@
 """The LLaMA decoder: RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
 
-Options turn it into Mistral (a sliding window), Qwen2 (biases for Q, K and V) or Qwen3 (norms of
-Q and K in each head).
+Options turn it into Mistral (a sliding window), Qwen2 (biases for Q, K and V), Qwen3 (norms of Q
+and K in each head), OLMo 2 (norms of outputs) or SmolLM3 (layers without rotary embeddings).
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,10 @@ class LlamaConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `window`: the size of the sliding attention window in tokens, including the token itself; no
       window by default.
+    - `rope_layers`: whether each layer has rotary embeddings; all layers by default.
     - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised.
+    - `output_norms`: whether the outputs of attention and feed-forward network are normalised, in
+      place of their inputs. The norms of Q and K are then over all heads.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
@@ -66,8 +69,10 @@ class LlamaConfig:
     norm_eps: int | float = 1e-5
     tied: bool = False
     window: int | None = None
+    rope_layers: tuple[bool, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
+    output_norms: bool = False
     attention_dropout: int | float = 0.0
     context: int = 2048
     remat: Remat = "none"
@@ -81,6 +86,13 @@ class LlamaConfig:
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
         check_heads(self, even=True)
         drop_default_head_size(self)
+        if all(self.rope_layers):
+            object.__setattr__(self, "rope_layers", ())
+        if self.rope_layers and len(self.rope_layers) != self.layers:
+            raise ValueError(
+                f"`rope_layers` has {len(self.rope_layers)} entries, but there are {self.layers} "
+                "layers. It must have one for each layer."
+            )
 
     @property
     def head_dim(self) -> int:
@@ -98,8 +110,8 @@ class LlamaLayers(eqx.Module):
     bq: Float[Array, "layers heads head_dim"] | None
     bk: Float[Array, "layers kv_heads head_dim"] | None
     bv: Float[Array, "layers kv_heads head_dim"] | None
-    q_norm: Float[Array, "layers head_dim"] | None
-    k_norm: Float[Array, "layers head_dim"] | None
+    q_norm: Float[Array, "layers head_dim"] | Float[Array, "layers heads head_dim"] | None
+    k_norm: Float[Array, "layers head_dim"] | Float[Array, "layers kv_heads head_dim"] | None
     mlp_norm: Float[Array, "layers width"]
     gate: Float[Array, "layers width hidden"]
     up: Float[Array, "layers width hidden"]
@@ -116,8 +128,8 @@ class LlamaLayers(eqx.Module):
         self.wv = normal(wv, (c.layers, c.width, *kv[1:]), fan_in=c.width)
         self.wo = normal(wo, (*q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
         self.bq, self.bk, self.bv = (jnp.zeros(s) if c.qkv_bias else None for s in (q, kv, kv))
-        self.q_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
-        self.k_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
+        norms = (q, kv) if c.output_norms else 2 * ((c.layers, c.head_dim),)
+        self.q_norm, self.k_norm = (jnp.ones(s) if c.qk_norm else None for s in norms)
         self.mlp_norm = jnp.ones((c.layers, c.width))
         self.gate = normal(gate, (c.layers, c.width, c.hidden), fan_in=c.width)
         self.up = normal(up, (c.layers, c.width, c.hidden), fan_in=c.width)
@@ -164,17 +176,34 @@ class Llama(eqx.Module):
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
 
-        def layer_fn(x, cache, layer, index, key):
-            y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            y, cache = _attention(layer, y, angles, visible, cache, index, key, c)
-            x = x + y
-            y = rms_norm(x, layer.mlp_norm, c.norm_eps)
-            return x + gated_feed_forward(layer, y, "silu"), cache
+        def layer_fn(x, cache, inputs, index, key):
+            layer, rotated = inputs
+            before, after = _norms(c)
+            turns = angles if rotated is None else _turned_if(rotated, angles)
+            y = before(x, layer.attention_norm)
+            y, cache = _attention(layer, y, turns, visible, cache, index, key, c)
+            x = x + after(y, layer.attention_norm)
+            y = gated_feed_forward(layer, before(x, layer.mlp_norm), "silu")
+            return x + after(y, layer.mlp_norm), cache
 
+        layers = (self.layers, jnp.asarray(c.rope_layers) if c.rope_layers else None)
         x, cache = scan_layers(
-            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return rms_norm(x, self.norm, c.norm_eps), cache
+
+
+def _norms(config):
+    """Returns what is applied to the inputs and to the outputs of attention and feed-forward."""
+    norm = lambda x, scale: rms_norm(x, scale, config.norm_eps)
+    same = lambda x, scale: x
+    return (same, norm) if config.output_norms else (norm, same)
+
+
+def _turned_if(rotated, angles):
+    """Returns the angles, or those of no rotation."""
+    cos, sin = angles
+    return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
 
 
 def _attention(layer, x, angles, visible, cache, index, key, config):

@@ -1,4 +1,7 @@
-"""The Mixtral decoder: LLaMA with mixture-of-experts feed-forward networks."""
+"""The Mixtral decoder: LLaMA with mixture-of-experts feed-forward networks.
+
+Options turn it into Qwen3-MoE (norms of Q and K in each head, weights of experts as they are).
+"""
 
 import functools as ft
 from dataclasses import dataclass
@@ -39,6 +42,8 @@ class MixtralConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `window`: the size of the sliding attention window in tokens, including the token itself; no
       window by default.
+    - `qk_norm`: whether Q and K are normalised.
+    - `weights_sum_to_one`: whether the weights of a token's experts are divided by their sum.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
@@ -71,6 +76,8 @@ class MixtralConfig:
     norm_eps: int | float = 1e-5
     tied: bool = False
     window: int | None = None
+    qk_norm: bool = False
+    weights_sum_to_one: bool = True
     attention_dropout: int | float = 0.0
     router_loss_weight: int | float = 0.001
     context: int = 32768
@@ -105,6 +112,8 @@ class MixtralLayers(eqx.Module):
     wk: Float[Array, "layers width kv_heads head_dim"]
     wv: Float[Array, "layers width kv_heads head_dim"]
     wo: Float[Array, "layers heads head_dim width"]
+    q_norm: Float[Array, "layers head_dim"] | None
+    k_norm: Float[Array, "layers head_dim"] | None
     mlp_norm: Float[Array, "layers width"]
     router: Float[Array, "layers width experts"]
     gate: Float[Array, "layers experts width hidden"]
@@ -126,6 +135,8 @@ class MixtralLayers(eqx.Module):
         self.wv = normal(wv, kv, fan_in=c.width)
         out = (c.layers, c.heads, c.head_dim, c.width)
         self.wo = normal(wo, out, fan_in=c.heads * c.head_dim, scale=scale)
+        self.q_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
+        self.k_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
         self.mlp_norm = jnp.ones((c.layers, c.width))
         self.router = normal(router, (c.layers, c.width, c.experts), fan_in=c.width)
         self.gate, self.up = (normal(k, into, fan_in=c.width) for k in (gate, up))
@@ -229,7 +240,8 @@ class Mixtral(eqx.Module):
             x = x + y
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router)
-            y, more = mix_experts(ft.partial(_mlp, layer), y, scores, real, chosen=c.chosen)
+            options = {"chosen": c.chosen, "weights_sum_to_one": c.weights_sum_to_one}
+            y, more = mix_experts(ft.partial(_mlp, layer), y, scores, real, **options)
             return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
 
         carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
@@ -239,10 +251,12 @@ class Mixtral(eqx.Module):
 
 
 def _attention(layer, x, angles, visible, cache, index, key, config):
-    q = rotate(product("bsd,dhk->bshk", x, layer.wq), angles)
-    k = rotate(product("bsd,dhk->bshk", x, layer.wk), angles)
-    v = product("bsd,dhk->bshk", x, layer.wv)
-    cache, k, v = extend(cache, index, k, v)
+    q, k, v = (product("bsd,dhk->bshk", x, w) for w in (layer.wq, layer.wk, layer.wv))
+    if config.qk_norm:
+        q = rms_norm(q, layer.q_norm, config.norm_eps)
+        k = rms_norm(k, layer.k_norm, config.norm_eps)
+    q = rotate(q, angles)
+    cache, k, v = extend(cache, index, rotate(k, angles), v)
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
     return product("bshk,hkd->bsd", out, layer.wo), cache
 

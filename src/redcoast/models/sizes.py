@@ -19,6 +19,7 @@ from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
 from .mixtral import Mixtral, MixtralConfig
 from .opt import OPT, OPTConfig
+from .phi3 import Phi3, Phi3Config
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
 
@@ -43,6 +44,7 @@ _CONFIGS: dict[Any, Any] = {
     GPT2: GPT2Config,
     GPTJ: GPTJConfig,
     OPT: OPTConfig,
+    Phi3: Phi3Config,
     Gemma: GemmaConfig,
     Mixtral: MixtralConfig,
     T5: T5Config,
@@ -94,6 +96,30 @@ qwen3_8b = _named(
     eos=(151645,),
 )
 
+smollm3_3b = _named(
+    Llama, 128256, 2048, 36, 16, 4, 11008,
+    rope_base=5e6, rope_layers=9 * (True, True, True, False), norm_eps=1e-6, tied=True,
+    context=65536, bos=128000, eos=(128001,), pad=128004,
+)
+olmo2_7b = _named(
+    Llama, 100352, 4096, 32, 32, 32, 11008,
+    rope_base=5e5, norm_eps=1e-6, qk_norm=True, output_norms=True, context=4096, eos=(100257,),
+    pad=100277,
+)
+
+phi3_mini = _named(
+    Phi3, 32064, 3072, 32, 32, 32, 8192,
+    window=2047, context=4096, bos=1, eos=(32000,), pad=32000,
+)
+phi4 = _named(
+    Phi3, 100352, 5120, 40, 40, 10, 17920,
+    rope_base=250000, context=16384, bos=100257, eos=(100257,), pad=100257,
+)
+phi4_mini = _named(
+    Phi3, 200064, 3072, 32, 24, 8, 8192,
+    rotary_dim=96, tied=True, context=4096, bos=199999, eos=(199999,), pad=199999,
+)
+
 gpt2_small = _named(GPT2, 50257, 768, 12, 12, 3072, bos=50256, eos=(50256,))
 gpt2_medium = _named(GPT2, 50257, 1024, 24, 16, 4096, bos=50256, eos=(50256,))
 gpt2_large = _named(GPT2, 50257, 1280, 36, 20, 5120, bos=50256, eos=(50256,))
@@ -135,6 +161,10 @@ gemma3_1b = _named(
 
 mixtral_8x7b = _named(Mixtral, 32000, 4096, 32, 32, 8, 14336, bos=1, eos=(2,))
 mixtral_8x22b = _named(Mixtral, 32000, 6144, 56, 48, 8, 16384, context=65536, bos=1, eos=(2,))
+qwen3_30b_a3b = _named(
+    Mixtral, 151936, 2048, 48, 32, 4, 768, 128, 8,
+    head_size=128, norm_eps=1e-6, qk_norm=True, context=40960, bos=151643, eos=(151645,),
+)
 
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, head_size=64, pad=0, eos=(1,))
 t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, head_size=64, pad=0, eos=(1,))

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import models
 from ._unsupported import check_quantised, refuse_type
-from .hf import bart, bert, captioner, gemma, gpt2, gptj, llama, mixtral, opt, t5, vit
+from .hf import bart, bert, captioner, gemma, gpt2, gptj, llama, mixtral, opt, phi3, t5, vit
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ FAMILIES = (
     Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
     Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
     Family(models.GPTJ, models.GPTJConfig, gptj, ("gptj",)),
-    Family(models.Llama, models.LlamaConfig, llama, ("llama", "mistral", "qwen2", "qwen3")),
-    Family(models.Mixtral, models.MixtralConfig, mixtral, ("mixtral",)),
+    Family(models.Llama, models.LlamaConfig, llama, llama.KINDS),
+    Family(models.Mixtral, models.MixtralConfig, mixtral, ("mixtral", "qwen3_moe")),
     Family(models.OPT, models.OPTConfig, opt, ("opt",)),
+    Family(models.Phi3, models.Phi3Config, phi3, ("phi3",)),
     Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._tensors import Tensor, factor_sizes, tensor_name
+from ._tensors import Tensor, factor_sizes, ranges, tensor_name, tensor_sizes
 
 Box = tuple[slice, ...]
 Span = tuple[int, int]
@@ -53,6 +53,9 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     right = [_part(g, part, sizes) for g, part in zip(tensor.right, box[lead:], strict=True)]
     spans = {f: (i[0], i[0] + 1) for f, i in tensor.fixed if isinstance(i, tuple)}
     spans = spans | {"1": (0, 1)} | {f: span for found, _, _ in right for f, span in found.items()}
+    for f, first in ranges(tensor).items():
+        spans[f] = (first + spans[f][0], first + spans[f][1])
+    sizes = tensor_sizes(tensor, sizes)
     left = [_covering_slice(group, spans, sizes) for group in tensor.left]
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
     rest = [i for i, f in enumerate(factors) if f not in moved]
@@ -111,7 +114,9 @@ def insert(tensor: Tensor, part: np.ndarray, out: np.ndarray) -> None:
     sizes = factor_sizes(tensor, lead + part.shape)
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
     at = {f: i[0] for f, i in tensor.fixed if isinstance(i, tuple)} | {"1": 0}
-    view = out.reshape([sizes[f] for f in factors])  # a view, since `out` is contiguous
+    at |= {f: slice(i, i + sizes[f]) for f, i in ranges(tensor).items()}
+    extents = tensor_sizes(tensor, sizes)
+    view = out.reshape([extents[f] for f in factors])  # a view, since `out` is contiguous
     order = [moved.index(f) for f in factors if f in moved]
     source = part.reshape([sizes[f] for f in moved]).transpose(order)
     view[tuple(at.get(f, slice(None)) for f in factors)] = source

@@ -30,7 +30,8 @@ class Tensor:
       first; a number is a factor of that size. Every factor must be on both sides, except factors
       of size 1 and those fixed at an index.
     - `fixed`: sizes of factors that do not follow from the leaf's shape; or an index and a size,
-      for a factor of which the leaf holds only that index: `qkv=(0, 3)` is the first of three.
+      for a factor of which the leaf holds only that index: `qkv=(0, 3)` is the first of three. If
+      this factor is on both sides, the leaf holds as many indices as it has, from that one on.
 
     **Raises:**
 
@@ -81,7 +82,7 @@ def _groups(side: str, tensor: Tensor) -> Groups:
 def _check(tensor: Tensor) -> None:
     left, right = ({*it.chain(*side)} - {"1"} for side in (tensor.left, tensor.right))
     fixed = dict(tensor.fixed)
-    parts = {f for f, size in fixed.items() if isinstance(size, tuple)}
+    parts = {f for f, size in fixed.items() if isinstance(size, tuple)} - right
     if unknown := fixed.keys() - left - right:
         raise ValueError(f"{tensor} has no {_words(unknown)}, for which a size is given.")
     if alone := (left - parts) ^ right:
@@ -94,17 +95,20 @@ def _check(tensor: Tensor) -> None:
         if not 0 <= index < size:
             raise ValueError(f"{tensor} fixes {factor} at {index} of {size}.")
     for group in tensor.right:
-        if len(unsized := [f for f in group if _given(f, fixed) is None]) > 1:
+        if len(unsized := [f for f in group if _given(f, tensor) is None]) > 1:
             raise ValueError(f"{tensor} needs the size of {_words(unsized[:-1])}.")
     if len({*tensor.fields}) < len(tensor.fields) or not all(map(str.isidentifier, tensor.fields)):
         raise ValueError(f"The fields of {tensor.name} must be distinct names, such as {{layer}}.")
 
 
-def _given(factor: str, fixed: dict[str, int | tuple[int, int]]) -> int | None:
+def _given(factor: str, tensor: Tensor) -> int | None:
+    """Returns the size of a factor of the leaf, if it does not follow from the leaf's shape."""
     if factor.isdecimal():
         return int(factor)
-    size = fixed.get(factor)
-    return size[1] if isinstance(size, tuple) else size
+    size = dict(tensor.fixed).get(factor)
+    if isinstance(size, tuple):
+        return None if factor in it.chain(*tensor.right) else size[1]
+    return size
 
 
 def _words(factors) -> str:
@@ -118,9 +122,8 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
 
     `ValueError` if the shape does not match the pattern.
     """
-    fixed = dict(tensor.fixed)
     shape = leaf_shape[len(tensor.fields) :]
-    sizes = {f: _given(f, fixed) for f in it.chain(*tensor.left, *tensor.right)}
+    sizes = {f: _given(f, tensor) for f in it.chain(*tensor.left, *tensor.right)}
     if len(leaf_shape) != len(tensor.fields) + len(tensor.right):
         raise ValueError(
             f"{tensor} has {len(tensor.fields) + len(tensor.right)} dimensions, but the array has "
@@ -135,7 +138,27 @@ def factor_sizes(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[str, int]:
                 f"{leaf_shape} requires: { ({f: sizes[f] for f in group}) }."
             )
         sizes |= dict.fromkeys(unsized, size // known)
-    return {f: size for f, size in sizes.items() if size is not None}
+    found = {f: size for f, size in sizes.items() if size is not None}
+    for f, start in ranges(tensor).items():
+        if start + found[f] > (whole := tensor_sizes(tensor, found)[f]):
+            raise ValueError(
+                f"{tensor} has {whole} of {f}, of which an array of shape {leaf_shape} would hold "
+                f"{start} to {start + found[f]}."
+            )
+    return found
+
+
+def ranges(tensor: Tensor) -> dict[str, int]:
+    """Returns the factors of which the leaf holds a range, with its first index."""
+    right = {*it.chain(*tensor.right)}
+    return {f: at[0] for f, at in tensor.fixed if isinstance(at, tuple) and f in right}
+
+
+def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
+    """Returns the size of each factor in the tensor, given those in the leaf."""
+    fixed = dict(tensor.fixed)
+    totals = {f: at[1] for f in ranges(tensor) if isinstance(at := fixed[f], tuple)}
+    return sizes | totals
 
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
@@ -151,5 +174,5 @@ def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int,
 
 def tensor_shape(tensor: Tensor, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of each of a leaf's tensors."""
-    sizes = factor_sizes(tensor, leaf_shape)
+    sizes = tensor_sizes(tensor, factor_sizes(tensor, leaf_shape))
     return tuple(prod(sizes[f] for f in group) for group in tensor.left)

@@ -1,4 +1,5 @@
-"""The settings and tensors of LLaMA, Mistral, Qwen2 and Qwen3 in Hugging Face's format."""
+"""The settings and tensors of LLaMA, Mistral, OLMo 2, Qwen2, Qwen3 and SmolLM3 in Hugging Face's
+format."""
 
 from typing import Any
 
@@ -6,7 +7,7 @@ from ...models.llama import LlamaConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
-from ._tables import HEADS_BIAS, LLAMA_LAYER, llama_attention, llama_mlp, own_head
+from ._tables import HEADS_BIAS, LLAMA_LAYER, VECTOR, llama_attention, llama_mlp, own_head
 
 _NAMES = {
     "vocab": "vocab_size",
@@ -25,34 +26,58 @@ _NAMES = {
     "bos": "bos_token_id",
     "pad": "pad_token_id",
 }
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+# Default values that differ between them.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "max_position_embeddings": 131072,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1},
+    "qwen3": {"head_dim": 128},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "pad_token_id": 128004,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+    },
+}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "llama")
-    mistral = kind == "mistral"
     defaults = {
         **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_key_value_heads": 8 if mistral else None,
-        "head_dim": 128 if kind == "qwen3" else None,
+        "num_key_value_heads": None,
+        "head_dim": None,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
-        "sliding_window": 4096 if mistral else None,
+        "sliding_window": None,
         "attention_dropout": 0.0,
-        "max_position_embeddings": 131072 if mistral else 2048,
+        "max_position_embeddings": 2048,
         **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id")),
         **dict.fromkeys(("rope_scaling", "rope_parameters", "layer_types")),
-        "use_sliding_window": mistral,
+        "use_sliding_window": False,
         "max_window_layers": 0,
+        **_DEFAULTS.get(kind, {}),
     }
     only = {
-        "model_type": _KINDS,
+        "model_type": KINDS,
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "rope_interleaved": (False,),
     }
+    if kind == "smollm3":
+        only["use_sliding_window"] = (False,)
     c = read_settings(settings, defaults, only)
     kv_heads = c["num_key_value_heads"]
     fields = read_fields(c, _NAMES)
@@ -60,9 +85,18 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         **read_rope_settings(c),
         "window": _window(c),
+        "rope_layers": _rope_layers(c) if kind == "smollm3" else (),
         "qkv_bias": kind == "qwen2",
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("olmo2", "qwen3"),
+        "output_norms": kind == "olmo2",
     }
+
+
+def _rope_layers(c: dict[str, Any]) -> tuple[bool, ...]:
+    count, each = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    if c["no_rope_layers"] is None:  # the numbers are 1 where there are rotary embeddings
+        return tuple((i + 1) % each != 0 for i in range(count))
+    return tuple(map(bool, c["no_rope_layers"][:count]))
 
 
 def _window(c: dict[str, Any]) -> int | None:
@@ -78,19 +112,46 @@ def _window(c: dict[str, Any]) -> int | None:
 
 def write(config: LlamaConfig) -> dict[str, Any]:
     c = config
-    if c.qkv_bias and c.qk_norm:
-        raise ValueError("No published architecture has both `qkv_bias` and `qk_norm`.")
-    plain = "Mistral" if c.window else "Llama"
-    name = "Qwen2" if c.qkv_bias else "Qwen3" if c.qk_norm else plain
+    name = _architecture(c)
     settings = write_fields(c, _NAMES)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     settings |= write_rope(c.rope_scaling)
     if name.startswith("Qwen"):
         settings |= {"use_sliding_window": bool(c.window), "max_window_layers": 0}
-    if name == "Llama":
+    if name == "SmolLM3":
+        settings["no_rope_layers"] = [int(rotated) for rotated in c.rope_layers]
+    if name in ("Llama", "Olmo2", "SmolLM3"):
         del settings["sliding_window"]
     return settings
+
+
+def _architecture(c: LlamaConfig) -> str:
+    """Returns the published architecture that has these options."""
+    options = (c.qkv_bias, c.qk_norm, c.output_norms, bool(c.rope_layers))
+    found = _ARCHITECTURES.get(options)
+    if found == "Llama" and c.window:
+        return "Mistral"
+    if found is None or (c.window and not found.startswith("Qwen")):
+        raise ValueError(
+            "No published architecture has this combination of `qkv_bias`, `qk_norm`, "
+            "`output_norms`, `rope_layers` and `window`. Qwen2 has `qkv_bias`, Qwen3 has "
+            "`qk_norm`, OLMo 2 has `qk_norm` and `output_norms`, SmolLM3 has `rope_layers`; of "
+            "these, only Qwen2 and Qwen3 may have a `window`."
+        )
+    if found in ("Olmo2", "SmolLM3") and c.head_size is not None:
+        raise ValueError(f"{found} has no `head_size` other than `width / heads`.")
+    return found
+
+
+# By `qkv_bias`, `qk_norm`, `output_norms`, and whether there are `rope_layers`.
+_ARCHITECTURES = {
+    (False, False, False, False): "Llama",
+    (True, False, False, False): "Qwen2",
+    (False, True, False, False): "Qwen3",
+    (False, True, True, False): "Olmo2",
+    (False, False, False, True): "SmolLM3",
+}
 
 
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
@@ -101,7 +162,11 @@ def tensors(config: LlamaConfig) -> dict[str, Tensor]:
         for letter in "qkv":
             found[f"layers/b{letter}"] = Tensor(f"{layer}{letter}_proj.bias", HEADS_BIAS)
     if config.qk_norm:
+        pattern = HEADS_BIAS if config.output_norms else "head_dim -> head_dim"
         for letter in "qk":
-            name = f"{layer}{letter}_norm.weight"
-            found[f"layers/{letter}_norm"] = Tensor(name, "head_dim -> head_dim")
+            found[f"layers/{letter}_norm"] = Tensor(f"{layer}{letter}_norm.weight", pattern)
+    if config.output_norms:
+        names = {"attention": "post_attention", "mlp": "post_feedforward"}
+        for part, name in names.items():
+            found[f"layers/{part}_norm"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
     return found | own_head(config)

@@ -1,9 +1,9 @@
-"""The settings and tensors of Mixtral in Hugging Face's format."""
+"""The settings and tensors of Mixtral and Qwen3-MoE in Hugging Face's format."""
 
 from typing import Any
 
 from ...models.mixtral import MixtralConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
 from ._tables import LLAMA_LAYER, TURNED, llama_attention, llama_norm, own_head, tied_head
@@ -32,60 +32,90 @@ _NAMES = {
 }
 
 
+# The same settings in Qwen3-MoE.
+_QWEN3 = {
+    "hidden": "moe_intermediate_size",
+    "experts": "num_experts",
+    "weights_sum_to_one": "norm_topk_prob",
+}
+
+
 def read(settings: dict[str, Any]) -> dict[str, Any]:
+    qwen3 = settings.get("model_type") == "qwen3_moe"
+    names = _NAMES | (_QWEN3 if qwen3 else {})
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        **dict.fromkeys(names.values(), REQUIRED),
+        "num_key_value_heads": 4 if qwen3 else 8,
+        names["experts"]: 128 if qwen3 else 8,
+        "num_experts_per_tok": 8 if qwen3 else 2,
         "head_dim": None,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4 if qwen3 else 1e6,
+        "rms_norm_eps": 1e-6 if qwen3 else 1e-5,
         "tie_word_embeddings": False,
-        "sliding_window": None,
+        "sliding_window": 4096 if qwen3 else None,
         "attention_dropout": 0.0,
         "router_aux_loss_coef": 0.001,
-        "max_position_embeddings": 131072,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "max_position_embeddings": 32768 if qwen3 else 131072,
+        "bos_token_id": None if qwen3 else 1,
+        "eos_token_id": None if qwen3 else 2,
         **dict.fromkeys(("pad_token_id", "rope_scaling", "rope_parameters")),
     }
-    only = {
-        "model_type": ("mixtral",),
+    only: dict[str, tuple[Any, ...]] = {
+        "model_type": ("mixtral", "qwen3_moe"),
         "hidden_act": ("silu",),
-        "router_jitter_noise": (0.0,),
     }
-    # `output_router_logits` only selects the training loss, which users define themselves.
-    c = read_settings(settings, defaults, only, ("output_router_logits",))
+    if qwen3:
+        defaults |= {"norm_topk_prob": False, "use_sliding_window": False}
+        only |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+        only |= {"attention_bias": (False,)}
+        settings = rename(settings, {"num_local_experts": "num_experts"})
+    else:
+        only |= {"router_jitter_noise": (0.0,)}
+    # `output_router_logits` only selects the training loss, which users define themselves. The
+    # size of dense layers is not used: there are none.
+    ignored = ("output_router_logits", "max_window_layers", *["intermediate_size"] * qwen3)
+    c = read_settings(settings, defaults, only, ignored)
     kv_heads = c["num_key_value_heads"]
-    return read_fields(c, _NAMES) | {
+    fields = read_fields(c, names) | {
         "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
         **read_rope_settings(c),
+        "qk_norm": qwen3,
     }
+    return fields | ({"window": None} if qwen3 and not c["use_sliding_window"] else {})
 
 
 def write(config: MixtralConfig) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES)
-    settings |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if not c.qk_norm and not c.weights_sum_to_one:
+        raise ValueError(
+            "Mixtral has `weights_sum_to_one`, and no published architecture has neither that nor "
+            "`qk_norm`, which Qwen3-MoE has."
+        )
+    name, kind = ("Qwen3Moe", "qwen3_moe") if c.qk_norm else ("Mixtral", "mixtral")
+    settings = write_fields(c, _NAMES | (_QWEN3 if c.qk_norm else {}))
+    settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
+    if c.qk_norm:
+        settings |= {"use_sliding_window": bool(c.window), "decoder_sparse_step": 1}
+        settings |= {"mlp_only_layers": []}
     settings |= write_rope(c.rope_scaling)
     return settings
 
 
 def tensors(config: MixtralConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    moe = LLAMA_LAYER + "block_sparse_moe."
-    expert = moe + "experts.{expert}."
-    return {
-        **llama_attention(),
-        "layers/router": Tensor(moe + "gate.weight", TURNED),
-        "layers/gate": Tensor(expert + "w1.weight", TURNED),
-        "layers/up": Tensor(expert + "w3.weight", TURNED),
-        "layers/down": Tensor(expert + "w2.weight", TURNED),
-        **llama_norm(),
-        **own_head(config),
-    }
+    moe = LLAMA_LAYER + ("mlp." if config.qk_norm else "block_sparse_moe.")
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    if config.qk_norm:
+        names = {leaf: f"{leaf}_proj" for leaf in names}
+    found = llama_attention() | {"layers/router": Tensor(moe + "gate.weight", TURNED)}
+    for leaf, name in names.items():
+        found[f"layers/{leaf}"] = Tensor(f"{moe}experts.{{expert}}.{name}.weight", TURNED)
+    if config.qk_norm:
+        for letter in "qk":
+            name = f"{LLAMA_LAYER}self_attn.{letter}_norm.weight"
+            found[f"layers/{letter}_norm"] = Tensor(name, "head_dim -> head_dim")
+    return found | llama_norm() | own_head(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

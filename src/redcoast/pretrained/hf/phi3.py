@@ -1,0 +1,140 @@
+"""The settings and tensors of Phi-3 and Phi-4 in Hugging Face's format."""
+
+import math
+from typing import Any
+
+from ...models._rotary import LongRope
+from ...models.phi3 import Phi3Config
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._tables import LLAMA_LAYER, llama_attention, llama_mlp, own_head, tied_head
+
+BASE_PREFIX = "model."
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "window": "sliding_window",
+    "attention_dropout": "attention_dropout",
+    "residual_dropout": "resid_pdrop",
+    "context": "max_position_embeddings",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+_FACTORS = {"short": "short_factor", "long": "long_factor"}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "num_key_value_heads": None,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        "resid_pdrop": 0.0,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+    }
+    only = {
+        "model_type": ("phi3",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "full_attn_mod": (1,),
+        "lm_head_bias": (False,),
+        "interpolate_factor": (1,),
+    }
+    # `embd_pdrop` is in the files, but no published implementation applies it.
+    c = read_settings(settings, defaults, only, ("embd_pdrop",))
+    if c["num_key_value_heads"] is None:
+        c["num_key_value_heads"] = c["num_attention_heads"]
+    return read_fields(c, _NAMES) | _read_rope(c)
+
+
+def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(c["rope_parameters"] or c["rope_scaling"] or {})
+    part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
+    head_dim = c["hidden_size"] // c["num_attention_heads"]
+    found = {
+        "rope_base": rope.pop("rope_theta", c["rope_theta"]),
+        "rotary_dim": int(head_dim * part),
+    }
+    kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
+    if not kinds:
+        return found
+    # The older names are those of the same scaling.
+    if not kinds <= {"longrope", "su", "yarn"}:
+        raise ValueError(
+            f"The rotary embeddings have the types {sorted(kinds)}, but only 'default' and "
+            "'longrope' are implemented."
+        )
+    rope.pop("original_max_position_embeddings", None)  # the one outside counts
+    known = {*_FACTORS.values(), "factor", "attention_factor"}
+    if (unknown := rope.keys() - known) or (missing := {*_FACTORS.values()} - rope.keys()):
+        problem = f"unknown settings: {sorted(unknown)}" if unknown else f"no {sorted(missing)}"
+        raise ValueError(f"The setting of rotary embeddings has {problem}.")
+    return found | {"rope_scaling": _long_rope(rope, c)}
+
+
+def _long_rope(rope: dict[str, Any], c: dict[str, Any]) -> LongRope:
+    original = c["original_max_position_embeddings"]
+    ratio = rope.get("factor") or c["max_position_embeddings"] / original
+    factor = rope.get("attention_factor")
+    if factor is None:
+        factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    lists = {field: tuple(rope[name]) for field, name in _FACTORS.items()}
+    return LongRope(**lists, original=original, factor=factor)
+
+
+def write(config: Phi3Config) -> dict[str, Any]:
+    c = config
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
+    if s := c.rope_scaling:
+        rope |= {"rope_type": "longrope", "attention_factor": s.factor}
+        rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
+        rope["original_max_position_embeddings"] = s.original
+    rope["partial_rotary_factor"] = c.rotated / c.head_dim
+    settings = write_fields(c, _NAMES)
+    return settings | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "original_max_position_embeddings": s.original if s else c.context,
+        "rope_parameters": rope,
+    }
+
+
+def tensors(config: Phi3Config) -> dict[str, Tensor]:
+    """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
+    found = llama_attention() | llama_mlp()
+    all_heads = config.heads + 2 * config.kv_heads
+    starts = {"q": 0, "k": config.heads, "v": config.heads + config.kv_heads}
+    for letter, start in starts.items():
+        found[f"layers/w{letter}"] = Tensor(
+            LLAMA_LAYER + "self_attn.qkv_proj.weight",
+            "(heads head_dim) width -> width heads head_dim",
+            heads=(start, all_heads),
+        )
+    for i, leaf in enumerate(("gate", "up")):
+        found[f"layers/{leaf}"] = Tensor(
+            LLAMA_LAYER + "mlp.gate_up_proj.weight",
+            "(part outputs) inputs -> inputs outputs",
+            part=(i, 2),
+        )
+    return found | own_head(config)
+
+
+duplicates = tied_head("model.embed_tokens.weight")

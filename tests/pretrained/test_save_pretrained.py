@@ -220,6 +220,37 @@ def test_nothing_is_overwritten(tmp_path):
         rc.save_pretrained(model, tmp_path / "empty" / "config.json")
 
 
+def test_a_card_says_what_the_hub_reads_and_how_the_model_was_trained(tmp_path):
+    facts = {"license": "mit", "language": ["en", "fr"], "tags": ["chat"], "data": "a | b\nc"}
+    facts |= {"steps": 7, "final_loss": 2.123456789}
+    rc.save_pretrained(make(Llama, CONFIG), tmp_path / "model", card=facts)
+    _, front, text = (tmp_path / "model" / "README.md").read_text().split("---\n", 2)
+    assert dict(line.split(": ", 1) for line in front.splitlines()) == {
+        "library_name": '"transformers"',
+        "pipeline_tag": '"text-generation"',
+        "language": '["en", "fr"]',
+        "license": '"mit"',
+        "tags": '["chat", "redcoast"]',
+    }
+    assert "| data | a \\| b c |\n| steps | 7 |\n| final loss | 2.12346 |\n" in text
+    sizes = [x.size for x in load_file(tmp_path / "model" / "model.safetensors").values()]
+    assert f"`LlamaForCausalLM` with {sum(sizes):,} parameters" in text
+    rc.load_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        ({"license": 3}, "`card` has 'license': 3. It must be a string, or a list"),
+        ({"tags": "one"}, "`card` has 'tags': 'one'. It must be a list of strings"),
+    ],
+)
+def test_cards_that_the_hub_would_not_read(tmp_path, card, words):
+    with pytest.raises(TypeError, match=words):
+        rc.save_pretrained(make(Llama, CONFIG), tmp_path / "model", card=card)
+    assert not (tmp_path / "model").exists()
+
+
 def test_what_fails_half_way_leaves_nothing_under_the_name(tmp_path, monkeypatch):
     model = make(Llama, CONFIG)
 

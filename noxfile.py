@@ -15,7 +15,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 
 
 def install(
-    session: nox.Session, *groups: str, extras: str = "experiments", pip: tuple[str, ...] = ()
+    session: nox.Session, *groups: str, extras: str = "experiments,serve", pip: tuple[str, ...] = ()
 ) -> None:
     packages = nox.project.dependency_groups(PROJECT, *groups)
     session.install(*pip, "-e", f".[{extras}]", *packages)
@@ -34,6 +34,7 @@ def tests(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Real processes, whole programs and the pages of the docs. Arguments go to pytest."""
     install(session, "tests")
+    session.install("openai>=1.60")  # a client of `experiments/serve.py`
     session.run("pytest", "-m", "integration", *WORKERS, *session.posargs)
 
 
@@ -106,7 +107,7 @@ def slurm(session: nox.Session) -> None:
 @nox.session(name="dryrun-tpu")
 def dryrun_tpu(session: nox.Session) -> None:
     """Programs for TPUs that are not there, by their own compiler. Arguments go to pytest."""
-    install(session, "tests", extras="experiments,tpu")
+    install(session, "tests", extras="experiments,serve,tpu")
     options = ("-o", "python_files=*tpu_dryrun.py")
     session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
@@ -114,7 +115,7 @@ def dryrun_tpu(session: nox.Session) -> None:
 @nox.session(name="dryrun-cuda")
 def dryrun_cuda(session: nox.Session) -> None:
     """Programs for GPUs that are not there, by their own compiler. Arguments go to pytest."""
-    install(session, "tests", extras="experiments,cuda12")
+    install(session, "tests", extras="experiments,serve,cuda12")
     options = ("-o", "python_files=*cuda_dryrun.py")
     session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 

@@ -1,5 +1,6 @@
 """Pretrained weights, with their tokenizers and chat templates."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,35 +24,64 @@ def minilm() -> Path:
 
 
 def read_tokenizer(weights: Path) -> Any:
-    """Reads the tokenizer of a Hugging Face directory or a .gguf file."""
+    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`."""
     from tokenizers import Tokenizer
 
     if weights.suffix == ".gguf":
         return _gguf_tokenizer(weights)
-    if not (weights / "tokenizer.json").exists():
-        raise SystemExit(f"{weights} has no tokenizer: there is no tokenizer.json in it.")
-    return Tokenizer.from_file(str(weights / "tokenizer.json"))
+    if (weights / "tokenizer.json").exists():
+        return Tokenizer.from_file(str(weights / "tokenizer.json"))
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit(
+            f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "
+            "`transformers`, which converts it."
+        )
+    return _converted(weights)
+
+
+def _converted(weights: Path) -> Any:
+    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
+
+    try:
+        return AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(f"{weights} has no tokenizer that can be read: {error}") from error
 
 
 def chat_template(weights: Path) -> Callable[..., str]:
     """Returns the chat template of the weights, as a function from messages to text."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    if render := find_chat_template(weights):
+        return render
+    raise SystemExit(f"{weights} has no chat template, so the model is not a chat model.")
+
+
+def find_chat_template(weights: Path) -> Callable[..., str] | None:
+    """Like `chat_template`, but None if there is none."""
+    from _chat_template import read_template, renderer
 
     if weights.suffix == ".gguf":
-        settings = {"chat_template": _metadata(weights)("tokenizer.chat_template")}
+        read = _metadata(weights)
+        template, settings = read("tokenizer.chat_template"), _gguf_special(read)
     else:
-        path = weights / "tokenizer_config.json"
-        settings = json.loads(path.read_text()) if path.exists() else {}
-    if not isinstance(settings.get("chat_template"), str):
-        raise SystemExit(f"{weights} has no chat template, so the model is not a chat model.")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(settings["chat_template"])
-    special = {key: _text(settings.get(key)) for key in ("bos_token", "eos_token")}
-    return lambda messages, **options: template.render(messages=messages, **special, **options)
+        template, settings = read_template(weights)
+    return renderer(template, settings) if isinstance(template, str) else None
 
 
-def _text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else token or ""
+def save_gguf_tokenizer(weights: Path, directory: Path) -> None:
+    """Writes the tokenizer and the chat template of a .gguf file as Hugging Face's files."""
+    read = _metadata(weights)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_gguf_special(read)}
+    if template := read("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    read_tokenizer(weights).save(str(directory / "tokenizer.json"))
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (directory / "tokenizer_config.json").write_text(text, "utf-8")
+
+
+def _gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
+    words = read("tokenizer.ggml.tokens") or []
+    ids = {name: read(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    return {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
 
 
 def _gguf_tokenizer(path: Path) -> Any:

@@ -24,6 +24,15 @@ def train_tokenizer(texts: Iterable[str], vocab: int, *, start: bool = True) -> 
     return tokenizer
 
 
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 256 tokens, the bytes of UTF-8."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({sign: i for i, sign in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[str], seq: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of texts, truncated or padded to `seq`, and their mask, (count, seq)."""
     tokenizer.enable_truncation(seq)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import _options
 import equinox as eqx
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from _common import exit_if_stopped, make_optimizer, print_once, report, start
 from _corpus import chat_windows, read_chats, read_texts, windows
-from _published import chat_template, read_tokenizer, smollm2
+from _published import chat_template, read_tokenizer, save_gguf_tokenizer, smollm2
 
 import redcoast as rc
 from redcoast import lora, losses
@@ -63,7 +63,7 @@ def main(c: Config) -> None:
     collate_fn = lambda rows: tuple(map(np.stack, zip(*rows, strict=True)))
     measured = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": c.batch_size}
     before = rc.evaluate(model, valid, mesh=mesh, **measured)["loss"]
-    show_sample("before", model, tokenizer, c)
+    show_sample("before", model, tokenizer, run.directory, c)
 
     state = rc.fit(
         model,
@@ -80,8 +80,8 @@ def main(c: Config) -> None:
 
     exit_if_stopped(int(state.step), c.steps)
     after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
-    show_sample("after", state.model, tokenizer, c)
-    save(state.model, tokenizer, run.directory, c)
+    show_sample("after", state.model, tokenizer, run.directory, c)
+    save(state.model, weights, run.directory, c, before=before, after=after)
     perplexities = {"perplexity_before": math.exp(before), "perplexity_after": math.exp(after)}
     report(run.directory, **perplexities)
 
@@ -97,22 +97,45 @@ def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
     return [(x, x >= 0) for x in train], [(x, x >= 0) for x in valid[:64]]
 
 
-def show_sample(when: str, model, tokenizer, c: Config) -> None:
+def show_sample(when: str, model, tokenizer, directory: Path, c: Config) -> None:
+    """Prints how the model continues the prompt, and writes it to a file of the run."""
     tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
     print_once(f"Sample {when}:\n{text}\n")
+    if jax.process_index() == 0:
+        (directory / f"samples_{when}.txt").write_text(text, "utf-8")
 
 
-def save(model, tokenizer, directory: Path, c: Config) -> None:
-    """Saves the model for `transformers`, and the adapters for PEFT."""
+def save(model, weights: Path, directory: Path, c: Config, **losses: float) -> None:
+    """Saves the model for `transformers`, with its tokenizer, and the adapters for PEFT."""
     if c.lora:
         lora.save_adapters(model, directory / "adapters")
         model = lora.merge(model)
-    rc.save_pretrained(model, directory / "model")
-    if jax.process_index() == 0:
-        tokenizer.save(str(directory / "model" / "tokenizer.json"))
+    source = weights if weights.is_dir() else None
+    card = describe(weights, c, **losses)
+    rc.save_pretrained(model, directory / "model", tokenizer=source, card=card)
+    if source is None and jax.process_index() == 0:
+        save_gguf_tokenizer(weights, directory / "model")
     print_once(f"Saved the model to {directory / 'model'}.")
+
+
+def describe(weights: Path, c: Config, *, before: float, after: float) -> dict[str, Any]:
+    """What the model card says of the training."""
+    return {
+        "fine-tuned from": weights.stem if weights.is_file() else weights.resolve().name,
+        "trained": f"LoRA adapters of rank {c.rank}, merged" if c.lora else "all weights",
+        "data": c.text.name if c.text else "the source code of Python's standard library",
+        "steps": c.steps,
+        "sequences in a batch": c.batch_size,
+        "tokens in a sequence": c.seq,
+        "optimizer": "AdamW, weight decay 0.01, gradients clipped to norm 1",
+        "peak learning rate": c.learning_rate,
+        "precision": c.dtype,
+        "seed": c.run.seed,
+        "validation loss before": before,
+        "final validation loss": after,
+    }
 
 
 if __name__ == "__main__":

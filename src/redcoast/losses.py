@@ -5,7 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Integer
+
+from .core._sequence_parts import sequence_parts
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
 
@@ -101,6 +104,9 @@ def chunked_cross_entropy(
     if chunk < 1:
         raise ValueError(f"`chunk` is {chunk}, but must be at least 1.")
 
+    if sequence_parts() > 1:
+        return _mean(_losses_in_parts(hidden, unembed, targets, chunk), mask)
+
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
         hidden, targets = inputs
         return None, _token_losses(unembed(hidden), targets)
@@ -110,6 +116,49 @@ def chunked_cross_entropy(
     _, losses = jax.lax.scan(body, None, (_in_chunks(hidden, chunk), _in_chunks(targets, chunk)))
     losses = jnp.moveaxis(losses, 0, 1).reshape(hidden.shape[0], -1)
     return _mean(losses[:, : hidden.shape[1]], mask)
+
+
+def _losses_in_parts(
+    hidden: Float[Array, "batch seq width"],
+    unembed: Callable[[Array], Array],
+    targets: Integer[Array, "batch seq"],
+    chunk: int,
+) -> Float[Array, "batch seq"]:
+    """The losses of all tokens of a sequence that is split over devices.
+
+    Each chunk has tokens of every part. The arrays of `unembed` are repeated for each part before
+    the loop, which moves nothing, so that their gradients are summed over the devices once, after
+    the loop, and not in every chunk.
+    """
+    batch, seq, width = hidden.shape
+    parts = sequence_parts()
+    count = -(-seq // (parts * chunk))
+    size = -(-seq // (parts * count))
+
+    def divided(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, parts * count * size - seq)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, parts, count, size, *x.shape[2:]), 2, 0)
+
+    traced = jax.make_jaxpr(unembed)(jax.ShapeDtypeStruct((batch, size, width), hidden.dtype))
+    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in traced.consts]
+    arrays = [
+        jnp.broadcast_to(x[None], (parts, *x.shape)) if one else x
+        for x, one in zip(traced.consts, moved, strict=True)
+    ]
+
+    def of_part(arrays: list[Array], hidden: Array, targets: Array) -> Array:
+        (logits,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, arrays))(hidden)
+        return _token_losses(logits, targets)
+
+    in_axes = [0 if one else None for one in moved]
+
+    def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+        return None, jax.vmap(of_part, (in_axes, 1, 1), 1)(arrays, *inputs)
+
+    # Inside a scan the compiler cannot undo rematerialisation by CSE.
+    body = jax.checkpoint(body, prevent_cse=False)
+    _, losses = jax.lax.scan(body, None, (divided(hidden), divided(targets)))
+    return jnp.moveaxis(losses, 0, 2).reshape(batch, -1)[:, :seq]
 
 
 def _check_targets(name: str, x: Array, targets: Array, mask: Array | None) -> None:

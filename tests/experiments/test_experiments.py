@@ -1,6 +1,7 @@
 """Runs small versions of the experiments, as a user would."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -69,6 +70,7 @@ SCRIPTS = [
     "maddpg",
     "maml",
     "ppo",
+    "serve",
     "serve_prompt",
     "text_classification",
     "text_to_image",
@@ -84,7 +86,9 @@ def test_help_explains_every_option(name, script, capsys):
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     options = script("_options")
-    fields = config.__dataclass_fields__ | options.Hosts.__dataclass_fields__
+    fields = dict(config.__dataclass_fields__)
+    if fields.keys() & {"run", "hosts"}:
+        fields |= options.Hosts.__dataclass_fields__
     if "run" in fields:
         fields |= options.Run.__dataclass_fields__
     for field in fields.keys() - {"run", "hosts"}:  # whose fields are options themselves
@@ -316,7 +320,14 @@ def test_fine_tuning_improves_and_saves_the_model(weights, texts, tmp_path):
     assert number_after("Perplexity after: ", output) < before
     assert re.search(r"Sample before:\nT e x t.*Sample after:\nT e x t", output, re.DOTALL)
     saved = only_run(tmp_path / "runs") / "model"
-    assert (saved / "tokenizer.json").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (saved / name).read_bytes() == (weights / name).read_bytes()
+    card = (saved / "README.md").read_text()
+    assert "| steps | 2 |" in card
+    after = number_after("final validation loss | ", card)
+    assert math.exp(after) == pytest.approx(number_after("Perplexity after: ", output), rel=1e-3)
+    sample = (saved.parent / "samples_after.txt").read_text()
+    assert f"Sample after:\n{sample}\n" in output
     changed = rc.load_pretrained(saved).embed - rc.load_pretrained(weights).embed
     assert np.abs(changed).max() > 0
 

@@ -182,6 +182,7 @@ ROWS = {
             ValueError,
             "n exists already",
         ),
+        (lambda d: rc.save_pretrained(llama(), d / "m", card="mit"), TypeError, "`card`"),
     ],
     "models": [
         (lambda d: llama(heads=3), ValueError, "`width`.*`heads`|`heads`"),

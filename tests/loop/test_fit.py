@@ -188,9 +188,10 @@ def test_a_batch_that_does_not_divide_says_so(capsys):
 
 def test_prints_versions_devices_data_the_plan_and_progress(capsys):
     say_once.cache_clear()  # an earlier run may have said it
-    fit(log=rc.progress_logger(), mesh=rc.make_mesh(model=4))
+    fit(log=rc.progress_logger(), mesh=rc.make_mesh(model=4), examples=EXAMPLES[:50], epochs=1)
     out, err = capsys.readouterr()
     assert out.startswith(f"redcoast {rc.__version__}, jax {jax.__version__}, 8 CPU devices\n")
+    assert "50 examples, 4 steps of 16 (1 epoch)\n" in out  # the last batch has two
     assert "Precision      float32\n8 devices = 2-way data parallel x 4-way tensor" in out
     assert out.endswith("Compiling ...\n")
     assert "step 4/4" in err

@@ -20,11 +20,12 @@ from redcoast.models import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    Phi3Config,
     T5Config,
     ViTConfig,
 )
 from redcoast.models._checks import check_fields
-from redcoast.models._rotary import RopeScaling
+from redcoast.models._rotary import LongRope, RopeScaling
 from redcoast.pretrained._registry import hf_names, read_config, write_config
 
 SIZES: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
@@ -39,6 +40,7 @@ CONFIGS = {
     "llama": LlamaConfig(**TEXT, kv_heads=1, head_size=8),
     "mixtral": MixtralConfig(**TEXT, kv_heads=1),
     "opt": OPTConfig(**TEXT),
+    "phi3": Phi3Config(**TEXT, kv_heads=1),
     "t5": T5Config(**TEXT, decoder_layers=2),
     "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
 }
@@ -92,6 +94,9 @@ BAD = [
     ("gemma", "score_scale", math.nan, "`score_scale` must be a finite number"),
     ("llama", "window", 0, "`window` must be positive"),
     ("llama", "head_size", 0, "`head_size` must be positive"),
+    ("llama", "rope_layers", (True, False, True), "has 3 entries, but there are 2 layers"),
+    ("phi3", "rotary_dim", 3, "`rotary_dim` must be even, positive and at most the head size"),
+    ("phi3", "rope_scaling", LongRope((1.0,), (2.0,), 8), "has 1 factors in `short`, but there"),
     ("mixtral", "experts", 0, "`experts` must be positive"),
     ("mixtral", "router_loss_weight", -0.1, "`router_loss_weight` must not be negative"),
     ("gpt2", "residual_dropout", math.nan, "`residual_dropout` must be"),

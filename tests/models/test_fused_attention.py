@@ -1,5 +1,7 @@
 """cuDNN's attention is followed like the products that it stands for. (Nothing here runs it.)"""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from flow_helpers import costs, links, unknown
 
 import redcoast as rc
+from redcoast.core._jaxpr import iter_equations
 from redcoast.core._target import Target, compiling_for
 from redcoast.models import Llama, LlamaConfig, _attention
 
@@ -94,3 +97,19 @@ def test_operations_are_chosen_for_the_device_that_is_compiled_for():
     devices = [Target("gpu", 9), Target("cpu", 0), Target("gpu", 7), Target("tpu", 0)]
     expected = [(True, True), (False, False), (False, True), (False, True)]
     assert [chosen(device) for device in devices] == expected
+
+
+def test_long_causal_rows_need_no_array_of_all_pairs(monkeypatch):
+    config = LlamaConfig(vocab=64, width=64, layers=1, heads=2, kv_heads=1, hidden=64, window=99)
+    half = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+    abstract = eqx.filter_eval_shape(
+        lambda: jax.tree.map(half, Llama(config, key=jax.random.key(0)))
+    )
+    run = lambda model, tokens: model.hidden(tokens)
+    tokens = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    with compiling_for(Target("gpu", 8)):
+        jaxpr, *_ = eqx.filter_make_jaxpr(run)(abstract, tokens)
+    found = list(iter_equations(jaxpr.jaxpr))
+    assert any(one.primitive.name.startswith("dot_product_attention_fwd") for one in found)
+    avals: Any = [var.aval for one in found for var in one.outvars]
+    assert max(aval.size for aval in avals) < 2048 * 2048

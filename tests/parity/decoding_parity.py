@@ -22,6 +22,7 @@ from transformers import (
 import redcoast as rc
 from redcoast.generate._logits import filter_logits
 
+from agreement import record  # isort: skip
 from bart_parity import SIZES as BART  # isort: skip
 from gpt2_parity import SIZES as GPT2  # isort: skip
 from harness import Case  # isort: skip
@@ -117,6 +118,7 @@ def test_options_of_the_file_are_used(pair, options):
         ids["decoder_start_token_id"] = settings.get("decoder_start_token_id", 0)
     (directory / "generation_config.json").write_text(json.dumps(ids | options))
     check(case, directory, prompts)
+    record(case, "decoding")
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])

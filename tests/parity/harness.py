@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import torch
 import transformers
+from agreement import record
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from published import (
@@ -190,9 +191,12 @@ def check_outputs(case: Case, directory: Path) -> None:
         )
         worst = max(errors, key=errors.__getitem__)
         print(f"{case} on {where}: outputs {error:.1e}, gradient {errors[worst]:.1e} ({worst})")
+        record(case, "logits", error)
+        record(case, "gradients", errors[worst])
         assert error < TOLERANCE
         assert abs(float(loss) - expected_loss.item()) < TOLERANCE
         assert errors[worst] < TOLERANCE
+    record(case, "configurations")
 
 
 def prompts_for(batch: dict[str, np.ndarray], settings: dict[str, Any]) -> tuple[Any, Any]:
@@ -218,6 +222,7 @@ def reference_ids(
         eos_token_id=eos,
         pad_token_id=pad,
         decoder_start_token_id=start,
+        forced_eos_token_id=getattr(config, "forced_eos_token_id", None),
     )
     masks = {} if mask is None else {"attention_mask": torch.tensor(mask)}
     inputs = torch.tensor(prompts if mask is None else prompts.astype(np.int64))
@@ -245,6 +250,7 @@ def check_generation(case: Case, directory: Path) -> None:
         planned = jax.jit(plan.constrain(generate)) if beams > 1 else generate
         np.testing.assert_array_equal(generate(model, prompts, mask), expected)
         np.testing.assert_array_equal(planned(split_model, prompts, mask), expected)
+        record(case, "decoding")
 
 
 def new_ids(model: Any, prompts: Any, mask: Any, *, eos: int, beams: int) -> jax.Array:
@@ -273,5 +279,6 @@ def check_training(case: Case, directory: Path) -> None:
     (loss, outputs), _ = evaluate(ours, batch, loss_and_outputs)
     error = difference(rows_of(outputs, batch), expected)
     print(f"{case} trained: loss {losses} {float(loss):.4f}, outputs {error:.1e}")
+    record(case, "saved and read", error)
     assert float(loss) < losses[0]
     assert error < TOLERANCE

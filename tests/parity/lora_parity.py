@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from agreement import record
 from gpt2_parity import CASES as GPT2_CASES
 from gpt_oss_parity import CASES as GPT_OSS_CASES
 from harness import (
@@ -66,7 +67,7 @@ WRITTEN = {
     "fused": (GPT2, "layers"),
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
-    "parts": (PHI3, ["wq", "wv", "gate"]),
+    "parts": (PHI3, ["wq", "wk", "wv", "gate"]),
     "gpt oss": (GPT_OSS_CASES[0], ["wq", "wv", "wo"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
@@ -108,6 +109,7 @@ def test_reads_what_peft_has_saved(name, tmp_path):
     np.testing.assert_allclose(
         logits_of(again, batch)[0], logits_of(loaded, batch)[0], atol=TOLERANCE
     )
+    record(case, "adapters read")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -132,3 +134,4 @@ def test_peft_reads_what_is_saved(name, tmp_path):
         settings = json.loads((tmp_path / "theirs/adapter_config.json").read_text())
         assert settings["r"] in (4, 12)
         assert jax.tree.structure(lora.trainable(loaded))
+    record(case, "adapters written")

@@ -36,7 +36,7 @@ CASES = [
         SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": PART},
     ),
     Case("phi3 short", Phi3ForCausalLM, scaled(40)),
-    Case("phi3 long", Phi3ForCausalLM, scaled(4)),
+    Case("phi3 long", Phi3ForCausalLM, scaled(2)),
 ]
 # Some of the rows are longer than the original context.
 BOTH = Case("phi3 short and long", Phi3ForCausalLM, scaled(8) | {"num_key_value_heads": 2})

@@ -20,8 +20,9 @@ from redcoast.pretrained import _load as loading
 from redcoast.pretrained._match import Layout, layout_of, match, needed_shapes
 from redcoast.pretrained._read_to_device import fill_device
 from redcoast.pretrained._read_to_host import fill_host
-from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained._registry import FAMILIES, find_family, read_config, write_config
 from redcoast.pretrained._safetensors import read_safetensors
+from redcoast.pretrained._unsupported import _NEAREST
 
 SETTINGS = {
     "model_type": "llama",
@@ -297,6 +298,50 @@ def test_settings_that_are_not_known(tmp_path):
         rc.load_pretrained(path)
     (path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="type 'mamba', .* not supported. .* llama,"):
+        rc.load_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bloom", "nearest supported type is gpt2; what is missing: .*ALiBi"),
+        ("rwkv", "recurrences, which no supported type has"),
+        ("lama", "most similar name is llama"),
+        ("none of them", "not supported. Supported types"),
+        (None, "None, which is not supported. Supported types"),
+    ],
+)
+def test_types_that_are_not_supported(kind, words):
+    with pytest.raises(ValueError, match=f"^here holds a model of type .*{words}"):
+        find_family({"model_type": kind}, "here")
+
+
+def test_the_nearest_types_are_supported():
+    """Otherwise the advice is of no use."""
+    supported = {name for family in FAMILIES for name in family.types}
+    assert {near for near, _ in _NEAREST.values()} <= supported
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("quantised", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "with GPTQ: .*`qweight`"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "with AWQ: .*`qzeros`"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "with bitsandbytes: .*4-bit"),
+        ({"load_in_8bit": True}, "with bitsandbytes: "),
+        (FP8, "with FP8: .*scale of each block"),
+        ({"quant_method": "fbgemm_fp8"}, "with FP8: "),
+        ({"quant_method": "mxfp4"}, "with MXFP4: .*exponents"),
+        ({"quant_method": "hqq"}, "with hqq: they are stored in a way of its own"),
+        ("?", "with an unnamed method: "),
+    ],
+)
+def test_quantised_weights(tmp_path, quantised, words):
+    path = write(tmp_path / "model", settings=SETTINGS | {"quantization_config": quantised})
+    with pytest.raises(ValueError, match=f"{path} holds .* quantised {words}.*made from, or a"):
         rc.load_pretrained(path)
 
 

@@ -1,5 +1,6 @@
 """Models to published weights: what the library of safetensors reads, and what stays undone."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -39,6 +40,8 @@ from redcoast.models import (
     Mixtral,
     MixtralConfig,
     OPTConfig,
+    Phi3,
+    Phi3Config,
     T5Config,
     ViT,
     ViTConfig,
@@ -118,6 +121,7 @@ FAMILIES = {
         Mixtral,
         MixtralConfig(vocab=96, width=64, layers=2, heads=8, kv_heads=4, hidden=96, experts=4),
     ),
+    "phi3": (Phi3, Phi3Config(vocab=96, width=64, layers=2, heads=8, kv_heads=4, hidden=128)),
     "t5": (T5, T5Config(vocab=96, width=64, layers=2, decoder_layers=3, heads=8, hidden=128)),
     "bart": (
         Bart,
@@ -150,8 +154,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", few_of(FAMILIES, "llama", "t5", "vit"))
-@pytest.mark.few("t5", "llama")
+@pytest.mark.parametrize("family", few_of(FAMILIES, "llama", "phi3", "t5", "vit"))
+@pytest.mark.few("t5", "llama", "phi3")
 def test_every_family_goes_to_files_and_back_onto_a_mesh(tmp_path, family):
     model_class, config = FAMILIES[family]
     model = make(model_class, config)
@@ -172,6 +176,19 @@ def test_a_split_model_makes_the_same_files(tmp_path, mesh):
     rc.save_pretrained(place(model, **mesh), tmp_path / "split")
     whole, split = (tmp_path / x / "model.safetensors" for x in ("whole", "split"))
     assert whole.read_bytes() == split.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qkv_bias": True, "qk_norm": True},
+        {"output_norms": True},
+        {"rope_layers": (True, False, True), "window": 4},
+    ],
+)
+def test_options_of_several_architectures_are_refused(options):
+    with pytest.raises(ValueError, match="No published architecture has this combination"):
+        write_config(dataclasses.replace(CONFIG, **options))
 
 
 def test_above_a_size_there_are_several_files(tmp_path):
@@ -217,6 +234,37 @@ def test_nothing_is_overwritten(tmp_path):
     assert before == {file: file.read_bytes() for file in (tmp_path / "empty").iterdir()}
     with pytest.raises(ValueError, match="config.json exists already"):
         rc.save_pretrained(model, tmp_path / "empty" / "config.json")
+
+
+def test_a_card_says_what_the_hub_reads_and_how_the_model_was_trained(tmp_path):
+    facts = {"license": "mit", "language": ["en", "fr"], "tags": ["chat"], "data": "a | b\nc"}
+    facts |= {"steps": 7, "final_loss": 2.123456789}
+    rc.save_pretrained(make(Llama, CONFIG), tmp_path / "model", card=facts)
+    _, front, text = (tmp_path / "model" / "README.md").read_text().split("---\n", 2)
+    assert dict(line.split(": ", 1) for line in front.splitlines()) == {
+        "library_name": '"transformers"',
+        "pipeline_tag": '"text-generation"',
+        "language": '["en", "fr"]',
+        "license": '"mit"',
+        "tags": '["chat", "redcoast"]',
+    }
+    assert "| data | a \\| b c |\n| steps | 7 |\n| final loss | 2.12346 |\n" in text
+    sizes = [x.size for x in load_file(tmp_path / "model" / "model.safetensors").values()]
+    assert f"`LlamaForCausalLM` with {sum(sizes):,} parameters" in text
+    rc.load_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        ({"license": 3}, "`card` has 'license': 3. It must be a string, or a list"),
+        ({"tags": "one"}, "`card` has 'tags': 'one'. It must be a list of strings"),
+    ],
+)
+def test_cards_that_the_hub_would_not_read(tmp_path, card, words):
+    with pytest.raises(TypeError, match=words):
+        rc.save_pretrained(make(Llama, CONFIG), tmp_path / "model", card=card)
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_fails_half_way_leaves_nothing_under_the_name(tmp_path, monkeypatch):

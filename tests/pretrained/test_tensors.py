@@ -42,6 +42,13 @@ CASES = {
         (24, 6),
         lambda x: x.reshape(4, 3, 2, 6)[:, 2].transpose(2, 0, 1),
     ),
+    "some of the heads": (
+        "(heads head_dim) width -> width heads head_dim",
+        {"heads": (3, 8)},
+        (6, 4, 2),
+        (16, 6),
+        lambda x: x.reshape(8, 2, 6)[3:7].transpose(2, 0, 1),
+    ),
     "pairs": (
         "(heads half 2) width -> width heads (2 half)",
         {},
@@ -183,7 +190,6 @@ def test_order_in_which_files_store_an_array(case, order):
         ("a b -> a", {}, "`b` on one side only"),
         ("a 2 -> a", {}, "`2` on one side only"),
         ("a -> a b", {"b": (0, 3)}, "`b` on one side only"),
-        ("a b -> a b", {"b": (0, 3)}, "`b` on one side only"),
         ("a -> a", {"b": 3}, "has no `b`"),
         ("a b -> a", {"b": (3, 3)}, "fixes b at 3 of 3"),
         ("a b c -> (a b c)", {"c": 2}, "size of `a`"),
@@ -206,6 +212,7 @@ def test_names_that_make_no_sense(name):
         ("a b -> b a", {}, (2, 3, 4), "has 2 dimensions, but the array"),
         ("a b -> (a b)", {"b": 5}, (12,), "product cannot be 12"),
         ("(a b) -> a b", {"b": 5}, (3, 4), "product cannot be 4"),
+        ("a -> a", {"a": (2, 4)}, (3,), r"has 4 of a, of which .* would hold 2 to 5"),
     ],
 )
 def test_arrays_that_do_not_fit_a_pattern(pattern, fixed, shape, words):

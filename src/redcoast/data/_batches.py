@@ -92,6 +92,12 @@ class Batches:
         return self._length
 
     @property
+    def epochs(self) -> float | None:
+        """The number of epochs of the run; `None` for a stream."""
+        end = self._end()[1]
+        return None if end is None or not self._length else end / self._length
+
+    @property
     def rows_left(self) -> int | None:
         """The number of examples left in the run; `None` for a stream without `steps`."""
         end = self._end()[1]

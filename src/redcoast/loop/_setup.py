@@ -231,8 +231,9 @@ def describe(
         parts.append(f"batches {of_batches}")
     else:
         parts.append(f"{data.steps:,} steps {of_batches}")
-        if data.length:
-            parts[-1] += f" ({data.steps * data.batch_size / data.length:.3g} epochs)"
+        if data.epochs is not None:
+            # The last batch of whole epochs may be short, so steps times batch size is too many.
+            parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
     if evaluation is not None and (count := count_examples(evaluation.examples)):
         parts.append(f"{count:,} to evaluate")
     say(wrapped("Data", ", ".join(parts)))

@@ -1,26 +1,39 @@
 """Token positions, attention masks and scaled dot-product attention."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
+from ..core._sequence_parts import gather_sequence, sequence_parts
 from ..core._target import target
+from ._blockwise import attend_in_blocks
 from ._dropout import dropout
+from ._parts import in_parts
+from ._relative import RelativeBias
+from ._view import View, has_many_pairs
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
-Visible = Bool[Array, "#batch queries keys"]
+# A NumPy array if it is known when a program is traced that all tokens are real.
+Real = Bool[Array, "#batch seq"] | Bool[np.ndarray, "1 seq"]
+# A `View` if there are many pairs of a query and a key.
+Visible = Bool[Array, "#batch #queries keys"] | View
+# The most pairs for which cuDNN's kernel gets an array of all of them.
+_MOST_MASKED = 8192 * 8192
 
 
-def real_tokens(shape: tuple[int, ...], mask: Mask | None) -> Bool[Array, "#batch seq"]:
+def real_tokens(shape: tuple[int, ...], mask: Mask | None) -> Real:
     """Returns the mask as booleans. Without a mask, all tokens are real."""
-    return jnp.ones((1, shape[1]), bool) if mask is None else mask.astype(bool)
+    return np.ones((1, shape[1]), bool) if mask is None else mask.astype(bool)
 
 
 def count_positions(
-    real: Bool[Array, "#batch seq"], segments: Integer[Array, "batch seq"] | None = None
+    real: Real, segments: Integer[Array, "batch seq"] | None = None
 ) -> Int[Array, "#batch seq"]:
     """Counts positions over the real tokens of each row or segment, from 0."""
+    real = as_array(real)
     counts = jnp.cumsum(real, axis=1)
     if segments is not None:
         # Subtracts the tokens that were counted before the start of the segment.
@@ -30,8 +43,17 @@ def count_positions(
     return jnp.maximum(counts - 1, 0)
 
 
+def as_array(real: Real) -> Bool[Array, "#batch seq"]:
+    """Returns an array that the program makes, so that it is not one of its constants."""
+    return jnp.ones(real.shape, bool) if isinstance(real, np.ndarray) else real
+
+
+def _unless_known(real: Real) -> Bool[Array, "#batch seq"] | None:
+    return None if isinstance(real, np.ndarray) else real
+
+
 def causal_view(
-    real: Bool[Array, "#batch keys"],
+    real: Real,
     slots: Int[Array, " queries"] | None = None,
     *,
     segments: Integer[Array, "batch keys"] | None = None,
@@ -47,24 +69,30 @@ def causal_view(
         belongs to.
     - `window`: the number of slots that a query sees, including its own; no limit by default.
     """
-    keys = jnp.arange(real.shape[1])
-    slots = keys if slots is None else slots
-    near = keys[None] <= slots[:, None]
-    if window is not None:
-        near &= keys[None] > slots[:, None] - window
-    visible = near[None] & real[:, None]
-    if segments is not None:
-        visible &= segments[:, :, None] == segments[:, None]
-    return visible
+    both = None if segments is None else (segments, segments)
+    view = View(_unless_known(real), slots, both, causal=True, window=window)
+    queries = real.shape[1] if slots is None else slots.shape[0]
+    return _view_or_array(view, queries, real.shape[1])
 
 
-def full_view(
-    real: Bool[Array, "#batch keys"], segments: Integer[Array, "batch keys"] | None = None
-) -> Bool[Array, "#batch #queries keys"]:
+def full_view(real: Real, segments: Integer[Array, "batch keys"] | None = None) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys of its row or segment."""
-    if segments is None:
-        return real[:, None]
-    return real[:, None] & (segments[:, :, None] == segments[:, None])
+    if segments is not None:
+        return segment_view(real, segments, segments)
+    many = has_many_pairs(real.shape[1], real.shape[1])
+    return View(_unless_known(real)) if many else as_array(real)[:, None]
+
+
+def segment_view(
+    real: Real, queries: Integer[Array, "batch queries"], keys: Integer[Array, "batch keys"]
+) -> Visible:
+    """Returns a bidirectional mask: each query sees all real keys with the same segment."""
+    view = View(_unless_known(real), segments=(queries, keys))
+    return _view_or_array(view, queries.shape[1], keys.shape[1])
+
+
+def _view_or_array(view: View, queries: int, keys: int) -> Visible:
+    return view if has_many_pairs(queries, keys) else view.visible(queries, keys)
 
 
 def attend(
@@ -72,8 +100,8 @@ def attend(
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
     *,
-    visible: Bool[Array, "#batch #queries keys"],
-    bias: Float[Array, "#batch heads queries keys"] | None = None,
+    visible: Visible,
+    bias: Float[Array, "#batch heads queries keys"] | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     rate: float = 0.0,
@@ -81,6 +109,9 @@ def attend(
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).
+
+    If there are many pairs of a query and a key, cuDNN's kernel or `attend_in_blocks` computes it
+    without an array of all pairs.
 
     **Arguments:**
 
@@ -94,10 +125,19 @@ def attend(
         key.
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    plain = bias is None and softcap is None and (key is None or rate == 0)
-    if plain and _has_kernel(q, k):
-        mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
+    view = _as_view(visible, q.shape[1], k.shape[1])
+    # Over a sequence that is split, cuDNN's kernel would need all queries on one device.
+    plain = bias is None and softcap is None and (key is None or rate == 0) and not _is_split(q)
+    if plain and _has_kernel(q, k) and _has_small_mask(view, q, k):
+        return _attend_in_kernel(q, k, v, visible if view is None else view, scale)
+    if view is not None:
+        options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
+        blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
+        return in_parts(blocks, q, k, v, view, bias)
+    if isinstance(visible, View):
+        visible = visible.visible(q.shape[1], k.shape[1])
+    if _is_split(q):
+        k, v = gather_sequence(k), gather_sequence(v)
     # The same as `jax.nn.dot_product_attention`, which would compute the softmax of float64 in
     # float32. Queries are scaled before the product so that float16 does not overflow. There is a
     # dimension for groups only if there are fewer key heads, since XLA copies arrays for it.
@@ -105,6 +145,8 @@ def attend(
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
     scores = jnp.einsum(f"bsn{g}k,btnk->bn{g}st", grouped, k).astype(wide(q.dtype))
     if bias is not None:
+        if isinstance(bias, RelativeBias):
+            bias = bias.at(jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
         bias = bias.astype(scores.dtype)
         scores += bias.reshape(bias.shape[0], *scores.shape[1:-2], *bias.shape[2:])
     if softcap is not None:
@@ -114,6 +156,38 @@ def attend(
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
     return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(q.shape)
+
+
+def _is_split(q: Array) -> bool:
+    """Whether the plan splits the sequence of the queries."""
+    return sequence_parts() > 1 and q.shape[1] % sequence_parts() == 0
+
+
+def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
+    """The view if there are many pairs, except if it is already an array of all of them."""
+    if not has_many_pairs(queries, keys):
+        return None
+    if isinstance(visible, View):
+        return visible
+    return View(visible[:, 0]) if visible.shape[1] == 1 else None
+
+
+def _has_small_mask(view: View | None, q: Array, k: Array) -> bool:
+    # The kernel reads a mask as an array of all pairs. It has an option for causal attention.
+    return view is None or view.is_order_only or q.shape[1] * k.shape[1] <= _MOST_MASKED
+
+
+def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: float) -> Array:
+    options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
+    if isinstance(visible, View) and visible.is_order_only:
+        options["is_causal"] = visible.causal
+        if visible.window is not None:
+            options["local_window_size"] = (visible.window - 1, 0)
+        return jax.nn.dot_product_attention(q, k, v, **options)
+    if isinstance(visible, View):
+        visible = visible.visible(q.shape[1], k.shape[1])
+    mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
 
 def _has_kernel(q: Array, k: Array) -> bool:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from ._attention import full_view, real_tokens
+from ._attention import Visible, full_view, real_tokens, segment_view
 from ._cache import Cache
 from ._einsum import Projections, keys_values
 
@@ -75,7 +75,7 @@ def cross_view(
     mask: MemoryMask | None,
     segments: Integer[Array, "batch memory"] | None,
     decoder_segments: Integer[Array, "batch queries"] | None,
-) -> Bool[Array, "#batch #queries memory"]:
+) -> Visible:
     """Returns the cross-attention mask: each decoder token sees the encoder's real tokens, of its
     own segment if there are segments.
 
@@ -93,7 +93,7 @@ def cross_view(
             "Only one of `segments` and `decoder_segments` is given. Pass both, with the same "
             "number for tokens that belong together."
         )
-    visible = full_view(real_tokens(shape, mask))
+    real = real_tokens(shape, mask)
     if segments is None or decoder_segments is None:
-        return visible
-    return visible & (decoder_segments[:, :, None] == segments[:, None])
+        return full_view(real)
+    return segment_view(real, decoder_segments, segments)

@@ -5,9 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import attend
+from ._attention import Visible, attend
 from ._basic import layer_norm, small_normal
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, queries
@@ -69,7 +69,7 @@ def mlp_norm(
 def attention(
     layer: EncoderLayers,
     x: Float[Array, "batch seq width"],
-    visible: Bool[Array, "#batch #queries keys"],
+    visible: Visible,
     config: Any,
     key: PRNGKeyArray | None,
 ) -> Float[Array, "batch seq width"]:

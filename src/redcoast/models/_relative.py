@@ -1,9 +1,12 @@
 """Relative position biases, shared by buckets of distances
 (Raffel et al., 2020, <https://arxiv.org/abs/1910.10683>, section 2.1)."""
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from ._view import has_many_pairs
 
 
 def check_buckets(count: int, far: int) -> None:
@@ -33,6 +36,33 @@ def distance_buckets(count: int, far: int, *, causal: bool) -> Int[np.ndarray, "
     return bucket if causal else bucket + count * (apart > 0)
 
 
+class RelativeBias(eqx.Module):
+    """The bias of the attention scores for queries and keys at these positions.
+
+    - `by_distance`: the bias of each distance from `-far` to `far`.
+    - `queries`, `keys`: positions of the queries and keys.
+    """
+
+    by_distance: Float[Array, "distances heads"]
+    queries: Int[Array, "#batch queries"]
+    keys: Int[Array, "#batch keys"]
+
+    def at(
+        self, rows: Int[Array, " rows"], columns: Int[Array, " columns"]
+    ) -> Float[Array, "#batch heads rows columns"]:
+        """Returns the bias for some of the queries and keys; the last stands for
+        indices beyond it."""
+        queries = jnp.take(self.queries, rows, axis=1, mode="clip")
+        keys = jnp.take(self.keys, columns, axis=1, mode="clip")
+        return _between(self.by_distance, queries, keys)
+
+
+def _between(by_distance: Array, queries: Array, keys: Array) -> Array:
+    far = by_distance.shape[0] // 2
+    apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)
+    return jnp.moveaxis(jnp.take(by_distance, apart + far, axis=0), -1, 1)
+
+
 def relative_bias(
     table: Float[Array, "buckets heads"],
     queries: Int[Array, "#batch queries"],
@@ -40,8 +70,10 @@ def relative_bias(
     *,
     far: int,
     causal: bool,
-) -> Float[Array, "#batch heads queries keys"]:
+) -> Float[Array, "#batch heads queries keys"] | RelativeBias:
     """Returns the bias of the attention scores for queries and keys at these positions.
+
+    If there are many pairs, it is a `RelativeBias`, which computes parts of this array.
 
     **Arguments:**
 
@@ -51,6 +83,7 @@ def relative_bias(
     - `causal`: whether queries see only earlier keys, so that all buckets are for those.
     """
     buckets = jnp.asarray(distance_buckets(table.shape[0], far, causal=causal))
-    apart = jnp.clip(keys[:, None] - queries[:, :, None], -far, far)
     by_distance = jnp.take(table, buckets, axis=0)
-    return jnp.moveaxis(jnp.take(by_distance, apart + far, axis=0), -1, 1)
+    if has_many_pairs(queries.shape[1], keys.shape[1]):
+        return RelativeBias(by_distance, queries, keys)
+    return _between(by_distance, queries, keys)

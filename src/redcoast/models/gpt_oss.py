@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, causal_view, count_positions, real_tokens, wide
+from ._attention import Mask, as_array, causal_view, count_positions, real_tokens, wide
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates, drop_default_head_size
@@ -21,6 +21,7 @@ from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts, router_loss
 from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
 from ._scan import Remat, scan_layers
+from ._view import as_pairs
 
 # The gain of the sigmoid in the experts.
 _GAIN = 1.702
@@ -164,6 +165,8 @@ class GptOssLayers(eqx.Module):
 class GptOss(eqx.Module):
     """The GPT-OSS decoder (OpenAI, 2025, <https://arxiv.org/abs/2508.10925>).
 
+    Attention with sinks computes an array of all pairs of a query and a key, for any length.
+
     ```python
     config = GptOssConfig(vocab=256, width=128, layers=4, heads=4, kv_heads=2, hidden=128)
     model = GptOss(config, key=jax.random.key(0))
@@ -228,7 +231,9 @@ class GptOss(eqx.Module):
             positions = count_positions(real, segments)
         windows = (None, self.config.window)
         visible = [causal_view(real, segments=segments, window=window) for window in windows]
-        x, _, (count, probability) = self._run(tokens, real, positions, visible, None, key)
+        length = tokens.shape[1]
+        real, seen = as_array(real), [as_pairs(view, length, length) for view in visible]
+        x, _, (count, probability) = self._run(tokens, real, positions, seen, None, key)
         return x, router_loss(count, probability, self.config.chosen)
 
     def decode(
@@ -238,8 +243,10 @@ class GptOss(eqx.Module):
         cache = admit(cache, tokens.shape, mask)
         windows = (None, self.config.window)
         views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
-        real, visible = real_tokens(tokens.shape, mask), [view[1] for view in views]
-        x, cache, _ = self._run(tokens, real, views[0][0], visible, cache, None)
+        length = cache.mask.shape[1]
+        seen = [as_pairs(visible, tokens.shape[1], length) for _, visible in views]
+        real = as_array(real_tokens(tokens.shape, mask))
+        x, cache, _ = self._run(tokens, real, views[0][0], seen, cache, None)
         return x, cache
 
     def _run(self, tokens, real, positions, visible, cache, key):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
+from ._attention import Mask, as_array, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates, drop_default_head_size
@@ -215,7 +215,9 @@ class Mixtral(eqx.Module):
         if positions is None:
             positions = count_positions(real, segments)
         visible = causal_view(real, segments=segments, window=self.config.window)
-        x, _, (count, probability) = self._run(tokens, real, positions, visible, None, key)
+        x, _, (count, probability) = self._run(
+            tokens, as_array(real), positions, visible, None, key
+        )
         return x, router_loss(count, probability, self.config.chosen)
 
     def decode(
@@ -224,7 +226,8 @@ class Mixtral(eqx.Module):
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         cache = admit(cache, tokens.shape, mask)
         view = cached_view(cache, tokens.shape[1], window=self.config.window)
-        x, cache, _ = self._run(tokens, real_tokens(tokens.shape, mask), *view, cache, None)
+        real = as_array(real_tokens(tokens.shape, mask))
+        x, cache, _ = self._run(tokens, real, *view, cache, None)
         return x, cache
 
     def _run(self, tokens, real, positions, visible, cache, key):

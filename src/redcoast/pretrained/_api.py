@@ -1,5 +1,6 @@
 """The public functions. They import their implementation, and the models, on the first call."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def save_pretrained(
     path: str | Path,
     *,
     tokenizer: str | Path | None = None,
+    card: Mapping[str, Any] | None = None,
     max_file_bytes: int | float = 2_000_000_000,
 ) -> None:
     """Saves a model of `redcoast.models` in the format of `transformers`.
@@ -89,6 +91,10 @@ def save_pretrained(
     - `path`: a directory that does not exist yet, or is empty.
     - `tokenizer`: a directory, such as the one that the model was loaded from, from which the files
         of the tokenizer, the chat template and the processor are copied.
+    - `card`: facts about the model and its training, such as `{"license": "apache-2.0", "steps":
+        100, "final_loss": 2.1}`. They are written as a model card, a `README.md` that Hugging
+        Face's hub reads: `license`, `language`, `datasets`, `base_model`, `metrics`, `tags` and
+        `pipeline_tag` as its front matter, all others as a table.
     - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
         has a file of its own.
 
@@ -96,16 +102,18 @@ def save_pretrained(
 
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
     `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
-    which must be merged first. `FileNotFoundError` if there is no directory `tokenizer`.
+    which must be merged first. `TypeError` if `card` is not a mapping, or if what it says for the
+    front matter is no text. `FileNotFoundError` if there is no directory `tokenizer`.
 
     !!! Example
 
         ```python
         config = LlamaConfig(vocab=256, width=64, layers=2, heads=4, kv_heads=2, hidden=128)
-        rc.save_pretrained(Llama(config, key=key), "tiny-llama")
+        card = {"license": "apache-2.0", "data": "ten books", "steps": 100, "final_loss": 2.1}
+        rc.save_pretrained(Llama(config, key=key), "tiny-llama", card=card)
         ```
     """
     from ._save import save
 
     source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
-    save(model, Path(path).expanduser().absolute(), source, max_file_bytes)
+    save(model, Path(path).expanduser().absolute(), source, card, max_file_bytes)

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import models
+from ._unsupported import check_quantised, refuse_type
 from .hf import (
     bart,
     bert,
@@ -89,10 +90,8 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
     """Returns the family of the model that the settings describe, and its configuration."""
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
-        raise ValueError(
-            f"{where} holds a model of type {kind!r}, which is not supported. Supported types: "
-            f"{', '.join(sorted(_BY_TYPE))}."
-        )
+        raise refuse_type(kind, _BY_TYPE, where)
+    check_quantised(settings, where)
     family = _BY_TYPE[kind]
     try:
         return family, read_config(family.config, settings)

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from ..core._pytree import leaf_paths
 from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
+from ._card import CARD, check_card, make_card
 from ._files import file_inside
 from ._gather import parts_of, put_together, take
 from ._generation import write_decoding
@@ -40,13 +41,21 @@ TOKENIZER = (
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-def save(model: Any, path: Path, tokenizer: Path | None, max_file_bytes: int | float) -> None:
+def save(
+    model: Any,
+    path: Path,
+    tokenizer: Path | None,
+    card: Mapping[str, Any] | None,
+    max_file_bytes: int | float,
+) -> None:
     """Saves a model; see `save_pretrained`."""
     if family_of(model) is None:
         raise ValueError(
             f"`save_pretrained` saves models of `redcoast.models`, but got a "
             f"{type(model).__name__}. `rc.save_checkpoint` saves any PyTree."
         )
+    if card is not None:
+        check_card(card)
     leaves = _check_model(model)
     _check_free(path)
     others = _tokenizer_files(tokenizer)
@@ -67,7 +76,7 @@ def save(model: Any, path: Path, tokenizer: Path | None, max_file_bytes: int | f
             for name in names:  # takes part in the gathering by the process that writes the file
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    _on_first(lambda: _finish(model.config, others, shapes, files, work, path), "finished")
+    _on_first(lambda: _finish(model.config, others, card, shapes, files, work, path), "finished")
 
 
 def _check_model(model: Any) -> dict[str, Any]:
@@ -133,6 +142,7 @@ def _start_afresh(work: Path) -> None:
 def _finish(
     config: Any,
     others: list[Path],
+    card: Mapping[str, Any] | None,
     shapes: Shapes,
     files: Mapping[str, list[str]],
     work: Path,
@@ -146,6 +156,9 @@ def _finish(
     (work / SETTINGS).write_text(_json(settings))
     if generation is not None:
         (work / GENERATION).write_text(_json(generation))
+    if card is not None:
+        count = sum(prod(shape) for shape, _ in shapes.values())
+        (work / CARD).write_text(make_card(card, settings, path.name, count), "utf-8")
     for file in others:
         shutil.copyfile(file, work / file.name)
     if list(files) != [SINGLE]:

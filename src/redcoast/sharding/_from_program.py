@@ -1,7 +1,7 @@
 """Plans the sharding of a tree from a function that uses it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._pytree import trainable_arrays
+from ..core._sequence_parts import divided_into
 from .constrain._compute import Compute
 from .program._graph import Value
 from .program._trace import trace_over
@@ -32,14 +33,17 @@ from .solver._hardware import Hardware
 from .solver._memory import DEFAULT_MEMORY, activation_memory, arithmetic, estimate, fit_budget
 from .solver._replicate import replicate
 from .solver._strategy import (
+    DEFAULT,
     Decision,
     Program,
     constant_dims,
     decide,
     follow_program,
     parts,
+    saved_bytes,
     used_axes,
 )
+from .solver._tokens import needs_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact
 from .tree._optimizer_state import trim
 from .tree._overrides import Override, apply_overrides, spec_axes
@@ -184,10 +188,21 @@ def plan_flow(
     traced, _ = trace_over(mesh, fn, model, args)
     program = follow_program(traced, trainable_arrays(model, trainable))
     task = _Task(leaves, program, axes, given, hardware, state_bytes)
-    rows, decision = _decide(task, budget)
+    count = parts(DEFAULT.batch, axes)
+    tasks = [task]
+    if needs_tokens(program, count):
+        with divided_into(count):
+            traced, _ = trace_over(mesh, fn, model, args)
+        split = follow_program(traced, trainable_arrays(model, trainable))
+        split = split_tokens(split, count)
+        why = "it would cost more" if split.batch.sequence else split.batch.whole
+        by_rows = replace(program, batch=replace(program.batch, whole=why))
+        by_tokens = [replace(task, program=split)] if split.batch.sequence else []
+        tasks = [replace(task, program=by_rows), *by_tokens]
+    task, rows, decision = _cheapest(tasks, budget)
     dims = tuple((one.name, d) for one, _, d in constant_dims(decision))
-    strategy = decision.strategy
-    compute = Compute(decision.computed, strategy.batch, strategy.model, sequence, dims)
+    strategy, tokens = decision.strategy, decision.program.batch.sequence
+    compute = Compute(decision.computed, strategy.batch, strategy.model, sequence, dims, tokens)
     return FlowPlan(rows, compute, _report(task, rows, decision, not_rows(args[:1], decision)))
 
 
@@ -205,6 +220,27 @@ class _Task:
     @property
     def memory(self) -> int | float:
         return DEFAULT_MEMORY if self.hardware.memory is None else self.hardware.memory
+
+
+def _cheapest(tasks: Sequence[_Task], budget: int | None) -> tuple[_Task, list[Row], Decision]:
+    """The cheapest plan of those that fit into memory, for a batch split by rows or by tokens."""
+    found, errors = [], []
+    for task in tasks:
+        try:
+            found.append((task, *_decide(task, budget)))
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]
+    large = [is_large(tasks[0].program, value) for value in tasks[0].program.parameters]
+
+    def order(one: tuple[_Task, list[Row], Decision]) -> tuple[int | float, int | float]:
+        task, _, decision = one
+        saved = saved_bytes(decision, task.axes)
+        left = activation_memory(task.program, task.axes, large, task.memory, task.state_bytes)
+        return max(saved - left, 0), decision.seconds
+
+    return min(found, key=order)
 
 
 def _decide(task: _Task, budget: int | None) -> tuple[list[Row], Decision]:
@@ -250,6 +286,7 @@ def _report(
         memory=estimate(rows, decision, axes, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
+        sequences=decision.program.batch.sequence,
     )
 
 

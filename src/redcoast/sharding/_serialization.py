@@ -54,7 +54,10 @@ _COMPUTE: dict[str, _Check] = {
     "model_axes": _is_names,
     "sequence": lambda x: isinstance(x, bool),
 }
-_NEW_IN_COMPUTE: dict[str, _Check] = {"constants": _list_of(_is_constant)}
+_NEW_IN_COMPUTE: dict[str, _Check] = {
+    "constants": _list_of(_is_constant),
+    "tokens": lambda x: isinstance(x, bool),
+}
 
 
 @hide_frames

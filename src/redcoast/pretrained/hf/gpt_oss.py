@@ -55,7 +55,6 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    _check_not_quantised(settings)
     defaults = {
         **dict.fromkeys(_NAMES.values(), REQUIRED),
         "head_dim": 64,
@@ -87,17 +86,6 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         )
     local = tuple(kind == _LOCAL and c["sliding_window"] is not None for kind in kinds)
     return read_fields(c, _NAMES) | {"local": local, **_read_rope(c)}
-
-
-def _check_not_quantised(settings: dict[str, Any]) -> None:
-    quantised = settings.get("quantization_config")
-    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
-        raise ValueError(
-            "The weights of the experts are quantised in MXFP4 (`quantization_config`), which is "
-            "not implemented: blocks of 4-bit numbers with a common exponent cannot be trained or "
-            "sharded as arrays. Load the model with `transformers` and "
-            "`Mxfp4Config(dequantize=True)`, save it in bfloat16, and load that."
-        )
 
 
 def _read_rope(c: dict[str, Any]) -> dict[str, Any]:

@@ -67,11 +67,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
     rope = dict(c["rope_parameters"] or c["rope_scaling"] or {})
     part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
-    head_dim = c["hidden_size"] // c["num_attention_heads"]
-    found = {
-        "rope_base": rope.pop("rope_theta", c["rope_theta"]),
-        "rotary_dim": int(head_dim * part),
-    }
+    found = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
+    if part != 1:
+        found["rotary_dim"] = int(c["hidden_size"] // c["num_attention_heads"] * part)
     kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
     if not kinds:
         return found
@@ -82,8 +80,9 @@ def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
             "'longrope' are implemented."
         )
     rope.pop("original_max_position_embeddings", None)  # the one outside counts
-    known = {*_FACTORS.values(), "factor", "attention_factor"}
-    if (unknown := rope.keys() - known) or (missing := {*_FACTORS.values()} - rope.keys()):
+    unknown = rope.keys() - {*_FACTORS.values(), "factor", "attention_factor"}
+    missing = {*_FACTORS.values()} - rope.keys()
+    if unknown or missing:
         problem = f"unknown settings: {sorted(unknown)}" if unknown else f"no {sorted(missing)}"
         raise ValueError(f"The setting of rotary embeddings has {problem}.")
     return found | {"rope_scaling": _long_rope(rope, c)}

@@ -10,7 +10,8 @@ class Compute:
     `dims` has for each array the dimension that is tensor-parallel (sharded over `model_axes`), or
     None. `batch_axes` are the axes that the batch is split over. With `sequence`, values without a
     tensor-parallel dimension are sharded along the sequence. `constants` are the large arrays that
-    the function closes over, each as its dtype and shape and its tensor-parallel dimension.
+    the function closes over, each as its dtype and shape and its tensor-parallel dimension. With
+    `tokens`, a batch with fewer rows than `batch_axes` have devices is split along its sequence.
     """
 
     dims: tuple[int | None, ...]
@@ -18,3 +19,4 @@ class Compute:
     model_axes: tuple[str, ...] = ("model",)
     sequence: bool = False
     constants: tuple[tuple[str, int | None], ...] = ()
+    tokens: bool = False

@@ -9,10 +9,12 @@ from jaxtyping import PyTree
 
 from ...core._frames import hide_frames, warn
 from ...core._pytree import join
+from ...core._sequence_parts import divided_into
 from ...core._tracing import traced_over
 from ...distributed._mesh import batch_shards
 from ..program._trace import trace_over
-from ..solver._strategy import follow_program
+from ..solver._strategy import Program, follow_program, parts
+from ..solver._tokens import needs_tokens, split_tokens
 from ._compute import Compute
 from ._grouped_conv import has_grouped
 from ._interpreter import CannotRebind, run_constrained
@@ -41,6 +43,9 @@ class Constrained:
         traced, arrays = found
         self._check(traced.arrays)
         program = follow_program(traced, [False] * traced.arrays)
+        if self.compute.tokens:
+            program = self._by_tokens(program, tree, args)
+            traced = program.traced
         shardings = find_shardings(program, self.mesh, self.compute)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
@@ -59,6 +64,16 @@ class Constrained:
             _warn(self.fn, f"its `{error}` cannot be re-evaluated")
             return self._plain(tree, *args)
         return join(results, traced.output)
+
+    def _by_tokens(self, program: Program, tree: PyTree, args: Any) -> Program:
+        """The program that splits tokens, if the rows of this batch cannot be split."""
+        count = parts(self.compute.batch_axes, self.mesh.shape)
+        if not needs_tokens(program, count):
+            return program
+        with divided_into(count):
+            traced, _ = trace_over(self.mesh, self.fn, tree, args)
+        found = split_tokens(follow_program(traced, [False] * traced.arrays), count)
+        return found if found.batch.sequence else program
 
     def _plain(self, tree: PyTree, *args: Any) -> Any:
         with traced_over(self.mesh):

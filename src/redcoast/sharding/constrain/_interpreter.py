@@ -21,6 +21,7 @@ from ...core._jaxpr import (
     while_operands,
 )
 from ...core._pytree import ARRAYS, join
+from ...core._sequence_parts import gathered_dimension
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
 from ..program._trace import trace_over
@@ -32,6 +33,7 @@ from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
 from ._loop_weights import apply_copies, copy_weights
 from ._shardings import Shardings, find_shardings, sharded_dim
+from ._whole import gather_operands
 
 
 class CannotRebind(Exception):
@@ -138,6 +140,12 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "sharding_constraint":
         return _user_constraint(call)
+    if (d := gathered_dimension(equation)) is not None:
+        value = scope.values[equation.invars[0]]
+        gathers = shardings.batch_dim(value) == d
+        return [shardings.gather(operands[0], value, d) if gathers else operands[0]]
+    if name == "dot_general" and shardings.tokens:
+        operands = gather_operands(equation, scope, shardings, operands)
     # Most custom derivatives are those of activations, with nothing to constrain.
     custom = name in CUSTOM_DERIVATIVES
     if not call.inner or (custom and not _is_constrained(call.inner[0])):
@@ -185,7 +193,8 @@ def _run_local(
     nodes = tuple(value.dims[d] for value, d in rows if d is not None)
     dims = tuple(sharded_dim(spec, shardings.model_axes) for _, spec in pairs)
     compute = Compute(dims, shardings.batch_axes, shardings.model_axes)
-    program = replace(program, batch=Batch(nodes, made_rows(program.graph, nodes)))
+    made = () if shardings.tokens else made_rows(program.graph, nodes)
+    program = replace(program, batch=Batch(nodes, made, sequence=shardings.tokens))
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
     found = [local.spec(value) for value in outputs_of(program.graph, program.scope)]

@@ -35,6 +35,7 @@ class Shardings:
     model_axes: tuple[str, ...]
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
+    tokens: bool = False  # whether the batch is split along its sequence
 
     def spec(self, value: Value) -> P:
         """Returns a spec with the batch over its axes and a chosen class over `model_axes`."""
@@ -74,6 +75,13 @@ class Shardings:
 
     def _with_spec(self, x: Any, spec: P) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def gather(self, x: Any, value: Value, d: int) -> Any:
+        """Gathers a dimension of an array that is split like the batch."""
+        entries = list(self.spec(value))
+        # Split first, and gathered then: the cotangent is reduce-scattered, and not all-reduced.
+        x = self._with_spec(x, P(*entries))
+        return self._with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
 
     @property
     def batch_shards(self) -> int:
@@ -119,6 +127,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     batch = batch_dims(program, parts(axes, mesh.shape))
     asked = frozenset(asked_axes(program.graph))
     found = Shardings(mesh, classes, chosen, batch, axes, compute.model_axes, asked=asked)
+    found = replace(found, tokens=program.batch.sequence)
     if not compute.sequence:
         return found
     return replace(found, sequence=sequence_classes(program, classes, chosen, batch))

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..tree._overrides import spec_axes
 from ._contractions import cut_all
-from ._graph import Graph, Value, output
+from ._graph import Graph, Meeting, Value, output
 
 DECOMPOSITIONS = frozenset(
     """
@@ -62,6 +62,17 @@ def constrained(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
                 before = graph.asked.get(node, ())
                 graph.asked[node] = (*before, *(a for a in spec_axes(entry) if a not in before))
     return [graph.value(output(equation), operand.dims, grad=operand.grad)]
+
+
+def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:
+    """The sequence is needed as a whole, and gathered if it is split. What uses the result sums its
+    cotangent."""
+    (operand,) = inputs
+    node = operand.dims[d]
+    times = graph.times * graph.forwards
+    graph.meetings.append(Meeting(node, (node,), operand.dims, operand.bytes, times))
+    dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
+    return [graph.value(output(equation), dims, grad=operand.grad)]
 
 
 def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from ...core._jaxpr import (
     CHECKPOINTS,
@@ -15,6 +15,7 @@ from ...core._jaxpr import (
     scan_operands,
     while_operands,
 )
+from ...core._sequence_parts import gathered_dimension
 from . import _contractions as contractions
 from . import _indexing as indexing
 from . import _shaping as shaping
@@ -159,12 +160,42 @@ def _apply_rule(
         return results, []
     if name in _LOOPS:
         return _LOOPS[name](graph, equation, inputs)
+    if (d := gathered_dimension(equation)) is not None:
+        return special.gathered(graph, equation, inputs, d), []
     body = called_jaxpr(equation)
     if body is None:
         return special.opaque(graph, equation, inputs), []
+    if _recomputes(equation):
+        return _walk_recomputed(graph, equation, body, inputs)
     region = Region((False,) * len(equation.outvars), True, equation.params.get("policy"))
     scope = _walk_called(graph, body, inputs, *[region] * (name in CHECKPOINTS))
     return outputs_of(graph, scope), [scope]
+
+
+def _walk_recomputed(
+    graph: Graph, equation: JaxprEqn, body: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]
+) -> tuple[list[Value], list[Scope]]:
+    """Walks through a loop of which only the results are kept for the backward pass."""
+    before = len(graph.works)
+    scope = _walk_called(graph, body, inputs, Region((False,) * len(equation.outvars)))
+    # The scores are computed again, which are half of the products.
+    graph.works[before:] = [
+        replace(work, flops=work.flops + work.forward / 2) for work in graph.works[before:]
+    ]
+    results = outputs_of(graph, scope)
+    for value in results:
+        graph.save(value)
+    return results, [scope]
+
+
+def _recomputes(equation: JaxprEqn) -> bool:
+    """Whether this is a loop with a derivative of its own, such as attention in blocks, which keeps
+    results and computes what happens inside of the loop again."""
+    return equation.primitive.name == "custom_vjp_call" and any(
+        one.primitive.name in ("scan", "while")
+        for jaxpr in jaxprs_in_params(equation.params)
+        for one in jaxpr.eqns
+    )
 
 
 def _walk_called(

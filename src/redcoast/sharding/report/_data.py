@@ -150,6 +150,7 @@ class ProgramReport:
         are tensor-parallel over.
     - `batch`: What happens to the batch, and why, as sentences; `""` without a batch.
     - `batch_sizes`: The sizes of the batch dimension.
+    - `sequences`: Whether the sequences of the batch are split over `batch_axes`, and not its rows.
     - `not_rows`: The arrays of the batch that are not split with it, by path, with the size of
         their first dimension.
     - `hindrances`: Arrays that could not be sharded along another dimension.
@@ -179,6 +180,7 @@ class ProgramReport:
     memory: Memory
     device_memory: int | float
     device_memory_known: bool
+    sequences: bool = False
 
 
 @dataclass(frozen=True)

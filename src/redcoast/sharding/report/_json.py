@@ -90,6 +90,7 @@ def program_from_json(data: Mapping[str, Any]) -> ProgramReport:
         memory=Memory(**{"closed_over": 0} | data["memory"]),
         device_memory=memory,
         device_memory_known=data.get("device_memory_known", memory != DEFAULT_MEMORY),
+        sequences=data.get("sequences", False),
     )
 
 

@@ -36,6 +36,8 @@ def batch_sentences(decision: Decision, axes: Mapping[str, int], others: Mapping
 def batch_sizes(decision: Decision) -> tuple[int, ...]:
     """The sizes of the batch dimension."""
     program = decision.program
+    if program.batch.sequence:
+        return tuple(sorted({value.shape[0] for value in program.examples}))
     return tuple(sorted({program.graph.sizes[d] for d in program.batch.given}))
 
 
@@ -44,22 +46,31 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     strategy, used = decision.strategy, batch_axes(decision, axes)
     wanted = used_axes(strategy.batch, axes)
     split = f"split over {_listed(used)}" if used else "replicated"
-    if not decision.program.batch.given:
+    batch = decision.program.batch
+    unsplit = f" Its sequences are not split: {batch.whole}." if batch.whole else ""
+    if not batch.given:
         return ""
+    if batch.sequence:
+        over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
+        return (
+            f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
+            f"split over {_listed(used)}. Attention gathers keys and values."
+        )
     if "model" in strategy.batch:
         return f"Data parallelism over {_listed(used)}: tensor parallelism would cost more."
     if "fsdp" in strategy.model:
         alone = "the batch is split over data alone" if used else "every device has the full batch"
         return (
             "The batch is small for this model, so fsdp is used for tensor parallelism as "
-            f"well, and {alone}."
+            f"well, and {alone}.{unsplit}"
         )
     if not wanted:
         return f"The batch is {split}: data and fsdp have one device each."
     if used == wanted:
         return f"The batch is {split}."
     over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
-    return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}."
+    few = f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}."
+    return few + unsplit
 
 
 def _sizes(decision: Decision) -> str:

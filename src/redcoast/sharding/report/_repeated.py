@@ -61,6 +61,8 @@ def _no_rows(reasons: Reasons, work: Work) -> str:
 def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     """Returns a function that gives the reason if the batch is split over `count` devices."""
     graph, given = program.graph, program.batch.given
+    if program.batch.sequence:
+        return lambda work: "none of its dimensions is linked to those of the sequence"
     sizes = sorted({graph.sizes[node] for node in given})
     classes = Classes(graph, 1, soft=True, least=2)
     against = reasons_against(graph, classes, given)

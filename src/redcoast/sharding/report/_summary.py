@@ -9,7 +9,14 @@ from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shor
 
 MOST_LINES = 10
 _DETAILS = "Details: plan.table(), plan.report"
-_USES = ("data parallel", "FSDP", "parameter sharding", "tensor parallel", "replication")
+_USES = (
+    "data parallel",
+    "context parallel",
+    "FSDP",
+    "parameter sharding",
+    "tensor parallel",
+    "replication",
+)
 
 
 def draw_summary(report: PlanReport) -> str:
@@ -19,6 +26,10 @@ def draw_summary(report: PlanReport) -> str:
     lines = []
     for leave_out in range(4):  # the most detailed version that fits
         lines = [*_devices(report), _parameters(report), *_shares(report, reasons=leave_out < 1)]
+        program = report.program_or_none
+        lines += (
+            hanging(_labelled("Batch", ""), program.batch) if program and program.sequences else []
+        )
         lines += _estimates(report)
         for one in report.not_done:
             lines += _not_done(one, remedies=leave_out < 3)
@@ -64,6 +75,8 @@ def _use(report: PlanReport, axis: str) -> str:
     if over:
         no_batch = program is not None and not program.batch
         return "FSDP" if axis in batch or no_batch else "parameter sharding"
+    if program is not None and program.sequences and axis in batch:
+        return "context parallel"
     return "data parallel" if axis in batch else "replication"
 
 

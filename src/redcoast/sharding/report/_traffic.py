@@ -71,16 +71,19 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entri
     """Sums over the batch, and all-gathers of it."""
     decision, graph = reasons.decision, reasons.decision.program.graph
     spread = used_axes(decision.strategy.batch, reasons.axes)
+    tokens = decision.program.batch.sequence
+    what = "sequence" if tokens else "batch"
     count = lambda dims: reasons.n if is_split(decision, dims) else 1
     for found in batch_sums(graph, batch, hardware):
         size = over_batch(found, batch, stored(decision.strategy, reasons.axes), hardware)
         size = size / count(found.dims)
         if found.backward and batch.parts(found.dims) == 1:
-            yield spread, "gradients", "gradients, summed over the batch", size
+            yield spread, "gradients", f"gradients, summed over the {what}", size
         else:
-            yield spread, "activations", f"sums over the batch, {_way(found.backward)}", size
+            yield spread, "activations", f"sums over the {what}, {_way(found.backward)}", size
     for meeting in batch_meetings(graph, batch):
-        cause = "all-gathers of the batch, compared with itself"
+        compared = "all-gathers of the batch, compared with itself"
+        cause = "all-gathers of keys and values" if tokens else compared
         yield spread, "activations", cause, met(meeting, batch) / count(meeting.dims)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)

@@ -25,12 +25,16 @@ class Batch:
     """The dimensions that are sharded with the batch, as nodes.
 
     `given` are dimensions of the batch's own arrays, and `made` of arrays that the program
-    creates. `left_out` are the indices of the batch's arrays that are not rows.
+    creates. `left_out` are the indices of the batch's arrays that are not rows. With `sequence`,
+    they are dimensions of tokens, since there are fewer rows than devices. `whole` is the reason if
+    those cannot be split either.
     """
 
     given: tuple[int, ...]
     made: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
+    sequence: bool = False
+    whole: str = ""
 
 
 def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> Batch:

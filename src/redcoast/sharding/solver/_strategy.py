@@ -143,6 +143,8 @@ def decide(
 
 
 def _applies(strategy: Strategy, program: Program, sizes: Mapping[str, int]) -> bool:
+    if program.batch.sequence:
+        return False
     if "model" in strategy.batch:
         return sizes["model"] > 1 and bool(batch_dims(program, parts(strategy.batch, sizes)).roots)
     return sizes["fsdp"] > 1

@@ -1,0 +1,288 @@
+"""Attention in blocks with a running softmax, for sequences whose scores do not fit in memory.
+
+The scores of one block of queries and one block of keys are computed at a time. The maximum and the
+sum of the exponentials of each query's scores are updated from block to block (Rabe and Staats,
+2021, <https://arxiv.org/abs/2112.05682>). Kept for the backward pass are the output and the
+logarithm of the sum; the scores are computed again there. Pairs of blocks in which no query sees a
+key, because the attention is causal or has a window, are left out.
+
+`jax.jvp` of this function raises JAX's error for functions with a custom reverse rule: a rule for
+both modes would keep the scores.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from ..core._target import target
+from ._relative import RelativeBias
+from ._view import View, see
+
+# The largest number of queries and keys in a block. Scores of a block should fit in a cache.
+_BLOCK, _BLOCK_OF_CPU = 512, 256
+
+
+@dataclass(frozen=True)
+class _Options:
+    rows: int  # queries in a block
+    columns: int  # keys in a block
+    pairs: tuple[tuple[int, int], ...]  # the blocks of queries and keys that are computed
+    scale: float
+    softcap: float | None
+    rate: float
+
+
+class _Given(eqx.Module):
+    """What the scores depend on beside queries and keys; all of it is padded to whole blocks."""
+
+    view: View
+    columns: Int[Array, " keys"]
+    keys: Any  # PRNG keys for dropout, one for each query, or None
+    bias: Any
+
+
+class _Dense(eqx.Module):
+    """A bias that is given as an array."""
+
+    array: Float[Array, "#batch heads queries keys"]
+
+    def at(self, rows: Int[Array, " rows"], columns: Int[Array, " columns"]) -> Array:
+        part = jnp.take(self.array, rows, axis=2, mode="clip")
+        return jnp.take(part, columns, axis=3, mode="clip")
+
+
+def attend_in_blocks(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    view: View,
+    *,
+    bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None = None,
+    scale: float,
+    softcap: float | None = None,
+    rate: float = 0.0,
+    key: PRNGKeyArray | None = None,
+    block: int | None = None,
+) -> Float[Array, "batch queries heads head_dim"]:
+    """Scaled dot-product attention with the memory of one block of scores.
+
+    The arguments are those of `attend`. Dropout draws other numbers, which depend on the slot of a
+    query and not on how queries are divided.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    block = block or (_BLOCK_OF_CPU if target().platform == "cpu" else _BLOCK)
+    rows, columns = (_block_size(size, block) for size in (queries, keys))
+    pairs = _visible_blocks(view, queries, keys, rows, columns)
+    key = key if rate else None
+    options = _Options(rows, columns, pairs, scale, softcap, rate)
+    slots = _pad(jnp.arange(queries) if view.slots is None else view.slots, rows, 0)
+    given = _Given(
+        _padded(view, slots, rows, columns, keys),
+        jnp.arange(-(-keys // columns) * columns),
+        None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, slots),
+        _Dense(bias) if isinstance(bias, jax.Array) else bias,
+    )
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    own, fixed = eqx.partition(given, eqx.is_inexact_array)
+    arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
+    out: Any = _attention(options, *arrays, own, fixed)
+    return out[:, :queries].reshape(q.shape)
+
+
+def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:
+    """The view of whole blocks, in which the keys that were added are not seen."""
+    real, segments = view.real, view.segments
+    if real is None and keys % columns and not (view.causal and view.slots is None):
+        real = jnp.ones((1, keys), bool)
+    if segments is not None:
+        segments = _pad(segments[0], rows, 1), _pad(segments[1], columns, 1)
+    real = None if real is None else _pad(real, columns, 1)
+    return View(real, slots, segments, view.causal, view.window)
+
+
+def _block_size(size: int, block: int) -> int:
+    """The size of equal blocks that have at most `block` elements, or one more."""
+    return -(-size // -(-size // block))
+
+
+def _pad(x: Array, block: int, axis: int) -> Array:
+    missing = -x.shape[axis] % block
+    pads = [(0, missing if d == axis else 0) for d in range(x.ndim)]
+    return jnp.pad(x, pads) if missing else x
+
+
+def _visible_blocks(
+    view: View, queries: int, keys: int, rows: int, columns: int
+) -> tuple[tuple[int, int], ...]:
+    """The blocks of queries and keys of which a pair may be visible."""
+    i, j = np.indices((-(-queries // rows), -(-keys // columns)))
+    seen = np.ones(i.shape, bool)
+    if view.causal and view.slots is None:
+        seen &= j * columns < (i + 1) * rows
+        if view.window is not None:
+            seen &= (j + 1) * columns > i * rows - view.window + 1
+    return tuple(zip(i[seen].tolist(), j[seen].tolist(), strict=True))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
+) -> Float[Array, "batch queries kv_heads groups head_dim"]:
+    return _forward(options, q, k, v, own, fixed)[0]
+
+
+def _forward(
+    options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
+) -> tuple[Array, Any]:
+    k, fixed = _tied(k, fixed)
+    dtype = np.promote_types(q.dtype, np.float32)
+    shape = (q.shape[0], *q.shape[2:4], q.shape[1])
+    empty = jnp.finfo(dtype).min
+    init = (
+        jnp.full(shape, empty, dtype),
+        jnp.zeros(shape, dtype),
+        jnp.zeros((*shape, v.shape[3]), dtype),
+    )
+
+    def body(carry: Any, at: Any) -> tuple[Any, None]:
+        i, j = at[0], at[1]
+        largest, total, out = (_take(x, i, options.rows, 3) for x in carry)
+        scores, seen, kept = _block(options, q, k, own, fixed, i, j)[:3]
+        scores = jnp.where(seen, scores, empty)
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
+        shrink = jnp.exp(largest - new)
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        part = _product("bngst,btnd->bngsd", weights * kept, _take(v, j, options.columns, 1))
+        out = out * shrink[..., None] + part
+        return tuple(map(partial(_put, i=i, axis=3), carry, (new, total, out))), None
+
+    (largest, total, out), _ = jax.lax.scan(body, init, jnp.asarray(options.pairs, jnp.int32))
+    total = jnp.where(total == 0, 1, total)  # a query that sees no key gets zeros
+    out = jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype)
+    log_sum = largest + jnp.log(total)
+    return out, (q, k, v, own, fixed, out, log_sum)
+
+
+def _backward(options: _Options, kept: Any, out_grad: Array) -> tuple[Any, ...]:
+    q, k, v, own, fixed, out, log_sum = kept
+    k, fixed = _tied(k, fixed)
+    dtype = log_sum.dtype
+    slope = jnp.einsum("bsngd,bsngd->bngs", out.astype(dtype), out_grad.astype(dtype))
+    zeros = lambda x: jnp.zeros(x.shape, dtype)
+    # One block of keys after the other: sums in a wide dtype are needed only for one of them.
+    pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)
+    first = np.diff(pairs[:, 1], prepend=-1) != 0
+
+    def body(carry: Any, at: Any) -> tuple[Any, None]:
+        (i, j), is_first = at
+        q_grad, k_grad, v_grad, own_grad, *sums = carry
+        of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
+        of_columns = lambda x: _take(x, j, options.columns, 1)
+        scores, seen, keep, pull = _block(options, q, k, own, fixed, i, j)
+        weights = jnp.where(seen, jnp.exp(scores - of_rows(log_sum, 3)[..., None]), 0)
+        grad = of_rows(out_grad)
+        v_part = _product("bngst,bsngd->btnd", weights * keep, grad)
+        change = _product("bsngd,btnd->bngst", grad, of_columns(v)) * keep
+        change = weights * (change - of_rows(slope, 3)[..., None])
+        change, own_part = pull(change)
+        q_part = _product("bngst,btnd->bsngd", change, of_columns(k))
+        k_part = _product("bngst,bsngd->btnd", change, of_rows(q))
+        parts = zip(sums, (k_part, v_part), strict=True)
+        k_sum, v_sum = (jnp.where(is_first, 0, total) + part for total, part in parts)
+        return (
+            _put(q_grad, of_rows(q_grad) + q_part, i, 1),
+            _put(k_grad, k_sum.astype(k.dtype), j, 1),
+            _put(v_grad, v_sum.astype(v.dtype), j, 1),
+            jax.tree.map(lambda x, part: x + part.astype(dtype), own_grad, own_part),
+            k_sum,
+            v_sum,
+        ), None
+
+    sums = (zeros(k[:, : options.columns]), zeros(v[:, : options.columns]))
+    init = (zeros(q), jnp.zeros_like(k), jnp.zeros_like(v), jax.tree.map(zeros, own), *sums)
+    (q_grad, k_grad, v_grad, own_grad, *_), _ = jax.lax.scan(
+        body, init, (tuple(jnp.asarray(pairs.T)), jnp.asarray(first))
+    )
+    own_grad = jax.tree.map(lambda grad, x: grad.astype(x.dtype), own_grad, own)
+    return q_grad.astype(q.dtype), k_grad, v_grad, own_grad, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _tied(k: Array, fixed: _Given) -> tuple[Array, _Given]:
+    """Makes masks depend on the keys. Otherwise JAX computes those of all blocks before a scan over
+    layers, and keeps them."""
+    k, (view, columns) = jax.lax.optimization_barrier((k, (fixed.view, fixed.columns)))
+    return k, _Given(view, columns, fixed.keys, fixed.bias)
+
+
+def _block(
+    options: _Options,
+    q: Array,
+    k: Array,
+    own: _Given,
+    fixed: _Given,
+    i: Int[Array, ""],
+    j: Int[Array, ""],
+) -> tuple[Array, Array, Array | float, Any]:
+    """The scores of a block, which of them are seen, the factors of dropout, and the gradient of
+    the products of queries and keys, and of the bias, as a function of that of the scores."""
+    of_rows = lambda x, axis=1: _take(x, i, options.rows, axis)
+    of_columns = lambda x, axis=1: _take(x, j, options.columns, axis)
+    view, given = fixed.view, eqx.combine(own, fixed)
+    slots, columns = of_rows(view.slots, 0), of_columns(fixed.columns, 0)
+    real = None if view.real is None else of_columns(view.real)
+    segments = view.segments
+    if segments is not None:
+        segments = of_rows(segments[0]), of_columns(segments[1])
+    seen = see(view, slots, columns, real, segments)
+    index = i * options.rows + jnp.arange(options.rows)
+
+    def finish(scores: Array, own: _Given) -> Array:
+        scores = scores * options.scale
+        if given.bias is not None:
+            bias = eqx.combine(own, fixed).bias.at(index, columns).astype(scores.dtype)
+            scores += bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+        if options.softcap is not None:
+            scores = options.softcap * jnp.tanh(scores / options.softcap)
+        return scores
+
+    products = _product("bsngd,btnd->bngst", of_rows(q), of_columns(k))
+    scores, pull = jax.vjp(finish, products, own)
+    keep: Array | float = 1.0
+    if fixed.keys is not None:
+        keep = _kept(of_rows(fixed.keys, 0), j, options, scores)
+    return scores, seen[:, None, None], keep, pull
+
+
+def _kept(keys: Array, j: Int[Array, ""], options: _Options, scores: Array) -> Array:
+    """The factors of dropout: 0, or 1 / (1 - rate)."""
+    batch, heads, groups, _, columns = scores.shape
+    draw = lambda key: jax.random.bernoulli(
+        jax.random.fold_in(key, j), 1 - options.rate, (batch, heads, groups, columns)
+    )
+    return jnp.moveaxis(jax.vmap(draw)(keys), 0, 3).astype(scores.dtype) / (1 - options.rate)
+
+
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """Multiplies in the narrower dtype, and adds in at least float32."""
+    narrow = min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+    wide = np.promote_types(narrow, np.float32)
+    return jnp.einsum(equation, x.astype(narrow), y.astype(narrow), preferred_element_type=wide)
+
+
+def _take(x: Array, i: Int[Array, ""], size: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def _put(x: Array, part: Array, i: Int[Array, ""], axis: int) -> Array:
+    start = i * part.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)

@@ -1,0 +1,70 @@
+"""Which keys each query of an attention layer sees, without an array of all pairs."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Integer
+
+# The least number of pairs of a query and a key for which there is no array of all pairs.
+MANY_PAIRS = 2048 * 2048
+
+
+class View(eqx.Module):
+    """Which keys each query sees: those that are real, near and of its own segment.
+
+    - `real`: which keys are real tokens; None if all of them are.
+    - `slots`: the slot of each query among the keys, for causal attention; None if queries and keys
+        are the same tokens.
+    - `segments`: the segments of the queries and of the keys.
+    - `causal`: whether a query sees only the keys in its own slot and before.
+    - `window`: the number of slots that a query sees, including its own.
+    """
+
+    real: Bool[Array, "#batch keys"] | None = None
+    slots: Int[Array, " queries"] | None = None
+    segments: tuple[Integer[Array, "#batch queries"], Integer[Array, "#batch keys"]] | None = None
+    causal: bool = eqx.field(static=True, default=False)
+    window: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def is_order_only(self) -> bool:
+        """Whether what a query sees depends on nothing but its slot, which is its index."""
+        return self.real is None and self.slots is None and self.segments is None
+
+    def visible(self, queries: int, keys: int) -> Bool[Array, "#batch #queries #keys"]:
+        """Returns the array of all pairs."""
+        rows = jnp.arange(queries) if self.slots is None else self.slots
+        return see(self, rows, jnp.arange(keys), self.real, self.segments)
+
+
+def see(
+    view: View,
+    rows: Int[Array, " queries"],
+    columns: Int[Array, " keys"],
+    real: Bool[Array, "#batch keys"] | None,
+    segments: tuple[Any, Any] | None,
+) -> Bool[Array, "#batch #queries #keys"]:
+    """Returns which keys in the slots `columns` are seen by queries in the slots `rows`."""
+    visible = jnp.ones((1, 1, 1), bool)
+    if view.causal:
+        near = columns[None] <= rows[:, None]
+        if view.window is not None:
+            near &= columns[None] > rows[:, None] - view.window
+        visible = near[None]
+    if real is not None:
+        visible = visible & real[:, None]
+    if segments is not None:
+        visible = visible & (segments[0][:, :, None] == segments[1][:, None])
+    return visible
+
+
+def as_pairs(
+    visible: View | Bool[Array, "#batch #queries keys"], queries: int, keys: int
+) -> Bool[Array, "#batch #queries #keys"]:
+    """Returns the array of all pairs, for layers that choose between several of them."""
+    return visible.visible(queries, keys) if isinstance(visible, View) else visible
+
+
+def has_many_pairs(queries: int, keys: int) -> bool:
+    return queries * keys >= MANY_PAIRS

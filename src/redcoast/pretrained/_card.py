@@ -1,0 +1,69 @@
+"""The model card of a directory, `README.md` with front matter in YAML."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+CARD = "README.md"
+# What Hugging Face's hub reads from the front matter; all else is said in the text.
+FRONT = ("base_model", "datasets", "language", "license", "metrics", "pipeline_tag", "tags")
+_TASKS = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForSequenceClassification": "text-classification",
+    "VisionEncoderDecoderModel": "image-to-text",
+}
+
+
+def make_card(
+    facts: Mapping[str, Any], settings: Mapping[str, Any], name: str, parameters: int
+) -> str:
+    """Returns a model card with facts about a model and its training.
+
+    **Arguments:**
+
+    - `facts`: what is known; see `save_pretrained`.
+    - `settings`: the model's `config.json`.
+    - `name`: the name of its directory.
+    - `parameters`: the number of its parameters.
+    """
+    architecture = (settings.get("architectures") or ["model"])[0]
+    task = next((x for end, x in _TASKS.items() if architecture.endswith(end)), None)
+    front: dict[str, Any] = {"library_name": "transformers"} | (
+        {"pipeline_tag": task} if task else {}
+    )
+    front |= {key: facts[key] for key in FRONT if key in facts}
+    front["tags"] = [*facts.get("tags", ()), "redcoast"]
+    rows = [_row(key, value) for key, value in facts.items() if key not in FRONT]
+    # JSON is valid YAML.
+    head = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
+    lines = ["---", *head, "---", "", f"# {name}", ""]
+    lines += [f"`{architecture}` with {parameters:,} parameters, saved by `redcoast`.", ""]
+    if rows:
+        lines += ["## Training", "", "| | |", "| --- | --- |", *rows, ""]
+    lines += ["## Intended uses and limitations", "", "Not described yet.", ""]
+    return "\n".join(lines)
+
+
+def check_card(card: Any) -> None:
+    """Raises if a card is not a mapping from names to values that JSON can hold."""
+    if not isinstance(card, Mapping) or not all(isinstance(key, str) for key in card):
+        raise TypeError(
+            f"`card` is of type {type(card).__name__}. It must be a mapping from names to facts, "
+            'such as `{"license": "apache-2.0", "steps": 100}`.'
+        )
+    for key in FRONT:
+        value = card.get(key, [])
+        one = isinstance(value, str) and key != "tags"
+        many = isinstance(value, list) and all(isinstance(x, str) for x in value)
+        if not (one or many):
+            kind = "a list of strings" if key == "tags" else "a string, or a list of strings"
+            raise TypeError(f"`card` has {key!r}: {value!r}. It must be {kind}.")
+
+
+def _row(key: str, value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    cells = [" ".join(cell.replace("|", "\\|").split()) for cell in (key.replace("_", " "), text)]
+    return f"| {cells[0]} | {cells[1]} |"

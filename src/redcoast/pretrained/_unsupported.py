@@ -1,0 +1,116 @@
+"""Why a published model cannot be loaded: its architecture, or how its weights are quantised."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# The nearest supported type of well-known types, and what they have beyond it.
+_NEAREST: dict[str, tuple[str, str]] = {
+    "albert": ("bert", "weights that all layers share and a narrow embedding"),
+    "aria_text": ("mixtral", "shared experts"),
+    "beit": ("vit", "relative biases of positions and a scale of each layer"),
+    "blenderbot": ("bart", "normalisation before each sublayer"),
+    "bloom": ("gpt2", "biases of positions (ALiBi) and normalised embeddings"),
+    "chatglm": ("llama", "rotation of a part of each head, and fused projections"),
+    "clip": ("vit", "a second tower for texts, and normalisation before the first layer"),
+    "codegen": ("gptj", "fused projections of queries, keys and values"),
+    "cohere": ("llama", "attention and feed-forward in parallel, and scaled logits"),
+    "cohere2": ("llama", "attention and feed-forward in parallel, and scaled logits"),
+    "dbrx": ("mixtral", "fused projections, and clipped queries, keys and values"),
+    "deberta": ("bert", "attention with separate contents and positions"),
+    "deberta-v2": ("bert", "attention with separate contents and positions"),
+    "deepseek_v2": ("mixtral", "multi-head latent attention and shared experts"),
+    "deepseek_v3": ("mixtral", "multi-head latent attention and shared experts"),
+    "deit": ("vit", "a token for distillation"),
+    "dinov2": ("vit", "a scale of each layer"),
+    "dinov3_vit": ("vit", "rotary positions, register tokens and a scale of each layer"),
+    "distilbert": ("bert", "embeddings without token types"),
+    "electra": ("bert", "an embedding narrower than the layers"),
+    "exaone4": ("llama", "normalisation after each sublayer, and layers without rotation"),
+    "falcon": ("gptj", "fused projections with few keys and values, or biases of positions"),
+    "gemma3": ("gemma3_text", "the encoder of images around the language model"),
+    "gemma3n_text": ("gemma3_text", "embeddings for each layer and alternating updates"),
+    "glm": ("llama", "rotation of a part of each head, and fused projections"),
+    "glm4": ("llama", "rotation of a part of each head, and normalisation after sublayers"),
+    "gpt_bigcode": ("gpt2", "one head of keys and values for all queries"),
+    "gpt_neo": ("gpt2", "attention within a window in every other layer, without a scale"),
+    "gpt_neox": ("gptj", "fused projections, and a normalisation of each parallel branch"),
+    "gpt_oss": ("mixtral", "sinks in the attention, and biases of experts"),
+    "granite": ("llama", "multipliers of embeddings, residuals, attention and logits"),
+    "granitemoe": ("mixtral", "multipliers of embeddings, residuals, attention and logits"),
+    "led": ("bart", "attention within a window, and global tokens"),
+    "llama4_text": ("mixtral", "a shared expert, and layers without rotation"),
+    "llava": ("llama", "the encoder of images before the language model"),
+    "longt5": ("t5", "local attention, and global attention of blocks"),
+    "m2m_100": ("bart", "sinusoidal positions and normalisation before each sublayer"),
+    "marian": ("bart", "sinusoidal positions"),
+    "mbart": ("bart", "normalisation before each sublayer and after the last"),
+    "mllama": ("llama", "cross-attention to images"),
+    "modernbert": ("bert", "rotary positions, gated layers and attention within a window"),
+    "mpnet": ("bert", "relative biases of positions"),
+    "mpt": ("gpt2", "biases of positions (ALiBi), without biases of projections"),
+    "nemotron": ("llama", "LayerNorm with biases, and a squared ReLU without a gate"),
+    "olmo": ("llama", "LayerNorm without weights, and clipped projections"),
+    "olmoe": ("mixtral", "normalisation of all queries and keys"),
+    "paligemma": ("gemma", "the encoder of images before the language model"),
+    "pegasus": ("bart", "sinusoidal positions and normalisation before each sublayer"),
+    "phi": ("gptj", "biases of attention, and rotation of halves of a head"),
+    "phimoe": ("mixtral", "its routing, and LayerNorm with biases"),
+    "qwen2_5_vl": ("qwen2", "the encoder of images before the language model"),
+    "qwen2_moe": ("mixtral", "a shared expert beside the routed ones"),
+    "qwen2_vl": ("qwen2", "the encoder of images before the language model"),
+    "siglip": ("vit", "a second tower for texts, and pooling by attention"),
+    "siglip_vision_model": ("vit", "pooling by attention in place of a first token"),
+    "stablelm": ("llama", "rotation of a part of each head, and LayerNorm with biases"),
+    "starcoder2": ("llama", "a feed-forward without a gate, and LayerNorm with biases"),
+    "swin": ("vit", "attention within windows that are shifted and merged"),
+    "umt5": ("t5", "biases of positions in each layer"),
+    "whisper": ("bart", "convolutions over sound before the encoder"),
+}
+# State spaces and recurrences, which no family has.
+_OTHER = ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba2")
+_PACKED: dict[str, tuple[str, str]] = {
+    "gptq": ("GPTQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
+    "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
+    "bitsandbytes": ("bitsandbytes", "blocks of packed 4-bit or 8-bit numbers with their ranges"),
+    "fp8": ("FP8", "8-bit floating-point numbers, with the scale of each block in a tensor aside"),
+    "mxfp4": ("MXFP4", "4-bit floating-point numbers in `blocks`, with exponents in `scales`"),
+}
+_SAME = {"fbgemm_fp8": "fp8", "finegrained_fp8": "fp8"}
+
+
+def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
+    """The error for a type of model that no family supports."""
+    names = sorted(supported)
+    reason = ""
+    if kind in _NEAREST:
+        near, missing = _NEAREST[kind]
+        reason = f" The nearest supported type is {near}; what is missing: {missing}."
+    elif kind in _OTHER:
+        reason = " It has state spaces or recurrences, which no supported type has."
+    elif isinstance(kind, str) and (close := difflib.get_close_matches(kind, names, n=1)):
+        reason = f" The supported type with the most similar name is {close[0]}."
+    return ValueError(
+        f"{where} holds a model of type {kind!r}, which is not supported.{reason} Supported types: "
+        f"{', '.join(names)}."
+    )
+
+
+def check_quantised(settings: Mapping[str, Any], where: Any) -> None:
+    """Raises if the weights of a `config.json` are quantised."""
+    found = settings.get("quantization_config") or settings.get("compression_config")
+    if not found:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is None and isinstance(found, dict):  # files of the first versions name no method
+        eight = found.get("load_in_8bit") or found.get("load_in_4bit")
+        method = "bitsandbytes" if eight else None
+    unknown = (method or "an unnamed method", None)
+    name, packed = _PACKED.get(_SAME.get(str(method), str(method)), unknown)
+    how = f"as {packed}" if packed else "in a way of its own"
+    raise ValueError(
+        f"{where} holds weights that are quantised with {name}: they are stored "
+        f"{how}, which is not supported. Load the model that they were made from, or a "
+        "`.gguf` file of it; or dequantise the weights with `transformers` "
+        "(`model.dequantize()`), and save that model."
+    )

@@ -1,0 +1,313 @@
+"""The server with OpenAI's API."""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+
+import httpx
+import jax
+import pytest
+from paths import EXPERIMENTS
+from processes import start_processes
+
+import redcoast as rc
+from redcoast.models import Llama, LlamaConfig
+
+sys.path.append(str(EXPERIMENTS))
+serve, _batching = map(importlib.import_module, ("serve", "_batching"))
+Text = importlib.import_module("_detokenize").Text
+byte_tokenizer = importlib.import_module("_tokenizers").byte_tokenizer
+
+TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user begins.') }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def write_weights(directory):
+    """A small language model of bytes in Hugging Face's layout, with a chat template."""
+    config = LlamaConfig(vocab=256, width=32, layers=1, heads=2, kv_heads=1, hidden=32)
+    rc.save_pretrained(Llama(config, key=jax.random.key(0)), directory)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_weights(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(weights):
+    served, server = serve.load(serve.Config(weights, mesh="1", rows=4, context=64))
+    # All batches have four rows, so that they are one program.
+    return serve.replace(served, multiple=4), server
+
+
+@contextlib.asynccontextmanager
+async def client_of(loaded):
+    served, server = loaded
+    fresh = serve.replace(server, queue=_batching.Queue(4, 4, served.context))
+    app = serve.make_app(served, fresh, wait=0.05)
+    transport = httpx.ASGITransport(app)
+    client = httpx.AsyncClient(transport=transport, base_url="http://x/v1")
+    async with app.router.lifespan_context(app), client:
+        yield client
+
+
+def together(loaded, *calls):
+    """The responses to requests that are made at once: paths and bodies."""
+
+    async def run():
+        async with client_of(loaded) as client:
+            posts = [client.post(path, json={"model": "tiny"} | body) for path, body in calls]
+            return await asyncio.gather(*posts)
+
+    return asyncio.run(run())
+
+
+def expected(loaded, prompt, count):
+    served, server = loaded
+    tokens, mask = _batching.pad([server.encode(prompt, special=True)], served)
+    go_on = lambda row: False  # as in the server, whose program this is then
+    new = rc.generate(served.model, tokens, mask=mask, max_new_tokens=32, stop=go_on)[0]
+    return served.tokenizer.decode(new[:count].tolist())
+
+
+def streamed(response):
+    lines = response.text.strip().split("\n\n")
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_requests_that_come_together_share_a_batch_and_keep_their_answers(loaded, monkeypatch):
+    batches = []
+    generate = _batching.generate
+    monkeypatch.setattr(
+        _batching, "generate", lambda *a: (batches.append(len(a[1])), generate(*a))[1]
+    )
+    greedy = {"temperature": 0, "max_tokens": 9}
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    one, two, three, four = together(
+        loaded,
+        ("completions", {"prompt": "One", **greedy}),
+        ("completions", {"prompt": "Twenty-two", **greedy, "max_tokens": 5}),
+        ("completions", {"prompt": "One", **greedy, "stream": True}),
+        ("chat/completions", {**chat, **greedy, "stream": True}),
+    )
+    assert batches == [4]
+    first, second = one.json(), two.json()
+    assert first["choices"][0]["text"] == expected(loaded, "One", 9)
+    assert first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
+    assert second["choices"][0]["text"] == expected(loaded, "Twenty-two", 5)
+    parts = streamed(three)
+    assert "".join(part["choices"][0]["text"] for part in parts) == first["choices"][0]["text"]
+    assert three.headers["content-type"].startswith("text/event-stream")
+    deltas = [part["choices"][0]["delta"] for part in streamed(four)]
+    assert deltas[0]["role"] == "assistant"
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == expected(loaded, "[user] Hi\n[assistant] ", 9)
+
+
+def test_samples_of_a_seed_are_repeated(loaded):
+    ask = {"prompt": "One", "n": 3, "max_tokens": 8, "seed": 5, "stop": ["\x00no"]}
+    once, again = together(loaded, ("completions", ask))[0], together(loaded, ("completions", ask))
+    texts = [choice["text"] for choice in once.json()["choices"]]
+    assert texts == [choice["text"] for choice in again[0].json()["choices"]]
+    assert len(set(texts)) == 3
+
+
+def test_what_exceeds_the_queue_is_told_when_to_come_back(loaded):
+    ask = {"prompt": "One", "n": 2, "max_tokens": 2, "seed": 5}
+    responses = together(loaded, *[("completions", ask)] * 5)
+    codes = sorted(response.status_code for response in responses)
+    assert codes in ([200, 200, 429, 429, 429], [200, 200, 200, 429, 429])
+    refused = next(response for response in responses if response.status_code == 429)
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+SAY = [{"role": "user", "content": "Hi"}]
+BAD = [
+    ("completions", {"prompt": "a", "model": "gpt-5"}, 404, "model", "The model 'gpt-5' does not"),
+    ("completions", {}, 400, "prompt", "must be a string"),
+    ("completions", {"prompt": ""}, 400, "prompt", "at least one token"),
+    ("completions", {"prompt": [256]}, 400, "prompt", "0 to 255"),
+    ("completions", {"prompt": "a" * 64}, 400, "prompt", "maximum context length is 64 tokens"),
+    ("completions", {"prompt": "a", "max_tokens": 64}, 400, "prompt", "64 were requested"),
+    ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens", "be an integer"),
+    ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature", "at most 2"),
+    ("completions", {"prompt": "a", "n": 5}, 400, "n", "at most 4"),
+    ("completions", {"prompt": ["a"] * 5}, 400, "prompt", "more than 4 at once"),
+    ("completions", {"prompt": "a", "stop": 3}, 400, "stop", "at most 4 strings"),
+    ("completions", {"prompt": "a", "stream": 1}, 400, "stream", "must be a boolean"),
+    ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs", "not implemented"),
+    ("completions", {"prompt": "a", "wat": 0}, 400, "wat", "Unknown parameter: 'wat'"),
+    ("chat/completions", {"messages": []}, 400, "messages", "at least one message"),
+    ("chat/completions", {"messages": [{"role": "x"}]}, 400, "messages[0].role", "one of system"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "a string"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        400,
+        "messages",
+        "chat template refuses these messages: The user begins",
+    ),
+    ("chat/completions", {"messages": SAY, "tools": [{}]}, 400, "tools", "not implemented"),
+]
+
+
+def test_bad_requests_get_the_errors_of_the_api(loaded):
+    async def run():
+        async with client_of(loaded) as client:
+            posts = [client.post(case[0], json={"model": "tiny"} | case[1]) for case in BAD]
+            broken = client.post("completions", content=b'{"a')
+            half = client.post("completions", content=b'{"prompt": "\\ud800", "model": "tiny"}')
+            lost, wrong = client.post("nothing"), client.get("completions")
+            return await asyncio.gather(*posts, broken, half, lost, wrong)
+
+    *found, broken, half, lost, wrong = asyncio.run(run())
+    for (_, body, status, param, words), response in zip(BAD, found, strict=True):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param), (body, error)
+        assert words in error["message"]
+        assert error["type"] == "invalid_request_error"
+    codes = [response.status_code for response in (broken, half, lost, wrong)]
+    assert codes == [400, 400, 404, 405]
+    assert all(set(x.json()["error"]) >= {"message", "type"} for x in (broken, half, lost, wrong))
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("the end of it", (), "the end of it"),
+        ("the end of it", ("of",), "the end "),
+        ("the end of it", ("of", "en"), "the "),
+        ("abababac", ("abac",), "abab"),
+        ("wait en", ("end",), "wait en"),
+        ("naïve 🎈 …", (" …",), "naïve 🎈"),
+    ],
+)
+def test_text_is_given_out_once_and_up_to_a_stop_string(text, stops, shown):
+    """Of tokens that are bytes: characters and stop strings take several."""
+    decode = lambda tokens: bytes(tokens).decode(errors="replace")
+    found = Text(decode, stops)
+    parts = []
+    for token in text.encode():
+        parts.append(found.add(token))
+        if found.stopped:
+            break
+    else:
+        parts.append(found.rest())
+    assert "".join(parts) == shown
+    assert found.stopped == (shown != text)
+    # What was shown is never taken back.
+    assert all(shown.startswith(part) for part in accumulate(parts))
+
+
+@pytest.mark.integration
+def test_the_client_of_openai_talks_with_it(weights):
+    openai = pytest.importorskip("openai")
+    options = ["--weights", weights, "--port", "0", "--context", "256", "--waiting", "4"]
+    options += ["--mesh", "2x2", "--rows", "4"]
+    script = EXPERIMENTS / "serve.py"
+    with start_processes(script, *options, processes=1, devices=4) as (process,):
+        process.wait_for("Uvicorn running on http://")
+        url = process.output.split("Uvicorn running on ")[1].split()[0]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        check_client(openai, client)
+        process.kill(signal.SIGINT)
+        assert process.wait().returncode == 0
+
+
+def check_client(openai, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").object == "model"
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    chat = client.chat.completions
+    whole = chat.create(**ask, max_completion_tokens=20)
+    assert whole.usage.completion_tokens == 20
+    parts = [
+        *chat.create(**ask, max_tokens=20, stream=True, stream_options={"include_usage": True})
+    ]
+    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
+    assert text == whole.choices[0].message.content
+    assert parts[-1].usage == whole.usage
+    assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
+    two = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=3, temperature=0)
+    assert [choice.index for choice in two.choices] == [0, 1]
+    with pytest.raises(openai.BadRequestError, match="at most 2"):
+        chat.create(**ask | {"temperature": 9})
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        chat.create(**ask | {"model": "gpt-5"})
+    raw = client.completions.with_raw_response
+    calls = lambda _: raw_status(openai, raw)
+    with ThreadPoolExecutor(12) as pool:
+        statuses = [*pool.map(calls, range(12))]
+    assert 200 in statuses
+    assert set(statuses) <= {200, 429}
+    assert 429 in statuses
+
+
+def raw_status(openai, raw):
+    """The status of a long request of four rows."""
+    try:
+        return raw.create(model="tiny", prompt=["a"] * 4, max_tokens=200, seed=1).status_code
+    except openai.RateLimitError as error:
+        return 429 if int(error.response.headers["Retry-After"]) >= 1 else None
+
+
+def test_a_batch_ends_once_nobody_waits_for_it(loaded, monkeypatch):
+    steps, real = [], rc.generate
+
+    def counted(*args, stream, **options):
+        return real(*args, stream=lambda step: (steps.append(step), stream(step)), **options)
+
+    def send(piece):
+        job.cancelled.set()
+
+    monkeypatch.setattr(_batching.rc, "generate", counted)
+    decoding = serve.replace(loaded[1].limits.decoding, temperature=0)
+    job = _batching.Job([[5, 6]], 32, decoding, None, (), send)
+    _batching.generate(loaded[0], [job], jax.random.key(0))
+    assert len(steps) < 9
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(loaded, monkeypatch, stream):
+    """With the real server, whose thread would go on generating."""
+    jobs = []
+    monkeypatch.setattr(
+        _batching.Queue, "put", lambda self, job: (jobs.append(job), job.send(PIECE), True)[-1]
+    )
+    app = serve.make_app(*loaded, wait=0)
+    config = serve.uvicorn.Config(app, port=0, log_level="warning")
+    running = serve.uvicorn.Server(config)
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    body = {"model": "tiny", "prompt": "a", "stream": stream}
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=1) as r,
+    ):
+        next(r.iter_lines())
+    assert jobs[0].cancelled.wait(60)
+    running.should_exit = True
+    thread.join()
+
+
+PIECE = _batching.Piece(0, "x", None, 1)

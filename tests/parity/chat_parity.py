@@ -1,0 +1,64 @@
+"""Chat templates, and the directories that `finetune.py` writes, against `transformers`."""
+
+# pyright: reportMissingImports=false
+
+import importlib
+import json
+import sys
+
+import pytest
+from paths import EXPERIMENTS
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+sys.path.append(str(EXPERIMENTS))
+published = importlib.import_module("_published")
+byte_tokenizer = importlib.import_module("_tokenizers").byte_tokenizer
+
+SAY = [
+    {"role": "system", "content": "Be brief. <b>&</b> \U0001f600"},
+    {"role": "user", "content": " Hello\n"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "é?"},
+]
+LOOP = """{{ bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{% continue %}{% endif %}
+{{ '<|' + m['role'] + '|>' + m['content'] | trim + eos_token }}
+{%- endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+MARKED = """{% for m in messages %}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}
+{% else %}[{{ m.role }}] {{ m | tojson }}
+{% endif %}
+{% endfor %}"""
+DATED = """{% set day = strftime_now('%Y') %}{{ day }}
+{%- for m in messages %}{% if loop.index0 > 9 %}{{ raise_exception('Too long.') }}{% endif %}
+{{ m.content }}{% if loop.last %}{% break %}{% endif %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [LOOP, MARKED, DATED], ids=["loop", "marked", "dated"])
+@pytest.mark.parametrize("add", [True, False])
+def test_chats_are_rendered_as_by_transformers(template, add, tmp_path):
+    ends = {"bos_token": "A", "eos_token": "B"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **ends)
+    theirs.chat_template = template
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(SAY, tokenize=False, add_generation_prompt=add)
+    render = published.chat_template(tmp_path)
+    assert render(SAY, add_generation_prompt=add) == expected
+    # As older versions have saved it.
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+    for form in (template, several):
+        text = json.dumps(settings | {"chat_template": form})
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        assert published.chat_template(tmp_path)(SAY, add_generation_prompt=add) == expected
+
+
+def test_tokenizers_are_those_of_transformers(tmp_path):
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(tmp_path)
+    text = "Ein Gitter, naïve 🎈"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids
+    assert published.read_tokenizer(tmp_path).encode(text, add_special_tokens=False).ids == theirs

@@ -1,0 +1,113 @@
+"""Sequences of a batch with fewer rows than devices are split over them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import redcoast as rc
+from redcoast.losses import chunked_cross_entropy, cross_entropy
+from redcoast.models import Llama, LlamaConfig, _blockwise, _view
+
+# Arithmetic so slow that it pays to divide it.
+SLOW = rc.Hardware(flops=1e8, memory=1e9)
+CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64, unroll=1)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Attention is computed in blocks of 16 tokens."""
+    monkeypatch.setattr(_blockwise, "_BLOCK_OF_CPU", 16)
+    monkeypatch.setattr(_view, "MANY_PAIRS", 1)
+
+
+def batch(rows, tokens=65):
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 3, (rows, tokens)), axis=1)
+    return {
+        "tokens": jnp.asarray(rng.integers(0, 64, (rows, tokens))),
+        "segments": jnp.asarray(segments),
+    }
+
+
+def chunked(model, batch, key):
+    tokens, segments = batch["tokens"], batch["segments"]
+    same = segments[:, 1:] == segments[:, :-1]
+    hidden = model.hidden(tokens[:, :-1], segments=segments[:, :-1], key=key)
+    return chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], mask=same, chunk=4)
+
+
+def whole(model, batch, key):
+    logits = model(batch["tokens"][:, :-1], mask=batch["tokens"][:, :-1] > 3)
+    return cross_entropy(logits, batch["tokens"][:, 1:])
+
+
+def planned(fn, mesh, rows, model=None, **options):
+    model = Llama(CONFIG, key=jax.random.key(0)) if model is None else model
+    args = (batch(rows), jax.random.key(1))
+    return rc.plan_shardings(model, mesh, fn=fn, args=args, **{"hardware": SLOW} | options)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("fn", [chunked, whole])
+@pytest.mark.thorough
+def test_losses_and_gradients_are_those_of_one_device(blocks, fn, rows, sizes):
+    mesh = rc.make_mesh(**dict(zip(("data", "fsdp", "model"), sizes, strict=True)))
+    model = Llama(CONFIG, key=jax.random.key(0))
+    plan = planned(fn, mesh, rows, model)
+    assert plan.compute.tokens == (rows < sizes[0] * sizes[1])
+    plan.verify(fn, model, batch(rows), tolerance=1e-5)
+
+
+def test_a_row_of_packed_texts_is_split_and_exact(blocks):
+    mesh, model = rc.make_mesh(data=2, fsdp=2, model=2), Llama(CONFIG, key=jax.random.key(0))
+    plan = planned(chunked, mesh, 1, model)
+    assert plan.compute.tokens
+    lowered = jax.jit(plan.constrain(chunked)).lower(model, batch(1), None)
+    compiled = lowered.compile()
+    found = compiled(jax.device_put(model, plan.shardings), batch(1), None)
+    np.testing.assert_allclose(found, chunked(model, batch(1), None), rtol=1e-5)
+    # No device has the scores, hidden layers or logits of all tokens.
+    assert "all-to-all" not in compiled.as_text()
+
+
+def test_the_plan_says_so():
+    mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
+    plan = planned(whole, mesh, 1)
+    assert plan.report.program.sequences
+    assert plan.report.program.batch_sizes == (1,)
+    assert "so its sequences are split over fsdp" in plan.report.program.batch
+    assert "Batch" in str(plan)
+    causes = {one.cause for one in plan.report.program.traffic}
+    assert "all-gathers of keys and values" in causes
+    # All products of the model are divided.
+    arithmetic = plan.report.program.arithmetic
+    assert arithmetic.per_device == pytest.approx(arithmetic.flops / 8)
+
+
+def test_rows_are_split_if_they_divide():
+    plan = planned(whole, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 8)
+    assert not plan.compute.tokens
+    assert not plan.report.program.sequences
+
+
+def test_programs_that_iterate_over_the_sequence_are_not_split():
+    def recurrent(model, batch, key):
+        x = jnp.take(model.embed, batch["tokens"][:, 1:], axis=0)
+        step = lambda state, token: (jnp.tanh(state + token * model.norm[None]),) * 2
+        return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.moveaxis(x, 1, 0))[1])
+
+    plan = planned(recurrent, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 1)
+    assert not plan.compute.tokens
+    assert "iterates over the sequence" in plan.report.program.batch
+
+
+def test_lengths_that_do_not_divide_are_not_split():
+    mesh = AbstractMesh((1, 8, 1), ("data", "fsdp", "model"))
+    model = Llama(CONFIG, key=jax.random.key(0))
+    args = (batch(1, 60), None)
+    plan = rc.plan_shardings(model, mesh, fn=whole, args=args, hardware=SLOW)
+    assert not plan.compute.tokens
+    assert "tokens do not divide either" in plan.report.program.batch

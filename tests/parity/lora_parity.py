@@ -13,6 +13,7 @@ import pytest
 import torch
 from agreement import record
 from gpt2_parity import CASES as GPT2_CASES
+from gpt_oss_parity import CASES as GPT_OSS_CASES
 from harness import (
     TOLERANCE,
     apply,
@@ -56,6 +57,7 @@ READ = {
     "olmo2": (OLMO2, {"target_modules": BOTH}),
     "smollm3": (SMOLLM3, {"target_modules": BOTH}),
     "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
+    "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
@@ -66,6 +68,7 @@ WRITTEN = {
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
     "parts": (PHI3, ["wq", "wk", "wv", "gate"]),
+    "gpt oss": (GPT_OSS_CASES[0], ["wq", "wv", "wo"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 

@@ -7,7 +7,8 @@ gradients are compared with those of one device.
     python experiments/benchmarks/expert_parallel.py
 """
 
-from typing import Any
+from typing from collections.abc import Mapping
+import Any
 from unittest import mock
 
 import jax
@@ -57,7 +58,7 @@ def main(
     rc.emulate_devices(8)
     case = make_case(width, hidden, experts, (rows, length))
     for sizes in ({"model": 8}, {"data": 2, "model": 4}):
-        mesh = rc.make_mesh(**{"data": 1, "fsdp": 1, **sizes})
+        mesh = rc.make_mesh(data=sizes.get("data", 1), model=sizes["model"])
         print(f"\n{sizes}\n\n| sharding | MB sent | MB of parameters | largest kinds |")
         print("|---|---:|---:|---|")
         for name, make in LAYOUTS.items():
@@ -85,7 +86,7 @@ def loss_fn(model: Any, tokens: Any, key: Any) -> jax.Array:
     return entropy + 0.02 * balance
 
 
-def written(case: Case, mesh: Mesh, specs: dict[str, P], axes: tuple[str, ...]) -> Layout:
+def written(case: Case, mesh: Mesh, specs: Mapping[str, P], axes: tuple[str, ...]) -> Layout:
     """Shardings by the names of arrays, with the batch over `axes`."""
     place = lambda path, _: NamedSharding(mesh, specs.get(path[-1].name, P()))
     params = jax.tree.map_with_path(place, case.abstract_params())

@@ -43,10 +43,10 @@ def whole(model, batch, key):
     return cross_entropy(logits, batch["tokens"][:, 1:])
 
 
-def planned(fn, mesh, rows, model=None, **options):
+def planned(fn, mesh, rows, model=None):
     model = Llama(CONFIG, key=jax.random.key(0)) if model is None else model
     args = (batch(rows), jax.random.key(1))
-    return rc.plan_shardings(model, mesh, fn=fn, args=args, **{"hardware": SLOW} | options)
+    return rc.plan_shardings(model, mesh, fn=fn, args=args, hardware=SLOW)
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 8, 1)])
@@ -69,8 +69,7 @@ def test_a_row_of_packed_texts_is_split_and_exact(blocks):
     compiled = lowered.compile()
     found = compiled(jax.device_put(model, plan.shardings), batch(1), None)
     np.testing.assert_allclose(found, chunked(model, batch(1), None), rtol=1e-5)
-    # No device has the scores, hidden layers or logits of all tokens.
-    assert "all-to-all" not in compiled.as_text()
+    assert "all-to-all" not in str(compiled.as_text())
 
 
 def test_the_plan_says_so():
@@ -96,7 +95,11 @@ def test_rows_are_split_if_they_divide():
 def test_programs_that_iterate_over_the_sequence_are_not_split():
     def recurrent(model, batch, key):
         x = jnp.take(model.embed, batch["tokens"][:, 1:], axis=0)
-        step = lambda state, token: (jnp.tanh(state + token * model.norm[None]),) * 2
+
+        def step(state, token):
+            state = jnp.tanh(state + token * model.norm[None])
+            return state, state
+
         return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.moveaxis(x, 1, 0))[1])
 
     plan = planned(recurrent, AbstractMesh((1, 8, 1), ("data", "fsdp", "model")), 1)

@@ -39,7 +39,7 @@ HIDDEN = ATTENTION | {
     "down": P(None, None, "model"),
 }
 EXPERTS = ATTENTION | dict.fromkeys(("gate", "up", "down"), P(None, "model"))
-ALL_TO_ALL = dict.fromkeys(("gate", "up", "down"), P(None, EVERY_AXIS))
+ALL_TO_ALL: dict[str, P] = dict.fromkeys(("gate", "up", "down"), P(None, EVERY_AXIS))
 
 
 def main(
@@ -62,6 +62,7 @@ def main(
     """
     rc.emulate_devices(8)
     case = make_case(width, hidden, experts, (rows, length))
+    errors = ""
     mesh = rc.make_mesh(data=data, fsdp=1, model=-1)
     print("| sharding | MB sent | MB of parameters | MB by kind |\n|---|---:|---:|---|")
     for name, make in LAYOUTS.items():

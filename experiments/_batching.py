@@ -1,7 +1,6 @@
 """Requests that come together, generated together by one thread."""
 
 import math
-import statistics
 import threading
 import time
 from collections import deque
@@ -118,8 +117,8 @@ class Queue:
     def retry_after(self) -> int:
         """The seconds after which a batch's worth of the jobs that wait is likely done."""
         with self.changed:
-            # The median: a program may have been compiled in between.
-            return math.ceil(statistics.median(self.seconds or [1]))
+            # The least: the others may have compiled a program. Who comes too early is told again.
+            return math.ceil(min(self.seconds, default=1))
 
     def _waiting(self) -> int:
         return sum(len(job.prompts) for job in self.jobs)

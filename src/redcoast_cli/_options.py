@@ -7,6 +7,7 @@ import tyro
 
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
+Seq = Annotated[int | None, tyro.conf.arg(metavar="TOKENS")]
 Batch = Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])]
 
 
@@ -23,7 +24,7 @@ class DryRun:
 
     model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
     target: str = "a100-40gb:4"  # TPU slice (v4:4x4x4), GPUs (l4:4; h100:8x8: hosts x cards), cpu:8
-    seq: int | None = None  # sequence length in tokens; by default 1024 or the model's maximum
+    seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device and microbatch
     mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), fsdp=4,model=2; auto: the estimated best
     remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
@@ -44,7 +45,7 @@ class Plan:
 
     model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
     mesh: Mesh = "fsdp=8"  # such as 8, 2x4 (data x model), or fsdp=4,model=2; sizes are not -1
-    seq: int | None = None  # sequence length in tokens; by default 1024 or the model's maximum
+    seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device
     table: bool = False  # also print how each array is sharded, and why
     json: bool = False  # print the plan's report as JSON

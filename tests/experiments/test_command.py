@@ -1,6 +1,7 @@
 """The console command `redcoast`."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,8 +30,12 @@ for command in ([], ["plan"], ["dry-run"], ["doctor"]):
         main([*command, "--help"])
 print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    columns = os.environ | {"COLUMNS": "80"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=columns
+    )
     assert ran.stdout.splitlines()[-1] == "[]", ran.stderr
+    assert max(map(len, ran.stdout.splitlines())) <= 80
     assert "redcoast dry-run --model opt-66b" in ran.stdout
     assert "--target" in ran.stdout
 

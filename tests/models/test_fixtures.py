@@ -14,7 +14,7 @@ import redcoast as rc
 # One of each family.
 FEW = ["bart", "captioner", "bert labels", "roberta", "gemma2 capped low", "gpt2", "gptj"]
 FEW += ["llama", "qwen3", "olmo2", "smollm3 listed", "mixtral", "qwen3 moe", "opt", "phi4 mini"]
-FEW += ["phi3 short", "t5", "vit labels"]
+FEW += ["phi3 short", "gpt oss yarn", "t5", "vit labels"]
 
 
 @pytest.mark.parametrize("name", STORED_OUTPUTS)

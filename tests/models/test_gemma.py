@@ -324,3 +324,13 @@ def test_tables_name_every_array(config):
 def test_sizes_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_rows_and_caches_of_many_tokens_are_served():
+    """There layers with and without a window choose between arrays, and not between views."""
+    config = dataclasses.replace(CONFIG, local=(True, False), window=4, layers=2)
+    model = eqx.filter_eval_shape(Gemma, config, key=jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+    assert eqx.filter_eval_shape(Gemma.hidden, model, tokens).shape == (1, 2048, config.width)
+    cache = eqx.filter_eval_shape(Gemma.init_cache, model, 1, 4096)
+    assert eqx.filter_eval_shape(Gemma.decode, model, tokens, cache)[0].shape[1] == 2048

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ def test_bias_is_of_the_distance_between_positions():
     queries, keys = jnp.array([[0, 4], [7, 90]]), jnp.array([[0, 1, 5], [80, 6, 7]])
     for causal in (False, True):
         bias = relative_bias(table, queries, keys, far=9, causal=causal)
+        assert isinstance(bias, jax.Array)
         assert bias.shape == (2, 3, 2, 3)
         for at in np.ndindex(bias.shape):
             row, head, i, j = at

@@ -2,7 +2,9 @@
 
 # pyright: reportMissingImports=false
 
+import importlib
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -13,6 +15,7 @@ import pytest
 import torch
 from agreement import record
 from gpt2_parity import CASES as GPT2_CASES
+from gpt_oss_parity import CASES as GPT_OSS_CASES
 from harness import (
     TOLERANCE,
     apply,
@@ -56,9 +59,16 @@ READ = {
     "olmo2": (OLMO2, {"target_modules": BOTH}),
     "smollm3": (SMOLLM3, {"target_modules": BOTH}),
     "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
+    "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
+READ |= {
+    case.name: (case, {"target_modules": ["q_proj", "o_proj"]})
+    for case in MIXTRAL_CASES
+    if case.name in ("mixtral", "qwen3 moe")
+}
+TARGETS = r"/w[qkvo]$|gate$|up$|down$"
 WRITTEN = {
     "llama": (LLAMA, "."),
     "some": (LLAMA, ["wq", "wv", "up"]),
@@ -66,6 +76,7 @@ WRITTEN = {
     "fused in part": (GPT2, ["wv", "head|down"]),
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
     "parts": (PHI3, ["wq", "wk", "wv", "gate"]),
+    "gpt oss": (GPT_OSS_CASES[0], ["wq", "wv", "wo"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 
@@ -132,3 +143,37 @@ def test_peft_reads_what_is_saved(name, tmp_path):
         assert settings["r"] in (4, 12)
         assert jax.tree.structure(lora.trainable(loaded))
     record(case, "adapters written")
+
+
+def first_of_each_type():
+    """A case of each model type that a file of this folder compares."""
+    cases = {}
+    for path in sorted(Path(__file__).parent.glob("*_parity.py")):
+        if path != Path(__file__):
+            for case in getattr(importlib.import_module(path.stem), "CASES", ()):
+                cases.setdefault(case.model.config_class.model_type, case)
+    return cases
+
+
+CASES = first_of_each_type()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_adapters_of_every_type_go_both_ways(kind, tmp_path):
+    """Of all matrices of its layers."""
+    case = CASES[kind]
+    reference = make_reference(case, tmp_path / "base")
+    model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
+    adapted = randomised(lora.add_adapters(model, 2, targets=TARGETS, key=jax.random.key(0)))
+    lora.save_adapters(adapted, tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "ours").eval()
+    expected = reference_outputs(theirs, batch)
+    assert difference(logits_of(model, batch), expected) > 0.01
+    assert difference(logits_of(adapted, batch), expected) < TOLERANCE
+    record(case, "adapters written")
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    if hasattr(model.config, "experts"):  # which `peft` keeps otherwise than it reads them
+        return
+    loaded = lora.load_adapters(model, tmp_path / "theirs")
+    assert difference(logits_of(loaded, batch), expected) < TOLERANCE
+    record(case, "adapters read")

@@ -56,6 +56,8 @@ def matrix_of(tensor: Tensor) -> Matrix | None:
     # Embedding tables are not stacked, and have the same layout as their published tensor.
     if len(tensor.left) != 2 or (not tensor.fields and tensor.left == tensor.right):
         return None
+    if tensor.name.endswith("bias"):  # of several experts
+        return None
     inputs = inputs_of(tensor)
     count = sum(set(group) <= set(inputs) for group in tensor.right)
     # Without output dimensions it is a vector that is published as a matrix with one row.

@@ -3,6 +3,7 @@
 from ._heads import with_head as with_head
 from ._rotary import LongRope as LongRope
 from ._rotary import RopeScaling as RopeScaling
+from ._rotary import Yarn as Yarn
 from ._shift import shift_right as shift_right
 from .bart import Bart as Bart
 from .bart import BartConfig as BartConfig
@@ -14,6 +15,8 @@ from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
+from .gpt_oss import GptOss as GptOss
+from .gpt_oss import GptOssConfig as GptOssConfig
 from .gptj import GPTJ as GPTJ
 from .gptj import GPTJConfig as GPTJConfig
 from .llama import Llama as Llama
@@ -38,6 +41,8 @@ from .sizes import gpt2_large as gpt2_large
 from .sizes import gpt2_medium as gpt2_medium
 from .sizes import gpt2_small as gpt2_small
 from .sizes import gpt2_xl as gpt2_xl
+from .sizes import gpt_oss_20b as gpt_oss_20b
+from .sizes import gpt_oss_120b as gpt_oss_120b
 from .sizes import gptj_6b as gptj_6b
 from .sizes import llama2_70b as llama2_70b
 from .sizes import llama3_2_1b as llama3_2_1b

@@ -44,7 +44,7 @@ def in_parts(
     of_keys = whole(of_keys)
     rows = None if of_queries is None else split(of_queries)
     if isinstance(bias, RelativeBias):
-        keys, rows_of_bias = whole(bias.keys), split(bias.queries)
+        keys, rows_of_bias = gather_sequence(bias.keys), split(bias.queries)
         make_bias = lambda queries: RelativeBias(bias.by_distance, queries, keys)
     else:
         rows_of_bias = None if bias is None else split(bias, 2)

@@ -75,6 +75,55 @@ def long_angles(
     return choose(long[0], short[0]), choose(long[1], short[1])
 
 
+@dataclass(frozen=True)
+class Yarn:
+    """Scales the wavelengths of rotary embeddings, and their size (YaRN, Peng et al., 2023,
+    <https://arxiv.org/abs/2309.00071>).
+
+    **Arguments:**
+
+    - `factor`: the ratio of the new context length to the original one.
+    - `original`: the original context length in tokens.
+    - `fast`, `slow`: numbers of rotations in the original context. Wavelengths with at least `fast`
+        are kept, those with at most `slow` are scaled by `factor`, and the ones in between are
+        interpolated.
+    - `rounded`: whether the first and the last of those in between are rounded to whole features.
+    - `amplitude`: the cosines and sines are multiplied by it.
+    """
+
+    factor: int | float
+    original: int
+    fast: int | float = 32.0
+    slow: int | float = 1.0
+    rounded: bool = True
+    amplitude: int | float = 1.0
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 < self.slow < self.fast:
+            raise ValueError(
+                f"`slow` must be positive and less than `fast`, but they are {self.slow} and "
+                f"{self.fast}."
+            )
+
+
+def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[np.ndarray, " half"]:
+    """Returns `rotary_frequencies`, scaled."""
+    frequencies = rotary_frequencies(head_dim, base)
+    # The pair that rotates so many times in the original context.
+    pair = lambda turns: (
+        head_dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+    )
+    first, last = pair(scaling.fast), pair(scaling.slow)
+    if scaling.rounded:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    # A step instead of a ramp if both are the same.
+    ramp = (np.arange(head_dim // 2) - first) / (last - first or 0.001)
+    scaled = np.clip(ramp, 0, 1)
+    return frequencies * (1 - scaled + scaled / scaling.factor)
+
+
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:

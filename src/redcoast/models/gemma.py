@@ -22,6 +22,7 @@ from ._checks import check_config, check_rates
 from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
+from ._view import as_pairs
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ class Gemma(eqx.Module):
             positions = count_positions(real, segments)
         windows = (None, self.config.window)
         visible = [causal_view(real, segments=segments, window=window) for window in windows]
-        return self._run(tokens, positions, visible, None, key)[0]
+        length = tokens.shape[1]
+        seen = [as_pairs(view, length, length) for view in visible]
+        return self._run(tokens, positions, seen, None, key)[0]
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
@@ -199,7 +202,9 @@ class Gemma(eqx.Module):
         cache = admit(cache, tokens.shape, mask)
         windows = (None, self.config.window)
         views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
-        return self._run(tokens, views[0][0], [view[1] for view in views], cache, None)
+        length = cache.mask.shape[1]
+        seen = [as_pairs(visible, tokens.shape[1], length) for _, visible in views]
+        return self._run(tokens, views[0][0], seen, cache, None)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""

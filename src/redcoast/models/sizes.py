@@ -10,11 +10,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import PRNGKeyArray
 
-from ._rotary import RopeScaling
+from ._rotary import RopeScaling, Yarn
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
+from .gpt_oss import GptOss, GptOssConfig
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
 from .mixtral import Mixtral, MixtralConfig
@@ -42,6 +43,7 @@ def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
 _CONFIGS: dict[Any, Any] = {
     Llama: LlamaConfig,
     GPT2: GPT2Config,
+    GptOss: GptOssConfig,
     GPTJ: GPTJConfig,
     OPT: OPTConfig,
     Phi3: Phi3Config,
@@ -53,6 +55,7 @@ _CONFIGS: dict[Any, Any] = {
     ViT: ViTConfig,
 }
 
+_OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
 
@@ -124,6 +127,17 @@ gpt2_small = _named(GPT2, 50257, 768, 12, 12, 3072, bos=50256, eos=(50256,))
 gpt2_medium = _named(GPT2, 50257, 1024, 24, 16, 4096, bos=50256, eos=(50256,))
 gpt2_large = _named(GPT2, 50257, 1280, 36, 20, 5120, bos=50256, eos=(50256,))
 gpt2_xl = _named(GPT2, 50257, 1600, 48, 25, 6400, bos=50256, eos=(50256,))
+
+gpt_oss_20b = _named(
+    GptOss, 201088, 2880, 24, 64, 8, 2880, 32,
+    head_size=64, rope_scaling=_OSS_ROPE, local=12 * (True, False), window=128,
+    router_loss_weight=0.9, eos=(200002,), pad=199999,
+)
+gpt_oss_120b = _named(
+    GptOss, 201088, 2880, 36, 64, 8, 2880, 128,
+    head_size=64, rope_scaling=_OSS_ROPE, local=18 * (True, False), window=128,
+    router_loss_weight=0.9, eos=(200002,), pad=199999,
+)
 
 gptj_6b = _named(GPTJ, 50400, 4096, 28, 16, 16384, bos=50256, eos=(50256,))
 

@@ -6,7 +6,21 @@ from typing import Any
 
 from .. import models
 from ._unsupported import check_quantised, refuse_type
-from .hf import bart, bert, captioner, gemma, gpt2, gptj, llama, mixtral, opt, phi3, t5, vit
+from .hf import (
+    bart,
+    bert,
+    captioner,
+    gemma,
+    gpt2,
+    gpt_oss,
+    gptj,
+    llama,
+    mixtral,
+    opt,
+    phi3,
+    t5,
+    vit,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ FAMILIES = (
     Family(models.Captioner, models.CaptionerConfig, captioner, ("vision-encoder-decoder",)),
     Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
     Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
+    Family(models.GptOss, models.GptOssConfig, gpt_oss, ("gpt_oss",)),
     Family(models.GPTJ, models.GPTJConfig, gptj, ("gptj",)),
     Family(models.Llama, models.LlamaConfig, llama, llama.KINDS),
     Family(models.Mixtral, models.MixtralConfig, mixtral, ("mixtral", "qwen3_moe")),

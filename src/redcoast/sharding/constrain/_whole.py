@@ -26,10 +26,11 @@ def gather_operands(
     places = _places(equation, values)
     result = []
     for one, (x, value) in enumerate(zip(operands, values, strict=True)):
-        d, stays = split[one], True
-        if d is not None:
-            partner = places[one][d]
-            stays = partner == kept if isinstance(partner, int) else split[1 - one] == partner[0]
+        if (d := split[one]) is None:
+            result.append(x)
+            continue
+        partner = places[one][d]
+        stays = partner == kept if isinstance(partner, int) else split[1 - one] == partner[0]
         result.append(x if stays else shardings.gather(x, value, d))
     return result
 

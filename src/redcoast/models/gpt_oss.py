@@ -1,0 +1,332 @@
+"""The GPT-OSS decoder: a mixture of experts with biases, attention sinks, and sliding windows in
+some layers."""
+
+import functools as ft
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
+
+from ..core._decoding import GREEDY, Decoding
+from ._attention import Mask, as_array, causal_view, count_positions, real_tokens, wide
+from ._basic import look_up, normal, output_scale, rms_norm
+from ._cache import Cache, admit, cached_view, extend
+from ._checks import check_config, check_heads, check_rates, drop_default_head_size
+from ._dropout import dropout
+from ._einsum import keys_values, outputs, product, queries
+from ._moe import mix_experts, router_loss
+from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
+from ._scan import Remat, scan_layers
+from ._view import as_pairs
+
+# The gain of the sigmoid in the experts.
+_GAIN = 1.702
+
+
+@dataclass(frozen=True)
+class GptOssConfig:
+    """The configuration of a `GptOss`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`: the vocabulary size, the size of the residual stream and the
+      number of decoder layers.
+    - `heads`, `kv_heads`: the number of query heads, and the number of key and value heads, which
+      must divide it.
+    - `hidden`: the hidden size of each expert.
+    - `experts`, `chosen`: the number of experts in each layer, and the number of experts that each
+      token is routed to (top-k).
+    - `head_size`: the size of each head, an even number; `width / heads` by default.
+    - `rope_base`, `rope_scaling`: the base of the rotary embeddings' wavelengths, and how they are
+      scaled for long contexts.
+    - `local`: for each layer, whether it has a sliding attention window; by default none has.
+    - `window`: the size of that window in tokens, including the token itself.
+    - `limit`: the hidden features of the experts are clamped to it.
+    - `norm_eps`: added to the mean square in RMSNorm.
+    - `tied`: whether the output head shares the weights of the embedding.
+    - `attention_dropout`: the dropout rate of the attention weights.
+    - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
+      loss. The model itself does not use it.
+    - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
+      (everything except the products with weights outside of the experts) or `"full"` (the entire
+      layer).
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    experts: int = 32
+    chosen: int = 4
+    head_size: int | None = None
+    rope_base: int | float = 150000.0
+    rope_scaling: Yarn | None = None
+    local: tuple[bool, ...] = ()
+    window: int | None = None
+    limit: int | float = 7.0
+    norm_eps: int | float = 1e-5
+    tied: bool = False
+    attention_dropout: int | float = 0.0
+    router_loss_weight: int | float = 0.001
+    context: int = 131072
+    remat: Remat = "none"
+    unroll: int | None = None
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+    decoding: Decoding = GREEDY
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
+        check_heads(self, even=True)
+        drop_default_head_size(self)
+        check_rates(self, "attention_dropout")
+        if self.chosen > self.experts:
+            raise ValueError(
+                f"`chosen` must be at most `experts`, but they are {self.chosen} and "
+                f"{self.experts}."
+            )
+        if self.local and len(self.local) != self.layers:
+            raise ValueError(
+                f"`local` must have one entry for each of the {self.layers} layers, but has "
+                f"{len(self.local)}."
+            )
+        if any(self.local) and self.window is None:
+            raise ValueError("`local` gives layers a window, so `window` must be its size.")
+        if self.limit <= 0:
+            raise ValueError(f"`limit` must be positive, but is {self.limit}.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size or self.width // self.heads
+
+
+class GptOssLayers(eqx.Module):
+    """The parameters of all decoder layers, stacked along their first dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width kv_heads head_dim"]
+    wv: Float[Array, "layers width kv_heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"]
+    bk: Float[Array, "layers kv_heads head_dim"]
+    bv: Float[Array, "layers kv_heads head_dim"]
+    bo: Float[Array, "layers width"]
+    sinks: Float[Array, "layers heads"]
+    mlp_norm: Float[Array, "layers width"]
+    router: Float[Array, "layers width experts"]
+    router_bias: Float[Array, "layers experts"]
+    gate: Float[Array, "layers experts width hidden"]
+    gate_bias: Float[Array, "layers experts hidden"]
+    up: Float[Array, "layers experts width hidden"]
+    up_bias: Float[Array, "layers experts hidden"]
+    down: Float[Array, "layers experts hidden width"]
+    down_bias: Float[Array, "layers experts width"]
+
+    def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
+        scale = output_scale(c.layers)
+        q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
+        into = lambda key, *out: normal(key, (c.layers, c.width, *out), fan_in=c.width)
+        zeros = lambda *shape: jnp.zeros((c.layers, *shape))
+        self.attention_norm = jnp.ones((c.layers, c.width))
+        self.wq, self.wk, self.wv = into(wq, *q), into(wk, *kv), into(wv, *kv)
+        self.wo = normal(wo, (c.layers, *q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
+        self.bq, self.bk, self.bv, self.bo = zeros(*q), zeros(*kv), zeros(*kv), zeros(c.width)
+        self.sinks = zeros(c.heads)
+        self.mlp_norm = jnp.ones((c.layers, c.width))
+        self.router, self.router_bias = into(router, c.experts), zeros(c.experts)
+        shape = (c.layers, c.experts, c.width, c.hidden)
+        self.gate, self.up = (normal(k, shape, fan_in=c.width) for k in (gate, up))
+        self.gate_bias, self.up_bias = (zeros(c.experts, c.hidden) for _ in range(2))
+        shape = (c.layers, c.experts, c.hidden, c.width)
+        self.down = normal(down, shape, fan_in=c.hidden, scale=scale)
+        self.down_bias = zeros(c.experts, c.width)
+
+
+class GptOss(eqx.Module):
+    """The GPT-OSS decoder (OpenAI, 2025, <https://arxiv.org/abs/2508.10925>).
+
+    Attention with sinks computes an array of all pairs of a query and a key, for any length.
+
+    ```python
+    config = GptOssConfig(vocab=256, width=128, layers=4, heads=4, kv_heads=2, hidden=128)
+    model = GptOss(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    layers: GptOssLayers
+    norm: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    config: GptOssConfig = eqx.field(static=True)
+
+    from ._methods import decoder_call as __call__
+    from ._methods import decoder_init_cache as init_cache
+    from ._methods import tied_or_own_head as unembed
+
+    def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers). Biases and
+        attention sinks are zero."""
+        embed, layers, head = jax.random.split(key, 3)
+        shape = (config.width, config.vocab)
+        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.layers = GptOssLayers(config, key=layers)
+        self.norm = jnp.ones(config.width)
+        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
+        self.config = config
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
+        options: Any = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.hidden_and_router_loss(tokens, **options)[0]
+
+    def hidden_and_router_loss(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
+        """Returns the final hidden states, and the load-balancing loss of the routers for training
+        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
+
+        The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
+        """
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        windows = (None, self.config.window)
+        visible = [causal_view(real, segments=segments, window=window) for window in windows]
+        length = tokens.shape[1]
+        real, seen = as_array(real), [as_pairs(view, length, length) for view in visible]
+        x, _, (count, probability) = self._run(tokens, real, positions, seen, None, key)
+        return x, router_loss(count, probability, self.config.chosen)
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        cache = admit(cache, tokens.shape, mask)
+        windows = (None, self.config.window)
+        views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
+        length = cache.mask.shape[1]
+        seen = [as_pairs(visible, tokens.shape[1], length) for _, visible in views]
+        real = as_array(real_tokens(tokens.shape, mask))
+        x, cache, _ = self._run(tokens, real, views[0][0], seen, cache, None)
+        return x, cache
+
+    def _run(self, tokens, real, positions, visible, cache, key):
+        x = look_up(self.embed, tokens)
+        c = self.config
+        angles = _angles(c, positions, wide(x.dtype))
+
+        def layer_fn(x, carry, inputs, index, key):
+            layer, local = inputs
+            cache, *use = carry
+            # Layers with and without a window are scanned together.
+            seen = jnp.where(local, visible[1], visible[0])
+            y = rms_norm(x, layer.attention_norm, c.norm_eps)
+            y, cache = _attention(layer, y, angles, seen, cache, index, key, c)
+            x = x + y
+            y = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            scores = product("bsd,de->bse", y, layer.router, layer.router_bias)
+            y, more = mix_experts(
+                ft.partial(_mlp, layer, c.limit), y, scores, real, chosen=c.chosen
+            )
+            return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
+
+        layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
+        carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
+        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        x, carry = scan_layers(layer_fn, x, layers, cache=carry, **options)
+        return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
+
+
+def _angles(config, positions, dtype):
+    c = config
+    if c.rope_scaling is None:
+        return rotary_angles(positions, rotary_frequencies(c.head_dim, c.rope_base), dtype)
+    frequencies = yarn_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+    cos, sin = rotary_angles(positions, frequencies, dtype)
+    return cos * c.rope_scaling.amplitude, sin * c.rope_scaling.amplitude
+
+
+def _attention(layer, x, angles, visible, cache, index, key, config):
+    q, (k, v) = queries(layer, x), keys_values(layer, x)
+    cache, k, v = extend(cache, index, rotate(k, angles), v)
+    rate = config.attention_dropout
+    out = attend_with_sinks(rotate(q, angles), k, v, layer.sinks, visible, rate=rate, key=key)
+    return outputs(layer, out), cache
+
+
+def attend_with_sinks(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    sinks: Float[Array, " heads"],
+    visible: Bool[Array, "#batch #queries keys"],
+    *,
+    rate: float = 0.0,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch queries heads head_dim"]:
+    """Scaled dot-product attention in which each head has one more key, without a value, whose
+    score is learned: the sink of the head (Xiao et al., 2023, <https://arxiv.org/abs/2309.17453>).
+    """
+    kv_heads = k.shape[2]
+    grouped = (q / math.sqrt(q.shape[-1])).reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
+    scores = jnp.einsum("bsngk,btnk->bngst", grouped, k).astype(wide(q.dtype))
+    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    sink = sinks.astype(scores.dtype).reshape(1, kv_heads, -1, 1, 1)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(scores - top)
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))
+    weights = dropout(weights.astype(q.dtype), rate, key)
+    return jnp.einsum("bngst,btnk->bsngk", weights, v).reshape(q.shape)
+
+
+def _mlp(layer, limit, x):
+    gate = product("betd,edh->beth", x, layer.gate) + layer.gate_bias[None, :, None]
+    up = product("betd,edh->beth", x, layer.up) + layer.up_bias[None, :, None]
+    # Computed again in the backward pass, which keeps `gate` and `up` only.
+    y = jax.checkpoint(ft.partial(_activate, limit))(gate, up)
+    return product("beth,ehd->betd", y, layer.down) + layer.down_bias[None, :, None]
+
+
+def _activate(limit, gate, up):
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(_GAIN * gate) * (up + 1)

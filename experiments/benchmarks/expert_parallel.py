@@ -7,8 +7,8 @@ gradients are compared with those of one device.
     python experiments/benchmarks/expert_parallel.py
 """
 
-from typing from collections.abc import Mapping
-import Any
+from collections.abc import Mapping
+from typing import Any
 from unittest import mock
 
 import jax

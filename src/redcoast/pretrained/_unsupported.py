@@ -35,7 +35,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "gpt_bigcode": ("gpt2", "one head of keys and values for all queries"),
     "gpt_neo": ("gpt2", "attention within a window in every other layer, without a scale"),
     "gpt_neox": ("gptj", "fused projections, and a normalisation of each parallel branch"),
-    "gpt_oss": ("mixtral", "sinks in the attention, and biases of experts"),
     "granite": ("llama", "multipliers of embeddings, residuals, attention and logits"),
     "granitemoe": ("mixtral", "multipliers of embeddings, residuals, attention and logits"),
     "led": ("bart", "attention within a window, and global tokens"),

@@ -53,15 +53,18 @@ def find_matrices(model: PyTree) -> dict[str, Matrix]:
 
 def matrix_of(tensor: Tensor) -> Matrix | None:
     """Describes an array with these published tensors as a matrix; None if it is not a matrix."""
+    left, right, stacked = tensor.left, tensor.right, len(tensor.fields)
+    if len(left) == 3 and left[0] == right[0]:  # the matrices of all experts in one tensor
+        left, right, stacked = left[1:], right[1:], stacked + 1
     # Embedding tables are not stacked, and have the same layout as their published tensor.
-    if len(tensor.left) != 2 or (not tensor.fields and tensor.left == tensor.right):
+    if len(left) != 2 or (not stacked and left == right):
         return None
     if tensor.name.endswith("bias"):  # of several experts
         return None
-    inputs = inputs_of(tensor)
-    count = sum(set(group) <= set(inputs) for group in tensor.right)
+    inputs = next(group for group in left if right[0][0] in group)
+    count = sum(set(group) <= set(inputs) for group in right)
     # Without output dimensions it is a vector that is published as a matrix with one row.
-    return Matrix(len(tensor.fields), count) if count < len(tensor.right) else None
+    return Matrix(stacked, count) if count < len(right) else None
 
 
 def inputs_of(tensor: Tensor) -> tuple[str, ...]:

@@ -82,12 +82,13 @@ def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
     """The error for a type of model that no family supports."""
     names = sorted(supported)
     reason = ""
-    if kind in _NEAREST:
-        near, missing = _NEAREST[kind]
+    text = kind if isinstance(kind, str) else ""
+    if text in _NEAREST:
+        near, missing = _NEAREST[text]
         reason = f" The nearest supported type is {near}; what is missing: {missing}."
-    elif kind in _OTHER:
+    elif text in _OTHER:
         reason = " It has state spaces or recurrences, which no supported type has."
-    elif isinstance(kind, str) and (close := difflib.get_close_matches(kind, names, n=1)):
+    elif close := difflib.get_close_matches(text, names, n=1):
         reason = f" The supported type with the most similar name is {close[0]}."
     return ValueError(
         f"{where} holds a model of type {kind!r}, which is not supported.{reason} Supported types: "

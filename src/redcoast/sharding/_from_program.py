@@ -43,7 +43,7 @@ from .solver._strategy import (
     saved_bytes,
     used_axes,
 )
-from .solver._tokens import needs_tokens, split_tokens
+from .solver._tokens import needs_tokens, no_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact
 from .tree._optimizer_state import trim
 from .tree._overrides import Override, apply_overrides, spec_axes
@@ -191,10 +191,14 @@ def plan_flow(
     count = parts(DEFAULT.batch, axes)
     tasks = [task]
     if needs_tokens(program, count):
-        with divided_into(count):
-            traced, _ = trace_over(mesh, fn, model, args)
-        split = follow_program(traced, trainable_arrays(model, trainable))
-        split = split_tokens(split, count)
+        if no_tokens(program, count):
+            split = split_tokens(program, count)
+        else:
+            # Attention and losses have a dimension for the parts.
+            with divided_into(count):
+                traced, _ = trace_over(mesh, fn, model, args)
+            split = follow_program(traced, trainable_arrays(model, trainable))
+            split = split_tokens(split, count)
         why = "it would cost more" if split.batch.sequence else split.batch.whole
         by_rows = replace(program, batch=replace(program.batch, whole=why))
         by_tokens = [replace(task, program=split)] if split.batch.sequence else []

@@ -22,27 +22,45 @@ def split_tokens(program: Program, count: int) -> Program:
 
     If they cannot be split, it is the program itself with the reason as `batch.whole`.
     """
-    graph = program.graph
-    anywhere, classes = Classes(graph, 1, soft=True, least=2), Classes(graph, count, soft=True)
-    inner = [node for value in program.examples for node in value.dims[1:]]
-    reached = anywhere.of(node for node in inner if graph.sizes[node] > 1)
-    sequence = [node for node in range(len(graph.sizes)) if anywhere[node] in reached]
-    arrays = (*program.parameters, *(value for _, value in program.planned))
-    held = classes.of(node for value in arrays for node in value.dims)
-    sequence = [node for node in sequence if classes[node] not in held]
-    even = [node for node in sequence if graph.sizes[node] > 1 and classes.divides(node)]
+    graph, classes = program.graph, Classes(program.graph, count, soft=True)
+    if why := no_tokens(program, count):
+        return replace(program, batch=replace(program.batch, whole=why))
+    _, even = _sequence(program, classes)
     blocked = classes.of(graph.blocked)
     free = tuple(node for node in even if classes[node] not in blocked)
     if free:
         return replace(program, batch=Batch(free, sequence=True))
     looped = classes.of(graph.stacks)
-    if not sequence:
-        why = "none of its dimensions is a sequence"
-    elif not even:
-        sizes = sorted({graph.sizes[node] for node in inner if node in sequence})
-        why = f"{' and '.join(f'{size:,}' for size in sizes)} tokens do not divide either"
-    elif any(classes[node] in looped for node in even):
+    if any(classes[node] in looped for node in even):
         why = "the program iterates over the sequence"
     else:
         why = "an operation of the program needs all of the sequence"
     return replace(program, batch=replace(program.batch, whole=why))
+
+
+def no_tokens(program: Program, count: int) -> str:
+    """The reason if there are no tokens that `count` devices divide, and `""` if there are."""
+    sequence, even = _sequence(program, Classes(program.graph, count, soft=True))
+    if even:
+        return ""
+    if not sequence:
+        return "none of its dimensions is a sequence"
+    inner = {node for value in program.examples for node in value.dims[1:]}
+    sizes = sorted({program.graph.sizes[node] for node in inner.intersection(sequence)})
+    return f"{' and '.join(f'{size:,}' for size in sizes)} tokens do not divide either"
+
+
+def _sequence(program: Program, classes: Classes) -> tuple[list[int], list[int]]:
+    """The dimensions of tokens, as nodes, and those of them that the devices divide."""
+    graph = program.graph
+    anywhere = Classes(graph, 1, soft=True, least=2)
+    inner = [node for value in program.examples for node in value.dims[1:]]
+    reached = anywhere.of(node for node in inner if graph.sizes[node] > 1)
+    arrays = (*program.parameters, *(value for _, value in program.planned))
+    held = classes.of(node for value in arrays for node in value.dims)
+    sequence = [
+        node
+        for node in range(len(graph.sizes))
+        if anywhere[node] in reached and classes[node] not in held
+    ]
+    return sequence, [n for n in sequence if graph.sizes[n] > 1 and classes.divides(n)]

@@ -31,6 +31,7 @@ def split(number):
     return dict(enumerate(jax.device_put(values(number), places)))
 
 
+@pytest.mark.thorough
 def test_copies_do_not_change_with_later_steps():
     step = jax.jit(lambda xs: {name: 2 * x for name, x in xs.items()}, donate_argnums=0)
     for number in range(1, 11):

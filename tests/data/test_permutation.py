@@ -24,8 +24,8 @@ def test_epochs_and_seeds_have_their_own_orders():
     assert (indices[:100] != other).mean() > 0.9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [3, 4])
-@pytest.mark.few("4")
 def test_all_orders_are_equally_likely(length):
     draws = 2000
     seen = Counter(

@@ -332,6 +332,7 @@ def test_errors_of_the_loss_are_not_changed():
         rc.suggest_mesh(init_wide, wrong, WIDE, OPTIMIZER, target="cpu:2")
 
 
+@pytest.mark.thorough
 def test_rematerialised_models_compute_the_same():
     model = init_fn(jax.random.key(0))
     again = rematerialised(init_fn)(jax.random.key(0))

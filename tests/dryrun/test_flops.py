@@ -89,6 +89,7 @@ def test_training_steps(name, remat):
     assert found == {"float32": pytest.approx(3 * forward(name) + again, rel=0.01)}
 
 
+@pytest.mark.thorough
 def test_accumulation_does_not_change_the_count():
     assert count_step("gpt2", accumulate=2) == count_step("gpt2")
 

@@ -78,6 +78,7 @@ def test_samples_are_of_each_environment_and_never_of_empty_places(script):
         assert {*drawn} == {*added}
 
 
+@pytest.mark.thorough
 def test_an_update_is_that_of_the_paper(experiment, config):
     """The critic follows the reward and the target networks, and the actor the critic."""
     c, rate = config(discount=0.9, tau=0.25), 0.1

@@ -66,6 +66,7 @@ def test_students_see_the_same_few_labels(fits):
     assert eqx.tree_equal(fits[2]["model"]["student"], fits[1]["model"])
 
 
+@pytest.mark.thorough
 def test_the_loss_is_that_of_hinton(fits):
     model, examples = fits[2]["model"], fits[2]["examples"][46:54]
     batch = fits[2]["collate_fn"](examples)

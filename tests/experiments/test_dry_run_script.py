@@ -280,6 +280,7 @@ def test_every_kind_of_model_has_a_loss(model, names):
     assert loss.shape == ()
 
 
+@pytest.mark.thorough
 def test_the_loss_of_a_language_model_is_of_its_vocabulary(config_json):
     workload = script("redcoast_cli._workload").make_workload(str(config_json), 8, chunk=4)
     init_fn, loss_fn, shapes, _ = workload.arguments(2)

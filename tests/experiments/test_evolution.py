@@ -44,6 +44,7 @@ def test_equal_returns_have_the_average_of_their_ranks(experiment):
     np.testing.assert_array_equal(experiment.centred_ranks(jnp.full(5, 500.0)), np.zeros(5))
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_the_expected_return(experiment, script, config, monkeypatch):
     """In an environment of one step, whose return is a linear function of the action."""
     seen = []

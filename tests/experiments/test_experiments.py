@@ -253,6 +253,7 @@ def test_one_file_in_a_folder_is_refused(script, tmp_path):
         script("language_modeling").read_texts(tmp_path)
 
 
+@pytest.mark.thorough
 def test_standard_library_is_read_without_its_tests(script):
     train, valid = script("language_modeling").read_texts(None)
     assert len(train) > 300

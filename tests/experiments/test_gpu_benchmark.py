@@ -45,6 +45,7 @@ def test_a_part_that_fails_or_is_late_is_reported(gpu, tmp_path, capsys, monkeyp
     assert "out of memory" in shown
 
 
+@pytest.mark.thorough
 def test_model_operations_are_those_of_the_program(gpu):
     size = gpu.SIZES["tiny"]
     batch = jax.ShapeDtypeStruct((size.batch, size.seq + 1), jnp.int32)

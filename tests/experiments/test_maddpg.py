@@ -43,6 +43,7 @@ def test_a_batch_that_environments_do_not_divide_is_refused(experiment, config, 
     assert "divisible by --num-envs 8" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("critics", "known"), [("centralised", 3), ("independent", 1)])
 def test_a_critic_knows_all_agents_or_its_own(experiment, config, critics, known):
     model = experiment.init_fn(config(), 20 * known, jax.random.key(0))
@@ -55,6 +56,7 @@ def test_a_critic_knows_all_agents_or_its_own(experiment, config, critics, known
         np.testing.assert_array_equal(depends, expected)
 
 
+@pytest.mark.thorough
 def test_an_agent_acts_on_its_own_observation(experiment, config):
     model = experiment.init_fn(config(), 60, jax.random.key(0))
     seen = jnp.asarray(np.random.default_rng(0).normal(size=(3, 18)), jnp.float32)

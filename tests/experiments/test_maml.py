@@ -71,9 +71,9 @@ def fit(experiment, config, monkeypatch):
     return arguments
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("inner_steps", [1, 3])
-@pytest.mark.few("1-False", "1-True")
 def test_the_gradient_is_that_through_the_gradient_steps(fit, first_order, inner_steps):
     # Of a line, whose loss is quadratic, so its Hessian is a constant of the examples.
     options = {"first_order": first_order, "inner_steps": inner_steps, "inner_rate": 0.01}

@@ -235,6 +235,7 @@ def test_the_users_arrays_are_not_donated():
         np.testing.assert_array_equal(found, expected(count=3))
 
 
+@pytest.mark.thorough
 def test_log_probabilities_are_of_float32_in_half_precision_too():
     # In bfloat16, noise added to numbers near 32 would come in steps of a quarter.
     class Near(Tiny):

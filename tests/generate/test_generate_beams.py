@@ -45,6 +45,7 @@ def test_beam_search_gives_the_best_hypothesis(beams, eos):
     assert len(lengths) > 2 or not eos
 
 
+@pytest.mark.thorough
 def test_beams_find_what_greedy_decoding_misses():
     def score(model, prompt, new):
         log_probs = [

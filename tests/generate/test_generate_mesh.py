@@ -68,6 +68,7 @@ def test_called_as_it_is_a_model_stays_split(mesh, how):
     np.testing.assert_array_equal(found, one_device(how))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", few_of(HOW, "greedy"))
 def test_under_a_plan(how):
     plan, model = planned("2x4")
@@ -79,6 +80,7 @@ def test_under_a_plan(how):
     np.testing.assert_array_equal(found, one_device(how))
 
 
+@pytest.mark.thorough
 def test_a_stream_of_a_split_model_compiles_once():
     model = planned("2x4")[1]
     jitted: Any = streaming._advance

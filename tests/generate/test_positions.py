@@ -179,6 +179,7 @@ BERT = (Bert, BertConfig(**SIZES, positions=POSITIONS))
 FAMILIES = {**DECODERS, **PAIRS, "bert": BERT}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", few_of(["gpt2", "opt", "bart", "captioner", "bert"], "bart"))
 def test_a_model_with_few_positions_is_loaded_on_a_mesh(family, tmp_path):
     """It is planned on no more tokens than it takes, with adapters and saved again, too."""

@@ -225,6 +225,7 @@ def test_another_key_is_another_order():
     assert first != second
 
 
+@pytest.mark.thorough
 def test_accumulation_and_half_precision():
     _, exact = logged(optimizer=optax.sgd(0.1))
     _, accumulated = logged(accumulate=4, optimizer=optax.sgd(0.1))
@@ -555,6 +556,7 @@ def test_randomness_does_not_depend_on_the_mesh_nor_does_a_short_last_batch():
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_epochs_go_on_where_a_short_batch_ended():
     seen = []
 
@@ -570,8 +572,8 @@ def test_epochs_go_on_where_a_short_batch_ended():
     assert sorted(sum(seen[5:], [])) == list(range(10))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.few("8")
 def test_a_loss_may_close_over_the_state_that_it_trains(devices):
     """A teacher that is at first the model: the state is donated, and a later trace reads it."""
     mesh = rc.make_mesh(devices=jax.devices()[:devices])

@@ -82,8 +82,8 @@ def test_gradients_and_examples_are_named(tmp_path):
     assert f"the examples with indices {seen[6]} of epoch 0" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"mesh": rc.make_mesh(fsdp=2, model=2)}])
-@pytest.mark.few("options1")
 def test_with_accumulation_and_on_a_mesh(options):
     with pytest.raises(FloatingPointError, match="2 steps.*for model/right/layers/2/weight"):
         fit(**spoiled_from(1 if "mesh" not in options else 2), max_skipped=2, **options)

@@ -56,6 +56,7 @@ def test_fit_splits_what_is_computed_together():
     assert split == {"a": 1, "q": 0, "m": 0, "z": 0}
 
 
+@pytest.mark.thorough
 def test_losses_are_one_devices():
     def losses(mesh):
         found = []

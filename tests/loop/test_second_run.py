@@ -77,8 +77,8 @@ def test_a_loop_over_rollouts_compiles_once():
     assert_equal(state, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"compute_dtype": jnp.bfloat16}])
-@pytest.mark.few("options0")
 def test_a_short_last_batch_and_an_evaluation_are_compiled_once(options):
     loss, traces = counting()
     evaluation = rc.Evaluation(
@@ -128,7 +128,7 @@ def other_loss(model, batch, key):
     ],
     ids=lambda changed: "-".join(changed),
 )
-@pytest.mark.few("loss_fn", "optimizer", "mesh1")
+@pytest.mark.few("loss_fn")
 def test_what_is_changed_is_compiled_again(changed):
     fit()
     width = changed.get("width", 32)

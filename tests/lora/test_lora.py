@@ -116,6 +116,7 @@ def test_linear_layers_are_adapted_anywhere():
     assert not np.allclose(model["mlp"](x), mlp(x))
 
 
+@pytest.mark.thorough
 def test_stacked_linear_layers_are_adapted():
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 4, key=key))(jax.random.split(KEY, 3))
     model = adapted(layers, rank=2)
@@ -309,6 +310,7 @@ def test_modules_that_are_saved_entirely_come_back(tmp_path):
         lora.load_adapters(MODEL, tmp_path / "less")
 
 
+@pytest.mark.thorough
 def test_adapters_of_a_vit_have_the_names_of_both_versions(tmp_path):
     config = ViTConfig(width=16, layers=2, heads=2, hidden=32, image=(8, 8), patch=(4, 4))
     base = ViT(config, key=KEY)

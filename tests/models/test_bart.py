@@ -102,6 +102,7 @@ def test_float64_matches_numpy():
         np.testing.assert_allclose(logits[0], expected, atol=1e-11)
 
 
+@pytest.mark.thorough
 def test_the_bias_of_logits_is_not_trained():
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
     gradient = eqx.filter_grad(lambda model: jnp.sum(jnp.sin(model.unembed(hidden))))(make())

@@ -174,6 +174,7 @@ def test_is_split_over_a_mesh():
     helpers.check_plan(make(width=32, hidden=128, head="masked"))
 
 
+@pytest.mark.thorough
 def test_a_classifier_of_padded_texts_is_split_over_a_mesh():
     model = make(width=32, hidden=128, head="classification", labels=4)
     helpers.check_plan(model, mask=jnp.tile(jnp.array([[0, 1, 1, 1, 1, 1, 0]]), (4, 1)))

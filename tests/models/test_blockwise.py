@@ -74,6 +74,7 @@ def test_blocks_in_which_nothing_is_visible_are_left_out():
     assert count(View(causal=True, slots=jnp.arange(64))) == 16  # before the last
 
 
+@pytest.mark.thorough
 def test_dropout_is_the_same_forward_and_backward_and_for_parts_of_the_queries():
     keys, rate = 48, 0.25
     q, k, v, weights = (normal(1, keys, 2, keys) for _ in range(4))

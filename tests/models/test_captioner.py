@@ -71,6 +71,7 @@ def test_cache_gives_what_all_at_once_does():
     close(jnp.concatenate(found, axis=1), expected)
 
 
+@pytest.mark.thorough
 def test_generates_the_likeliest_captions():
     found = rc.generate(MODEL, PIXELS, max_new_tokens=4, eos=())
     tokens = jnp.ones((2, 7), jnp.int32)

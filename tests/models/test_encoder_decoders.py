@@ -98,6 +98,7 @@ def test_packed_texts_equal_each_alone(family):
     np.testing.assert_allclose(logits, logits_of(model)[:2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_later_tokens_of_the_decoder_change_nothing_before_them(family):
     model = MODELS[family]
     changed = DECODER_TOKENS.at[:, 3].set((DECODER_TOKENS[:, 3] + 1) % VOCAB)

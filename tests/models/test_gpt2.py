@@ -89,6 +89,7 @@ def test_cache_with_a_memory_gives_what_all_at_once_does():
     helpers.check_cache(READER, READER.init_cache(2, 12, **READ), **READ)
 
 
+@pytest.mark.thorough
 def test_cache_holds_the_memory_of_the_rows_taken():
     cache = READER.init_cache(2, 4, **READ).take(jnp.array([1, 1, 0]))
     logits, _ = decode(READER, TOKENS[jnp.array([1, 1, 0]), :1], cache)

@@ -63,8 +63,8 @@ def test_products_have_the_derivatives_of_einsum(equation, shape):
     np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.few("none")
 def test_unrolled_layers_have_the_same_losses_and_gradients(remat):
     """Also for a number that does not divide the layers, and for more than there are."""
 

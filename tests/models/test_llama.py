@@ -106,6 +106,7 @@ def test_float64_matches_numpy():
         np.testing.assert_allclose(logits[0], numpy_logits(model, TOKENS[0]), atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     few_of([(jnp.bfloat16, 0.03), (jnp.float16, 0.004)], (jnp.float16, 0.004), several=True),

@@ -110,6 +110,7 @@ def test_positions_end():
     assert jnp.all(jnp.isfinite(logits_of(MODEL, TOKENS, positions=jnp.arange(4, 11)[None])))
 
 
+@pytest.mark.thorough
 def test_initial_deviations_are_those_of_the_paper():
     config = dataclasses.replace(CONFIG, width=64, layers=8)
     layers = helpers.initial(OPT, config).layers

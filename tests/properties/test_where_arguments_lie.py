@@ -93,6 +93,7 @@ def test_verify_of_a_plan_for_an_abstract_mesh_says_so():
         plan.verify(noisy, MODEL, BATCH, KEY)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", few_of(PLACES, "first device"))
 def test_keys_from_anywhere(where):
     """A key that was put on devices of its own decides the same run and the same evaluation."""

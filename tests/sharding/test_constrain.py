@@ -136,6 +136,7 @@ def test_every_constraint_divides_and_uses_an_axis_once(name, shape):
         sharding.shard_shape(x.shape)  # raises where a size does not divide
 
 
+@pytest.mark.thorough
 def test_grouped_convolutions_with_their_channels_split():
     fn, model, batch = program(["depthwise"], SIZES)
     overrides = [("depthwise/kernel", P(None, None, "model"))]
@@ -175,6 +176,7 @@ def test_under_transformations(case):
     assert close(jax.jit(jax.grad(summed))(placed, twice), jax.tree.map(lambda g: 2 * g, grads))
 
 
+@pytest.mark.thorough
 def test_derivatives_forward_and_twice(case):
     fn, arrays, data, plan, _ = case
 

@@ -119,6 +119,7 @@ def test_a_hundred_layers_take_less_than_a_page(kind, sizes):
         assert sorted(paths_of(plan.table())) == sorted(row.path for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_hundred_layers_of_a_transformer_take_less_than_sixty_lines():
     text = plan_decoder(mesh_of(2, 1, 4), layers=100, batch=4).table()
     assert len(text.splitlines()) <= 60

@@ -90,6 +90,7 @@ def test_what_costs_and_saves_memory_alone_is_whole():
     assert dims == {"embed": None, "places": None, "up": 1, "down": 0}
 
 
+@pytest.mark.thorough
 def test_less_is_sent_and_the_result_is_the_same():
     unknown, known = plan(), plan(PLENTY)
     one, other = compiled_gradient(unknown), compiled_gradient(known)

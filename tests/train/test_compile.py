@@ -375,6 +375,7 @@ def test_the_structure_of_the_state_must_not_change():
         rc.compile_step(lambda s: (s, {}), {"a": None})
 
 
+@pytest.mark.thorough
 def test_an_unused_state_is_freed():
     import gc
     import weakref

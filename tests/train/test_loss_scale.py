@@ -234,6 +234,7 @@ def test_scaling_communicates_nothing():
     assert sent(rc.LossScale) == plain
 
 
+@pytest.mark.thorough
 def test_float16_on_a_mesh_equals_one_device():
     def losses_on(mesh):
         make, optimizer = (lambda key: make_model()), optax.adam(1e-2)
@@ -250,6 +251,7 @@ def test_float16_on_a_mesh_equals_one_device():
     np.testing.assert_allclose(losses_on(rc.make_mesh(data=2, model=4)), one, rtol=4e-3)
 
 
+@pytest.mark.thorough
 def test_several_steps_in_a_scan():
     batches = jax.tree.map(lambda x: x.reshape(3, 8, *x.shape[1:]), BATCH)
     options = stepper().keywords

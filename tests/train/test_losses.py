@@ -120,6 +120,7 @@ def test_half_precision_is_summed_in_float32(dtype):
     np.testing.assert_allclose(in_chunks, expected, rtol=2e-3)
 
 
+@pytest.mark.thorough
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         logits = unembed(HEAD, HIDDEN).astype(jnp.float64)

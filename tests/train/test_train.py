@@ -243,6 +243,7 @@ def test_keys_differ_by_step_and_microbatch_and_are_deterministic():
     assert len(set(losses)) == 6
 
 
+@pytest.mark.thorough
 def test_composes_with_jit_vmap_and_scan():
     # `jax.jit`, `vmap` and `scan` accept only models whose leaves are arrays.
     def init_fn(key):
@@ -567,6 +568,7 @@ def test_a_train_state_whose_optimizer_state_is_frozen():
     assert (after.model["a"].model.layers[0].weight != inner.model.layers[0].weight).any()
 
 
+@pytest.mark.thorough
 def test_an_optimizer_state_of_other_leaves_raises():
     spec = jax.tree.map(lambda _: False, make_model())
     spec = eqx.tree_at(lambda m: m.layers[-1], spec, replace=True)

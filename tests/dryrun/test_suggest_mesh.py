@@ -41,6 +41,7 @@ def cases():
     return [("small", SMALL), ("wide", WIDE)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "case"), cases())
 def test_as_good_as_the_best_of_all_meshes(every, name, case):
     found = rc.suggest_mesh(*case, target="cpu:4", compiled=2)

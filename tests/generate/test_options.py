@@ -91,6 +91,7 @@ def test_a_stream_sees_the_history_too_and_stop_ends_a_row():
     assert not ended.all()
 
 
+@pytest.mark.thorough
 def test_several_results_of_a_row_are_the_best_hypotheses_or_different_samples():
     options: Any = {"mask": MASK, "max_new_tokens": COUNT, "eos": ()}
     best = rc.generate(MODEL, LEFT, beams=4, **options)

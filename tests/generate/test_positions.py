@@ -143,6 +143,7 @@ def test_beam_search_uses_the_last_position():
     np.testing.assert_array_equal(new, [likeliest("gpt2", row, 2) for row in prompt.tolist()])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "way"),
     few_of(
@@ -152,7 +153,6 @@ def test_beam_search_uses_the_last_position():
         several=True,
     ),
 )
-@pytest.mark.few("t5-greedy")
 def test_the_decoder_of_a_pair_uses_its_last_position(family, way):
     """The token that it begins with takes the first position, and the last new one none."""
     model, (source,) = model_of(family), source_of(family)

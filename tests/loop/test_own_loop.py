@@ -228,6 +228,7 @@ def test_an_evaluation_of_its_own():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_a_target_and_an_average_are_sharded_saved_and_restored_as_their_model(tmp_path):
     create = ft.partial(rc.init_state, lambda key: make_model(), OPTIMIZER, key=KEY)
     data = rc.batches(EXAMPLES, **OPTIONS, key=KEY, mesh=MESH, steps=4)

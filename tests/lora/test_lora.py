@@ -235,6 +235,7 @@ def test_adapters_of_linear_layers_are_split_as_their_matrix():
     assert up.a.spec == down.b.spec == P()
 
 
+@pytest.mark.thorough
 def test_split_adapters_compute_the_same():
     config = dataclasses.replace(CONFIG, vocab=64, width=64, kv_heads=4, hidden=64)
     model, tokens = adapted(make_model(Llama, config), "wq|wo"), make_tokens(config, (8, 8))

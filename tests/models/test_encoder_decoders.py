@@ -227,6 +227,7 @@ def test_rows_that_do_not_fit_are_refused(family):
         jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.mark.thorough
 def test_is_split_over_a_mesh(family):
     model = make(family, vocab=64, heads=4, width=32, hidden=64, layers=2)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)))

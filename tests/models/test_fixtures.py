@@ -11,10 +11,9 @@ from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 
-# One of each family.
-FEW = ["bart", "captioner", "bert labels", "roberta", "gemma2 capped low", "gpt2", "gptj"]
-FEW += ["llama", "qwen3", "olmo2", "smollm3 listed", "mixtral", "qwen3 moe", "opt", "phi4 mini"]
-FEW += ["phi3 short", "gpt oss yarn", "t5", "vit labels"]
+# One of most families; OPT, Mixtral and the captioner have tests of their own against NumPy.
+FEW = ["bart", "bert labels", "gemma2 capped low", "gpt2", "gptj", "llama", "olmo2"]
+FEW += ["smollm3 listed", "qwen3 moe", "phi3 short", "gpt oss rounded", "t5", "vit labels"]
 
 
 @pytest.mark.parametrize("name", STORED_OUTPUTS)

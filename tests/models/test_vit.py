@@ -54,6 +54,7 @@ def test_matches_numpy(changes):
         close(found, slow_hidden(model, image), 1e-4)
 
 
+@pytest.mark.thorough
 def test_pooler_and_head_match_numpy():
     labels = make(ViT, CONFIG, head="classification", labels=3)
     pooled, logits = MODEL.pool(MODEL.hidden(PIXELS)), results_of(labels, PIXELS)

@@ -108,6 +108,7 @@ def test_in_a_saved_plan(tmp_path):
     assert hash(read.constrain(closing)) == hash(plan.constrain(closing))
 
 
+@pytest.mark.thorough
 def test_a_teacher_in_the_model_trains_the_same_student():
     """What the plan says to do instead, on a mesh, against the loss that closes over it."""
     rows = list(np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32))

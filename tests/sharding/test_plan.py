@@ -203,6 +203,7 @@ def test_table_groups_repeated_layers_and_says_what_is_whole():
     assert len(plan_shardings(llama(), mesh_of(2, 2, 4)).table().splitlines()) < 40
 
 
+@pytest.mark.thorough
 def test_the_work_of_planning_is_linear_in_the_number_of_layers():
     def work(layers):
         state = train_state(stock(Transformer, layers=layers), optax.adamw(1e-3))

@@ -131,8 +131,8 @@ def test_an_array_that_is_put_in_two_places_is_donated_once():
     np.testing.assert_array_equal(state["b"], np.full(3, 4.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.few("state", "dict")
 def test_a_state_that_is_deleted_is_freed(name):
     step, pack = step_of(name)
     state, _ = step(pack(start()), BATCH)

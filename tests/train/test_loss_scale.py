@@ -64,6 +64,7 @@ def small_lm_loss(model, tokens, key):
     return losses.cross_entropy(logits, tokens[:, 1:]) * 2.0**-14
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", few_of([1, 2], 1))
 def test_gradients_of_gpt2_equal_float32_up_to_the_rounding_of_float16(accumulate):
     make = lambda key: GPT2(GPT2Config(**TINY), key=key)

@@ -177,6 +177,7 @@ def of_a_model_in_chunks(model, tokens, key):
     return chunked_cross_entropy(hidden, model.unembed, tokens[:, 1:], chunk=16)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", few_of([False, True], True))
 def test_vocabulary_may_be_sharded(tied):
     model = eqx.filter_jit(Llama)(dataclasses.replace(CONFIG, tied=tied), key=jax.random.key(0))

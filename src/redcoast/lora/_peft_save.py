@@ -179,8 +179,8 @@ def _others(model: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _part(path: str, node: LowRank, published: Tensor) -> Part:
     if (tensors := factors_of(published)) is None:
         raise ValueError(
-            f"{path} is published as {published.name}, for which PEFT has no adapters. Merge the "
-            "adapter (`lora.merge`), or adapt other weights."
+            f"{path} is published as {published.name}, which is not the weight of a module that "
+            "PEFT adapts. Merge the adapter (`lora.merge`), or adapt other weights."
         )
     return Part(published, tensors, whole(node.a), whole(node.b), node.scale)
 

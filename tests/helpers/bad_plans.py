@@ -94,7 +94,11 @@ ROWS = {
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
-        (lambda d: rc.plan_shardings(INIT(0), microbatches=0), ValueError, "`microbatches` is 0"),
+        (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=0),
+            ValueError,
+            "`microbatches` is 0",
+        ),
         (
             lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=2),
             ValueError,

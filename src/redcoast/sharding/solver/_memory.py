@@ -19,7 +19,7 @@ def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
     """
     total = sum(work.flops for work in decision.program.graph.works)
 
-    def of_device(one: Decision) -> float:
+    def of_device(one: Decision) -> int | float:
         shared = sharing(one, axes)
         return sum(work.flops / shared(work.dims) for work in one.program.graph.works)
 

@@ -317,7 +317,7 @@ def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | 
     return next((d for d, node in enumerate(value.dims) if is_split(node)), None)
 
 
-def staged_sum(decision: Decision, measure: Callable[[Decision], float]) -> float:
+def staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -> int | float:
     """A sum over the operations of a program, for one stage if it runs as a pipeline."""
     total, staged = measure(decision), decision.program.staged
     if staged is None:

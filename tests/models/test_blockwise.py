@@ -148,8 +148,8 @@ def batch(rows=2, seq=61):
     return {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [llama, t5])
-@pytest.mark.few("llama")
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):

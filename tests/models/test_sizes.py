@@ -69,6 +69,8 @@ PUBLISHED = {
     "bert_large": 335_141_888,
     "roberta_base": 124_645_632,
     "roberta_large": 355_359_744,
+    "modernbert_base": 149_014_272,
+    "modernbert_large": 394_781_696,
     "vit_base": 85_798_656,
     "vit_large": 303_301_632,
     "vit_huge": 630_764_800,
@@ -93,6 +95,7 @@ FEW = (
     "bart_base",
     "bert_base",
     "roberta_base",
+    "modernbert_base",
     "vit_base",
 )
 NAMES = [name for name, value in vars(sizes).items() if name[0].islower() and callable(value)]

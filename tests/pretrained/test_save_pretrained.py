@@ -39,6 +39,8 @@ from redcoast.models import (
     LlamaConfig,
     Mixtral,
     MixtralConfig,
+    ModernBert,
+    ModernBertConfig,
     OPTConfig,
     Phi3,
     Phi3Config,
@@ -134,6 +136,10 @@ FAMILIES = {
         BertConfig(
             vocab=96, width=64, layers=2, heads=8, hidden=128, positions=32, head="classification"
         ),
+    ),
+    "modernbert": (
+        ModernBert,
+        ModernBertConfig(vocab=96, width=64, layers=3, heads=8, hidden=96, head="masked"),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
     "captioner": (

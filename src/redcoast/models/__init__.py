@@ -23,6 +23,8 @@ from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .modernbert import ModernBert as ModernBert
+from .modernbert import ModernBertConfig as ModernBertConfig
 from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
 from .phi3 import Phi3 as Phi3
@@ -55,6 +57,8 @@ from .sizes import llama_65b as llama_65b
 from .sizes import mistral_7b as mistral_7b
 from .sizes import mixtral_8x7b as mixtral_8x7b
 from .sizes import mixtral_8x22b as mixtral_8x22b
+from .sizes import modernbert_base as modernbert_base
+from .sizes import modernbert_large as modernbert_large
 from .sizes import mt5_base as mt5_base
 from .sizes import mt5_large as mt5_large
 from .sizes import mt5_small as mt5_small

@@ -86,8 +86,8 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
 
     **Arguments:**
 
-    - `model`: a `Bert` or a `ViT`, with or without a head. Its head is dropped; its pooler is kept
-      if the new head uses one.
+    - `model`: a `Bert`, a `ModernBert` or a `ViT`, with or without a head. Its head is dropped; its
+      pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
     - `key`: PRNG key for the new parameters.
 
@@ -103,7 +103,7 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     if not hasattr(getattr(model, "config", None), "labels"):
         raise TypeError(
             f"A {type(model).__name__} cannot have a head for labels. Pass an encoder of "
-            "`redcoast.models`: a `Bert` or a `ViT`."
+            "`redcoast.models`: a `Bert`, a `ModernBert` or a `ViT`."
         )
     old: Any = model
     names = None if isinstance(labels, int) else tuple(labels)

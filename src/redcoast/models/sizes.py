@@ -19,6 +19,7 @@ from .gpt_oss import GptOss, GptOssConfig
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
 from .mixtral import Mixtral, MixtralConfig
+from .modernbert import ModernBert, ModernBertConfig
 from .opt import OPT, OPTConfig
 from .phi3 import Phi3, Phi3Config
 from .t5 import T5, T5Config
@@ -52,6 +53,7 @@ _CONFIGS: dict[Any, Any] = {
     T5: T5Config,
     Bart: BartConfig,
     Bert: BertConfig,
+    ModernBert: ModernBertConfig,
     ViT: ViTConfig,
 }
 
@@ -230,6 +232,13 @@ roberta_base = _named(
 roberta_large = _named(
     Bert, 50265, 1024, 24, 16, 4096,
     kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
+)
+
+modernbert_base = _named(
+    ModernBert, 50368, 768, 22, 12, 1152, pooling="mean", bos=50281, eos=(50282,), pad=50283
+)
+modernbert_large = _named(
+    ModernBert, 50368, 1024, 28, 16, 2624, pooling="mean", bos=50281, eos=(50282,), pad=50283
 )
 
 vit_base = _named(ViT, 768, 12, 12, 3072)

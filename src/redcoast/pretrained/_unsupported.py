@@ -45,7 +45,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "marian": ("bart", "sinusoidal positions"),
     "mbart": ("bart", "normalisation before each sublayer and after the last"),
     "mllama": ("llama", "cross-attention to images"),
-    "modernbert": ("bert", "rotary positions, gated layers and attention within a window"),
     "mpnet": ("bert", "relative biases of positions"),
     "mpt": ("gpt2", "biases of positions (ALiBi), without biases of projections"),
     "nemotron": ("llama", "LayerNorm with biases, and a squared ReLU without a gate"),

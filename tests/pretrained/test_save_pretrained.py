@@ -31,6 +31,8 @@ from redcoast.models import (
     BertConfig,
     Captioner,
     CaptionerConfig,
+    Dinov2,
+    Dinov2Config,
     GPT2Config,
     GPTJConfig,
     GptOss,
@@ -140,6 +142,10 @@ FAMILIES = {
     "modernbert": (
         ModernBert,
         ModernBertConfig(vocab=96, width=64, layers=3, heads=8, hidden=96, head="masked"),
+    ),
+    "dinov2": (
+        Dinov2,
+        Dinov2Config(width=64, layers=2, heads=8, image=32, patch=8, registers=2, gated=True),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
     "captioner": (

@@ -11,6 +11,8 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .dinov2 import Dinov2 as Dinov2
+from .dinov2 import Dinov2Config as Dinov2Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
@@ -33,6 +35,10 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import dinov2_base as dinov2_base
+from .sizes import dinov2_giant as dinov2_giant
+from .sizes import dinov2_large as dinov2_large
+from .sizes import dinov2_small as dinov2_small
 from .sizes import gemma2_2b as gemma2_2b
 from .sizes import gemma2_9b as gemma2_9b
 from .sizes import gemma2_27b as gemma2_27b

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling, Yarn
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
+from .dinov2 import Dinov2, Dinov2Config
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
@@ -55,6 +56,7 @@ _CONFIGS: dict[Any, Any] = {
     Bert: BertConfig,
     ModernBert: ModernBertConfig,
     ViT: ViTConfig,
+    Dinov2: Dinov2Config,
 }
 
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
@@ -244,4 +246,9 @@ modernbert_large = _named(
 vit_base = _named(ViT, 768, 12, 12, 3072)
 vit_large = _named(ViT, 1024, 24, 16, 4096)
 vit_huge = _named(ViT, 1280, 32, 16, 5120, patch=(14, 14))
+
+dinov2_small = _named(Dinov2, 384, 12, 6)
+dinov2_base = _named(Dinov2, 768, 12, 12)
+dinov2_large = _named(Dinov2, 1024, 24, 16)
+dinov2_giant = _named(Dinov2, 1536, 40, 24, gated=True)
 # fmt: on

@@ -173,7 +173,7 @@ def batch(rows=2, seq=61):
 
 
 @pytest.mark.parametrize("make", [llama, modernbert, t5])
-@pytest.mark.few("llama", "modernbert")
+@pytest.mark.few("modernbert")
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):

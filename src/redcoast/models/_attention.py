@@ -201,8 +201,15 @@ def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: flo
         return jax.nn.dot_product_attention(q, k, v, **options)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
-    mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
+    # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
+    heads = q.shape[2] if visible.shape[0] > 1 and _has_stages() else 1
+    shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
+    mask = jnp.broadcast_to(visible[:, None], shape)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
+
+
+def _has_stages() -> bool:
+    return jax.sharding.get_abstract_mesh().shape.get("pipe", 1) > 1
 
 
 def _has_kernel(q: Array, k: Array) -> bool:

@@ -75,8 +75,18 @@ def causal_view(
     return _view_or_array(view, queries, real.shape[1])
 
 
-def full_view(real: Real, segments: Integer[Array, "batch keys"] | None = None) -> Visible:
-    """Returns a bidirectional mask: each query sees all real keys of its row or segment."""
+def full_view(
+    real: Real,
+    segments: Integer[Array, "batch keys"] | None = None,
+    *,
+    window: int | None = None,
+) -> Visible:
+    """Returns a bidirectional mask: each query sees all real keys of its row or segment, of which a
+    `window` leaves so many slots before and behind it, both with its own."""
+    if window is not None:
+        both = None if segments is None else (segments, segments)
+        view = View(_unless_known(real), segments=both, window=window)
+        return _view_or_array(view, real.shape[1], real.shape[1])
     if segments is not None:
         return segment_view(real, segments, segments)
     many = has_many_pairs(real.shape[1], real.shape[1])
@@ -174,13 +184,18 @@ def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
 
 
 def _has_small_mask(view: View | None, q: Array, k: Array) -> bool:
-    # The kernel reads a mask as an array of all pairs. It has an option for causal attention.
-    return view is None or view.is_order_only or q.shape[1] * k.shape[1] <= _MOST_MASKED
+    # The kernel reads a mask as an array of all pairs.
+    return view is None or _is_option(view) or q.shape[1] * k.shape[1] <= _MOST_MASKED
+
+
+def _is_option(view: View) -> bool:
+    """Whether the kernel has an option for it: causal attention, and windows of it."""
+    return view.is_order_only and (view.causal or view.window is None)
 
 
 def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: float) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
-    if isinstance(visible, View) and visible.is_order_only:
+    if isinstance(visible, View) and _is_option(visible):
         options["is_causal"] = visible.causal
         if visible.window is not None:
             options["local_window_size"] = (visible.window - 1, 0)

@@ -126,10 +126,13 @@ def _visible_blocks(
     """The blocks of queries and keys of which a pair may be visible."""
     i, j = np.indices((-(-queries // rows), -(-keys // columns)))
     seen = np.ones(i.shape, bool)
-    if view.causal and view.slots is None:
+    if view.slots is not None:
+        return tuple(np.ndindex(i.shape))
+    if view.causal:
         seen &= j * columns < (i + 1) * rows
-        if view.window is not None:
-            seen &= (j + 1) * columns > i * rows - view.window + 1
+    if view.window is not None:
+        seen &= (j + 1) * columns > i * rows - view.window + 1
+        seen &= j * columns < (i + 1) * rows + view.window - 1
     return tuple(zip(i[seen].tolist(), j[seen].tolist(), strict=True))
 
 

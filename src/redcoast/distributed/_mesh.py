@@ -108,6 +108,7 @@ def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]
         f"A mesh of {asked} needs {'a multiple of ' if free else ''}{fixed} devices, but there "
         f"are {count}. The sizes must have {rest}{hint}"
         + (f"; with the other sizes as they are, {' or '.join(fits)} would fit." if fits else ".")
+        + (f" To try this mesh on a CPU, first call `rc.emulate_devices({fixed})`." * (count == 1))
     )
 
 

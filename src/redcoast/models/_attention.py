@@ -143,7 +143,8 @@ def attend(
     if view is not None:
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
         blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
-        return in_parts(blocks, q, k, v, view, bias)
+        alike = bias is None and (key is None or rate == 0)
+        return in_parts(blocks, q, k, v, view, bias, alike=alike)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
     if _is_split(q):

@@ -18,12 +18,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._target import target
 from ._relative import RelativeBias
 from ._view import View, see
 
+# The name, for policies of `jax.checkpoint`, of what is kept for the backward pass.
+KEPT = "attention"
 # The largest number of queries and keys in a block. Scores of a block should fit in a cache.
 _BLOCK, _BLOCK_OF_CPU = 512, 256
 
@@ -169,7 +172,7 @@ def _forward(
     (largest, total, out), _ = jax.lax.scan(body, init, jnp.asarray(options.pairs, jnp.int32))
     total = jnp.where(total == 0, 1, total)  # a query that sees no key gets zeros
     out = jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype)
-    log_sum = largest + jnp.log(total)
+    out, log_sum = (checkpoint_name(x, KEPT) for x in (out, largest + jnp.log(total)))
     return out, (q, k, v, own, fixed, out, log_sum)
 
 

@@ -144,6 +144,10 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
         return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
+    if name == "layout_constraint":
+        # XLA would gather its operand: it knows no sharding of a layout.
+        local = lambda x: bind_again(equation, [x])[0]
+        return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "sharding_constraint":
         return _user_constraint(call)
     if (d := gathered_dimension(equation)) is not None:

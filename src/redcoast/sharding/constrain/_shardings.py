@@ -1,6 +1,6 @@
 """The shardings of a program's values that follow from a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,11 @@ class Shardings:
         # Split first, and gathered then: the cotangent is reduce-scattered, and not all-reduced.
         x = self._with_spec(x, P(*entries))
         return self._with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
+
+    def run_local(self, fn: Callable[[Any], Any], x: Any, value: Value) -> Any:
+        """Applies a function that keeps the shape to the part of an array on each device."""
+        spec = self.spec(value)
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
     @property
     def batch_shards(self) -> int:

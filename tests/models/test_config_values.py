@@ -23,6 +23,7 @@ from redcoast.models import (
     Phi3Config,
     T5Config,
     ViTConfig,
+    WhisperConfig,
 )
 from redcoast.models._checks import check_fields
 from redcoast.models._rotary import LongRope, RopeScaling
@@ -43,6 +44,7 @@ CONFIGS = {
     "phi3": Phi3Config(**TEXT, kv_heads=1),
     "t5": T5Config(**TEXT, decoder_layers=2),
     "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
+    "whisper": WhisperConfig(**TEXT, decoder_layers=2, decoder_start=1, bos=0, pad=1),
 }
 
 

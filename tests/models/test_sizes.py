@@ -72,6 +72,12 @@ PUBLISHED = {
     "vit_base": 85_798_656,
     "vit_large": 303_301_632,
     "vit_huge": 630_764_800,
+    "whisper_tiny": 37_760_640,
+    "whisper_base": 72_593_920,
+    "whisper_small": 241_734_912,
+    "whisper_medium": 763_857_920,
+    "whisper_large_v3": 1_543_490_560,
+    "whisper_large_v3_turbo": 808_878_080,
 }
 # One of each family, and of each kind within it.
 FEW = (
@@ -94,6 +100,7 @@ FEW = (
     "bert_base",
     "roberta_base",
     "vit_base",
+    "whisper_large_v3_turbo",
 )
 NAMES = [name for name, value in vars(sizes).items() if name[0].islower() and callable(value)]
 

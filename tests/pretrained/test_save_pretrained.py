@@ -45,6 +45,8 @@ from redcoast.models import (
     T5Config,
     ViT,
     ViTConfig,
+    Whisper,
+    WhisperConfig,
 )
 from redcoast.pretrained._registry import write_config
 from redcoast.pretrained._safetensors import write_safetensors
@@ -136,6 +138,12 @@ FAMILIES = {
         ),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
+    "whisper": (
+        Whisper,
+        WhisperConfig(
+            vocab=96, width=64, layers=2, decoder_layers=3, heads=8, hidden=128, mels=8, frames=32
+        ),
+    ),
     "captioner": (
         Captioner,
         CaptionerConfig(

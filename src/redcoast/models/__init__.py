@@ -90,7 +90,15 @@ from .sizes import t5_xxl as t5_xxl
 from .sizes import vit_base as vit_base
 from .sizes import vit_huge as vit_huge
 from .sizes import vit_large as vit_large
+from .sizes import whisper_base as whisper_base
+from .sizes import whisper_large_v3 as whisper_large_v3
+from .sizes import whisper_large_v3_turbo as whisper_large_v3_turbo
+from .sizes import whisper_medium as whisper_medium
+from .sizes import whisper_small as whisper_small
+from .sizes import whisper_tiny as whisper_tiny
 from .t5 import T5 as T5
 from .t5 import T5Config as T5Config
 from .vit import ViT as ViT
 from .vit import ViTConfig as ViTConfig
+from .whisper import Whisper as Whisper
+from .whisper import WhisperConfig as WhisperConfig

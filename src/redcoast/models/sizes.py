@@ -23,6 +23,7 @@ from .opt import OPT, OPTConfig
 from .phi3 import Phi3, Phi3Config
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
+from .whisper import Whisper, WhisperConfig
 
 Model = TypeVar("Model", covariant=True)
 
@@ -53,9 +54,11 @@ _CONFIGS: dict[Any, Any] = {
     Bart: BartConfig,
     Bert: BertConfig,
     ViT: ViTConfig,
+    Whisper: WhisperConfig,
 }
 
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
+_WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
 
@@ -235,4 +238,14 @@ roberta_large = _named(
 vit_base = _named(ViT, 768, 12, 12, 3072)
 vit_large = _named(ViT, 1024, 24, 16, 4096)
 vit_huge = _named(ViT, 1280, 32, 16, 5120, patch=(14, 14))
+
+whisper_tiny = _named(Whisper, 51865, 384, 4, 4, 6, 1536, **_WHISPER)
+whisper_base = _named(Whisper, 51865, 512, 6, 6, 8, 2048, **_WHISPER)
+whisper_small = _named(Whisper, 51865, 768, 12, 12, 12, 3072, **_WHISPER)
+whisper_medium = _named(Whisper, 51865, 1024, 24, 24, 16, 4096, **_WHISPER)
+whisper_large_v3 = _named(
+    Whisper, 51866, 1280, 32, 32, 20, 5120,
+    mels=128, **_WHISPER | {"pad": 50256},
+)
+whisper_large_v3_turbo = _named(Whisper, 51866, 1280, 32, 4, 20, 5120, mels=128, **_WHISPER)
 # fmt: on

@@ -20,6 +20,7 @@ from .hf import (
     phi3,
     t5,
     vit,
+    whisper,
 )
 
 
@@ -56,6 +57,7 @@ FAMILIES = (
     Family(models.Phi3, models.Phi3Config, phi3, ("phi3",)),
     Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),
+    Family(models.Whisper, models.WhisperConfig, whisper, ("whisper",)),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}

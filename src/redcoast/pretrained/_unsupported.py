@@ -64,7 +64,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "starcoder2": ("llama", "a feed-forward without a gate, and LayerNorm with biases"),
     "swin": ("vit", "attention within windows that are shifted and merged"),
     "umt5": ("t5", "biases of positions in each layer"),
-    "whisper": ("bart", "convolutions over sound before the encoder"),
 }
 # State spaces and recurrences, which no family has.
 _OTHER = ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba2")

@@ -12,6 +12,7 @@ import redcoast as rc
 from redcoast.models import (
     BartConfig,
     BertConfig,
+    DeepseekV3Config,
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
@@ -34,6 +35,7 @@ TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
 CONFIGS = {
     "bart": BartConfig(**TEXT, decoder_layers=2, bos=0, pad=1),
     "bert": BertConfig(**TEXT, pad=0),
+    "deepseek_v3": DeepseekV3Config(**TEXT, expert_hidden=8, dense_layers=1),
     "gemma": GemmaConfig(**TEXT, kv_heads=1, head_dim=8),
     "gpt2": GPT2Config(**TEXT),
     "gpt_oss": GptOssConfig(**TEXT, kv_heads=1, experts=4),

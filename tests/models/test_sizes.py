@@ -50,6 +50,7 @@ PUBLISHED = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3_671b": 671_026_404_352,
     "t5_small": 60_506_624,
     "t5_base": 222_903_552,
     "t5_large": 737_668_096,
@@ -94,6 +95,7 @@ FEW = (
     "gemma2_2b",
     "gemma3_1b",
     "mixtral_8x7b",
+    "deepseek_v3_671b",
     "t5_small",
     "t5_v1_1_small",
     "bart_base",
@@ -112,9 +114,13 @@ def test_every_named_size_is_counted():
 @pytest.mark.parametrize("name", few_of(PUBLISHED, *FEW))
 def test_parameters_are_those_published(name):
     model = eqx.filter_eval_shape(getattr(sizes, name), key=jax.random.key(0))
-    # What BART adds to its logits is stored with the parameters, but is none.
-    extra = getattr(model, "logits_bias", None)
-    sizes_of = [x.size for x in jax.tree.leaves(model) if x is not extra]
+    # What BART adds to its logits, and DeepSeek-V3 to its scores of experts, is stored with the
+    # parameters, but is none.
+    extra = (
+        getattr(model, "logits_bias", None),
+        getattr(getattr(model, "layers", None), "correction", None),
+    )
+    sizes_of = [x.size for x in jax.tree.leaves(model) if not any(x is other for other in extra)]
     assert sum(sizes_of) == PUBLISHED[name]
 
 

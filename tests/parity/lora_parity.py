@@ -162,7 +162,7 @@ CASES = first_of_each_type()
 @pytest.mark.parametrize("kind", CASES)
 def test_adapters_of_every_type_go_both_ways(kind, tmp_path):
     """Of all matrices of its layers that PEFT adapts as modules."""
-    case, targets = CASES[kind], ATTENTION if kind == "gpt_oss" else TARGETS
+    case, targets = CASES[kind], ATTENTION if kind in ("gpt_oss", "deepseek_v3") else TARGETS
     reference = make_reference(case, tmp_path / "base")
     model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
     adapted = randomised(lora.add_adapters(model, 2, targets=targets, key=jax.random.key(0)))

@@ -72,6 +72,8 @@ class Module:
     def pattern(self) -> str:
         """A regular expression that matches these names."""
         published = self.parts[0].published
+        if ":" in published.name:  # of some of the layers
+            return "|".join(name.replace(".", r"\.") for name in self.names)
         text = module_of(published.name).replace(".", r"\.")
         return text.format(**dict.fromkeys(published.fields, r"\d+"))
 

@@ -11,6 +11,8 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .deepseek_v3 import DeepseekV3 as DeepseekV3
+from .deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
@@ -31,6 +33,7 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import deepseek_v3_671b as deepseek_v3_671b
 from .sizes import gemma2_2b as gemma2_2b
 from .sizes import gemma2_9b as gemma2_9b
 from .sizes import gemma2_27b as gemma2_27b

@@ -24,10 +24,10 @@ def in_parts(
     attention: Attention,
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     view: View,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None,
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """Computes `attention(q, k, v, view, bias)` for each part of the queries.
 
     A number of queries that the parts do not divide is computed as a whole.
@@ -56,7 +56,7 @@ def in_parts(
         return attention(q, k, v, own, None if part is None else make_bias(part))
 
     out = jax.vmap(one)(split(q), k, v, slots, rows, rows_of_bias)
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+    return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
 
 
 def _split(x: Array, parts: int, axis: int) -> Array:

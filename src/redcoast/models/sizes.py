@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling, Yarn
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
+from .deepseek_v3 import DeepseekV3, DeepseekV3Config
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
@@ -45,6 +46,7 @@ _CONFIGS: dict[Any, Any] = {
     Llama: LlamaConfig,
     GPT2: GPT2Config,
     GptOss: GptOssConfig,
+    DeepseekV3: DeepseekV3Config,
     GPTJ: GPTJConfig,
     OPT: OPTConfig,
     Phi3: Phi3Config,
@@ -181,6 +183,11 @@ mixtral_8x22b = _named(Mixtral, 32000, 6144, 56, 48, 8, 16384, context=65536, bo
 qwen3_30b_a3b = _named(
     Mixtral, 151936, 2048, 48, 32, 4, 768, 128, 8,
     head_size=128, norm_eps=1e-6, qk_norm=True, context=40960, bos=151643, eos=(151645,),
+)
+
+deepseek_v3_671b = _named(
+    DeepseekV3, 129280, 7168, 61, 128, 18432, 2048,
+    rope_scaling=Yarn(40, 4096), score_scaling=1.0, context=163840, bos=0, eos=(1,),
 )
 
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, head_size=64, pad=0, eos=(1,))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 Groups = tuple[tuple[str, ...], ...]
+_FORMATTER = string.Formatter()
 
 
 @dataclass(frozen=True, init=False)
@@ -24,7 +25,8 @@ class Tensor:
     **Arguments:**
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
-      of the leaf, in the same order.
+      of the leaf, in the same order. `{layer:+3}` is a stack of some of the layers, of which the
+      first is layer 3.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
       first; a number is a factor of that size. Every factor must be on both sides, except factors
@@ -50,7 +52,7 @@ class Tensor:
         put("name", name)
         put("pattern", pattern)
         put("fixed", tuple(fixed.items()))
-        put("fields", tuple(f for _, f, _, _ in string.Formatter().parse(name) if f is not None))
+        put("fields", tuple(f for _, f, _, _ in _FORMATTER.parse(name) if f is not None))
         sides = pattern.split("->")
         if len(sides) != 2:
             raise ValueError(f"{self} must have exactly one `->` between its two sides.")
@@ -163,7 +165,10 @@ def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
     """Returns the name of the tensor at an index of a leaf's leading dimensions."""
-    return tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
+    numbers = dict(zip(tensor.fields, index, strict=True))
+    parts = _FORMATTER.parse(tensor.name)
+    number = lambda field, start: "" if field is None else str(numbers[field] + int(start or 0))
+    return "".join(text + number(field, start) for text, field, start, _ in parts)
 
 
 def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:

@@ -69,7 +69,9 @@ READ |= {
     if case.name in ("mixtral", "qwen3 moe")
 }
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
-ATTENTION = r"/w[qkvo]$"  # of a type whose experts are not modules that PEFT adapts
+# Types whose experts are not modules that PEFT adapts, and one whose output projections it refuses.
+OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3"), r"/w[qkvo]$")
+OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),
     "some": (LLAMA, ["wq", "wv", "up"]),
@@ -162,7 +164,7 @@ CASES = first_of_each_type()
 @pytest.mark.parametrize("kind", CASES)
 def test_adapters_of_every_type_go_both_ways(kind, tmp_path):
     """Of all matrices of its layers that PEFT adapts as modules."""
-    case, targets = CASES[kind], ATTENTION if kind in ("gpt_oss", "deepseek_v3") else TARGETS
+    case, targets = CASES[kind], OTHER_TARGETS.get(kind, TARGETS)
     reference = make_reference(case, tmp_path / "base")
     model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
     adapted = randomised(lora.add_adapters(model, 2, targets=targets, key=jax.random.key(0)))

@@ -39,6 +39,8 @@ from redcoast.models import (
     GptOssConfig,
     Llama,
     LlamaConfig,
+    Mamba2,
+    Mamba2Config,
     Mixtral,
     MixtralConfig,
     OPTConfig,
@@ -140,6 +142,10 @@ FAMILIES = {
             rope_size=4,
             value_size=8,
         ),
+    ),
+    "mamba2": (
+        Mamba2,
+        Mamba2Config(vocab=96, width=64, layers=2, heads=16, head_size=8, state=16, groups=4),
     ),
     "opt": (OPT, OPTConfig(vocab=96, width=64, layers=2, heads=8, hidden=128, positions=32)),
     "mixtral": (

@@ -23,6 +23,8 @@ from .gptj import GPTJ as GPTJ
 from .gptj import GPTJConfig as GPTJConfig
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .mamba2 import Mamba2 as Mamba2
+from .mamba2 import Mamba2Config as Mamba2Config
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
 from .opt import OPT as OPT
@@ -55,6 +57,11 @@ from .sizes import llama_7b as llama_7b
 from .sizes import llama_13b as llama_13b
 from .sizes import llama_30b as llama_30b
 from .sizes import llama_65b as llama_65b
+from .sizes import mamba2_1_3b as mamba2_1_3b
+from .sizes import mamba2_2_7b as mamba2_2_7b
+from .sizes import mamba2_130m as mamba2_130m
+from .sizes import mamba2_370m as mamba2_370m
+from .sizes import mamba2_780m as mamba2_780m
 from .sizes import mistral_7b as mistral_7b
 from .sizes import mixtral_8x7b as mixtral_8x7b
 from .sizes import mixtral_8x22b as mixtral_8x22b

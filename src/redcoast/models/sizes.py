@@ -19,6 +19,7 @@ from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
+from .mamba2 import Mamba2, Mamba2Config
 from .mixtral import Mixtral, MixtralConfig
 from .opt import OPT, OPTConfig
 from .phi3 import Phi3, Phi3Config
@@ -51,6 +52,7 @@ _CONFIGS: dict[Any, Any] = {
     OPT: OPTConfig,
     Phi3: Phi3Config,
     Gemma: GemmaConfig,
+    Mamba2: Mamba2Config,
     Mixtral: MixtralConfig,
     T5: T5Config,
     Bart: BartConfig,
@@ -60,6 +62,7 @@ _CONFIGS: dict[Any, Any] = {
 }
 
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
+_MAMBA2: dict[str, Any] = {"tied": True, "bos": 0, "eos": (0,), "pad": 0}
 _WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
@@ -184,6 +187,12 @@ qwen3_30b_a3b = _named(
     Mixtral, 151936, 2048, 48, 32, 4, 768, 128, 8,
     head_size=128, norm_eps=1e-6, qk_norm=True, context=40960, bos=151643, eos=(151645,),
 )
+
+mamba2_130m = _named(Mamba2, 50288, 768, 24, 24, **_MAMBA2)
+mamba2_370m = _named(Mamba2, 50288, 1024, 48, 32, **_MAMBA2)
+mamba2_780m = _named(Mamba2, 50288, 1536, 48, 48, **_MAMBA2)
+mamba2_1_3b = _named(Mamba2, 50288, 2048, 48, 64, **_MAMBA2)
+mamba2_2_7b = _named(Mamba2, 50288, 2560, 64, 80, **_MAMBA2)
 
 deepseek_v3_671b = _named(
     DeepseekV3, 129280, 7168, 61, 128, 18432, 2048,

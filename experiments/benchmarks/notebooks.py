@@ -50,7 +50,7 @@ def run(file: Path) -> None:
     """Runs a notebook, and writes it with its outputs, and its page with the pictures."""
     notebook = json.loads(file.read_text("utf-8"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    with contextlib.chdir(Path(__file__).parents[2]):
+    with contextlib.chdir(file.parent):  # as in Jupyter
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
                 cell["outputs"] = outputs("".join(cell["source"]), namespace)
@@ -108,7 +108,11 @@ def page(notebook: Cell, name: str) -> tuple[str, dict[str, bytes]]:
                 file = f"{name}_{len(pictures)}.png"
                 pictures[file] = base64.b64decode(output["data"]["image/png"])
                 parts.append(f"![The figure of the cell above]({file})")
-    download = f"[Download this notebook]({name}.ipynb), or run it cell by cell."
+    download = (
+        f"To run it, [download it]({name}.ipynb), or open `docs/notebooks/{name}.ipynb` in a copy\n"
+        "of the repository, in Jupyter. What it needs is installed there by\n"
+        '`python -m pip install -e ".[experiments]" jupyterlab`.'
+    )
     title, *rest = parts
     return "\n\n".join([title, download, *rest]) + "\n", pictures
 

@@ -2,7 +2,8 @@
 
 import importlib
 import os
-from typing import Annotated
+import sys
+from typing import Annotated, Any, Union
 
 import tyro
 
@@ -11,25 +12,35 @@ from ._usage import wrapped
 
 EXAMPLES = """Plans, compiles and diagnoses distributed training.
 
+Examples:
     redcoast plan --model llama-7b --mesh fsdp=8,model=8
     redcoast dry-run --model opt-66b --target v4:4x4x4 --seq 512
     redcoast doctor
 """
 COMMANDS = {DryRun: "_dry_run", Plan: "_plan", Doctor: "_doctor"}
-named = lambda name, kind: tyro.conf.subcommand(name, description=wrapped(kind.__doc__ or ""))
-Command = (
-    Annotated[DryRun, named("dry-run", DryRun)]
-    | Annotated[Plan, named("plan", Plan)]
-    | Annotated[Doctor, named("doctor", Doctor)]
-)
+NAMES = {"dry-run": DryRun, "plan": Plan, "doctor": Doctor}
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs a command; `args` are those of the process by default."""
-    command = tyro.cli(Command, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
+    args = sys.argv[1:] if args is None else args
+    kind = commands(whole=bool(args) and args[0] in NAMES)
+    command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
     if not isinstance(command, Doctor):
         # Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported here, because they import JAX.
     importlib.import_module(f".{COMMANDS[type(command)]}", __package__).main(command)
+
+
+def commands(*, whole: bool) -> Any:
+    """The commands, described by their whole docstrings, or by the first sentence of each."""
+
+    def named(name: str, kind: type) -> Any:
+        first, _, rest = (kind.__doc__ or "").partition("\n\n")
+        # tyro wraps the texts of the list of commands, but not that of a command's own help.
+        text = wrapped(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
+        return Annotated[kind, tyro.conf.subcommand(name, description=text)]
+
+    return Union[*(named(name, kind) for name, kind in NAMES.items())]

@@ -57,6 +57,14 @@ def test_sizes_that_do_not_fit(sizes, words):
         rc.make_mesh(**sizes)
 
 
+def test_a_mesh_on_one_device_says_how_to_emulate_more():
+    with pytest.raises(ValueError, match=r"first call `rc.emulate_devices\(4\)`"):
+        rc.make_mesh(model=4, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="data in") as error:
+        rc.make_mesh(data=4)
+    assert "emulate" not in str(error.value)
+
+
 def device(id, process_index=0, slice_index=None, platform="gpu"):
     return SimpleNamespace(
         id=id, process_index=process_index, slice_index=slice_index, platform=platform

@@ -40,6 +40,19 @@ print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])
     assert "--target" in ran.stdout
 
 
+def test_the_list_of_commands_has_one_sentence_of_each(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        run("--help")
+    listed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "• dry-run Compiles a training step for accelerators that you do not have," in listed
+    assert "• plan Plans how a model's training step is sharded over a mesh, and prints" in listed
+    assert "Nothing is compiled" not in listed
+    with pytest.raises(SystemExit):
+        run("plan", "--help")
+    assert "Nothing is compiled" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a model's config.json."""
@@ -69,7 +82,7 @@ def test_plan_as_json(model, capsys):
     [
         (["--model", "gpt5"], "There is no model 'gpt5'"),
         (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
-        (["--mesh", "pipe=2"], "--mesh must have the form"),
+        (["--mesh", "stage=2"], "--mesh must have the form"),
         (["--batch", "0"], "--batch must be at least 1"),
     ],
 )

@@ -85,6 +85,8 @@ def test_blocks_of_a_page_run_in_order(name, tmp_path, monkeypatch, capsys):
 def test_blocks_of_a_page_that_emulates_devices_run_in_order(name, tmp_path):
     result = run_apart("\n".join(blocks(PAGES[name])), tmp_path)
     assert result.returncode == 0, result.stderr
+    for output in outputs(PAGES[name]):
+        assert words(output) in words(result.stdout)
 
 
 @pytest.mark.parametrize("mesh", ['"auto"', "rc.make_mesh(model=4)"])
@@ -201,6 +203,7 @@ LONG = {"Llama", "generate", "load_pretrained", "save_pretrained", "suggest_mesh
 LONG |= {"MeshSuggestion", "Evaluation", "CheckpointNotSaved", "moving_average", "train_steps"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
     [

@@ -218,13 +218,21 @@ def test_progress_is_shown_unless_a_logger_shows_it():
     """One bar, whatever else is logged, and none at all with `False`."""
     assert all_loggers(False) == []
     assert not shows_progress(all_loggers(False))
-    for log in (None, print, [print, repr]):
+    assert shows_progress(all_loggers(None)[-1:])
+    for log in (print, [print, repr]):
         *given, bar = all_loggers(log)
-        assert given == ([] if log is None else [print, repr][: len(given)])
+        assert given == [print, repr][: len(given)]
         assert shows_progress([bar])
     own = [rc.progress_logger(False), print]
     assert all_loggers(own) == own
     assert not shows_progress(own)
+
+
+def test_evaluations_are_printed_if_there_are_no_loggers(capsys):
+    show, _ = all_loggers(None)
+    show({"loss": 1.0}, 1)
+    show({"eval/loss": 0.5, "eval/weight": 8.0}, 1)
+    assert capsys.readouterr().out.split() == ["step", "1", "eval/loss", "0.5"]
 
 
 class Recorder:

@@ -110,7 +110,7 @@ def fit(
     - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] returns, or a list of
         callables. Each gets `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step,
         and `eval/...` after evaluations. Unless a [`redcoast.progress_logger`][] is among them,
-        one is added. `False` logs and prints nothing.
+        one is added. `None` prints the progress and the evaluations, and `False` nothing.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `plan`: a plan of the state, from [`redcoast.plan_step`][] or [`redcoast.load_plan`][]; by

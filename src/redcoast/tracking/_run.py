@@ -182,14 +182,18 @@ def _number(value: float) -> str:
 def all_loggers(log: Any) -> list[Any]:
     """Returns the argument `log` of `fit` as a list, with a progress logger if it has none.
 
+    Without loggers, evaluations are printed too.
+
     **Raises:**
 
     `TypeError` if a logger is not callable.
     """
     if log is False:
         return []
+    if log is None:
+        return [_show_evaluation, progress_logger()]
     several = isinstance(log, Sequence) and not callable(log)
-    logs = [] if log is None else list(log) if several else [log]
+    logs = list(log) if several else [log]
     for i, each in enumerate(logs):
         if not callable(each):
             raise TypeError(
@@ -197,6 +201,11 @@ def all_loggers(log: Any) -> list[Any]:
                 "be a callable `(metrics, step)`; to use several loggers, pass a list of them."
             )
     return logs if any(isinstance(x, ProgressLogger) for x in logs) else [*logs, progress_logger()]
+
+
+def _show_evaluation(metrics: Metrics, step: int) -> None:
+    if metrics and all(name.startswith("eval/") for name in metrics):
+        say(_line(metrics, step))
 
 
 def shows_progress(loggers: list[Any]) -> bool:

@@ -127,7 +127,7 @@ def write(config: DeepseekV3Config) -> dict[str, Any]:
 def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors. Layers without experts come first."""
     c = config
-    routed = f"model.layers.{{layer:+{c.dense_layers}}}."
+    routed = f"model.layers.{{layer+{c.dense_layers}}}."
     found = {"embed": Tensor("model.embed_tokens.weight", EMBED)}
     found |= _layers(c, "layers/", routed)
     found["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
@@ -139,7 +139,7 @@ def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
         expert = f"{routed}mlp.experts.{{expert}}.{part}_proj.weight"
         found[f"layers/{part}"] = Tensor(expert, TURNED)
     if c.dense_layers:
-        dense = "model.layers.{layer:+0}."
+        dense = "model.layers.{layer+0}."
         found |= _layers(c, "dense/", dense)
         for part in ("gate", "up", "down"):
             found[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)

@@ -22,7 +22,7 @@ def wrapped(text: str) -> str:
 
 
 def mesh_sizes(text: str) -> dict[str, Any]:
-    """Reads sizes of axes: `fsdp=4,model=2`, or `8` (data), `2x4` (data x model), `2x2x2`."""
+    """Reads sizes of axes: `pipe=2,fsdp=4`, or `8` (data), `2x4` (data x model), `2x2x2`."""
     orders = {1: ("data",), 2: ("data", "model"), 3: ("data", "fsdp", "model")}
     try:
         if "=" in text:
@@ -33,6 +33,6 @@ def mesh_sizes(text: str) -> dict[str, Any]:
         mesh: dict[str, Any] = {axis.strip(): int(size) for axis, size in pairs}
     except (ValueError, KeyError):
         mesh = {}
-    if not mesh or not mesh.keys() <= set(orders[3]):
+    if not mesh or not mesh.keys() <= {*orders[3], "pipe"}:
         refuse(f"--mesh must have the form data=1,fsdp=4,model=2, or 8, or 2x4, but is {text}.")
     return mesh

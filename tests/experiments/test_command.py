@@ -82,7 +82,7 @@ def test_plan_as_json(model, capsys):
     [
         (["--model", "gpt5"], "There is no model 'gpt5'"),
         (["--mesh", "data=-1"], "--mesh needs the number of devices of each axis"),
-        (["--mesh", "pipe=2"], "--mesh must have the form"),
+        (["--mesh", "stage=2"], "--mesh must have the form"),
         (["--batch", "0"], "--batch must be at least 1"),
     ],
 )

@@ -13,7 +13,7 @@ def clip(script):
     return script("contrastive")
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_names_and_images_are_matched(clip, script, monkeypatch, tmp_path):
     run = script("_options").Run(mesh="2x4", directory=tmp_path)
     # Ten names in two fonts, of which two are held out.

@@ -18,9 +18,8 @@ SMALL = {"num_envs": 8, "rollout": 4, "gradient_steps": 2, "batch_size": 16, "bu
 SMALL |= {"width": 8, "steps": 3, "warmup": 1, "episodes": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.few("False")
 def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
     experiment.main(config(on_device=on_device))
     (directory,) = tmp_path.iterdir()

@@ -23,7 +23,7 @@ def config(script, tmp_path):
     return lambda **options: script("distillation").Config(**small | options, run=run)
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_a_run_compares_three_networks(script, config, tmp_path):
     script("distillation").main(config())
     (directory,) = tmp_path.iterdir()

@@ -202,7 +202,7 @@ def test_other_meshes_are_compiled_if_the_cheapest_does_not_fit(config_json, mon
         ({"smallest": True, "longest": True}, "Only one of"),
         ({"smallest": True, "mesh": "fsdp=2"}, "leave out --mesh"),
         ({"mesh": "fsdp:2"}, "data=1,fsdp=4,model=2, .* but is fsdp:2"),
-        ({"mesh": "pipe=2"}, "but is pipe=2"),
+        ({"mesh": "stage=2"}, "but is stage=2"),
         ({"target": "v9:2x2"}, "no target 'v9:2x2'"),
         ({"model": "vit-base", "seq": 128}, "vit-base reads images of .*leave out --seq"),
         ({"seq": -1}, "--seq must be at least 1, but is -1"),

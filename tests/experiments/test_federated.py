@@ -22,7 +22,7 @@ METHODS = ("fedavg", "fedadam", "scaffold")
 FEATURES, CLASSES = 5, 3
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_a_run_is_compared_with_centralised_training(experiment, config, tmp_path):
     experiment.main(config(method="scaffold", stragglers=0.5))
     (directory,) = tmp_path.iterdir()

@@ -28,8 +28,8 @@ class Glyph:
         self.image, self.name = image, name
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
-@pytest.mark.seconds(10)  # a whole run
 def test_captions_are_trained_and_shown(mesh, captions, script, monkeypatch, tmp_path):
     run = script("_options").Run(mesh=mesh, directory=tmp_path)
     monkeypatch.setattr(captions, "read_glyphs", read_few)

@@ -17,7 +17,7 @@ SMALL = {"num_envs": 8, "gradient_steps": 2, "batch_size": 16, "buffer": 400, "w
 SMALL |= {"episodes": 2, "steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_a_run_compares_critics_with_random_actions(experiment, config, tmp_path):
     experiment.main(config())
     (directory,) = tmp_path.iterdir()
@@ -65,6 +65,7 @@ def test_an_agent_acts_on_its_own_observation(experiment, config):
     np.testing.assert_array_equal(depends, np.eye(3))
 
 
+@pytest.mark.thorough
 def test_each_actor_follows_its_critic_given_the_actions_of_the_others(experiment, config):
     """The actors' part of the loss, against a loop over agents and rows."""
     model = experiment.init_fn(config(), 60, jax.random.key(0))

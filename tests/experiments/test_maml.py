@@ -29,9 +29,8 @@ def experiment(script, monkeypatch):
     return maml
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 @pytest.mark.parametrize("glyphs", [False, True])
-@pytest.mark.few("False")
 def test_a_run_reports_scores_after_each_step(experiment, config, tmp_path, monkeypatch, glyphs):
     monkeypatch.setattr(experiment, "TESTS", few := range(40))
     scripts = experiment.SCRIPTS.items()

@@ -15,9 +15,8 @@ SMALL = {"num_envs": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8
 SMALL |= {"steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.few("True")
 def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
     experiment.main(config(on_device=on_device))
     (directory,) = tmp_path.iterdir()

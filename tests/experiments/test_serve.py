@@ -89,6 +89,7 @@ def streamed(response):
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+@pytest.mark.integration
 def test_requests_that_come_together_share_a_batch_and_keep_their_answers(loaded, monkeypatch):
     batches = []
     generate = _batching.generate

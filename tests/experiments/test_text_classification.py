@@ -15,7 +15,7 @@ def module(script):
 TEXTS = {f"{a} {b} text about {c}": k % 2 for k, (a, b, c) in enumerate(product("abcd", repeat=3))}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("task", "figures"),
     [

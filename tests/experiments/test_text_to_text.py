@@ -16,8 +16,8 @@ def module(script):
     return script("text_to_text")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
-@pytest.mark.seconds(10)  # a whole run
 @pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
 def test_short_run_leaves_samples(mesh, beams, module, script, monkeypatch, tmp_path):
     options = script("_options")

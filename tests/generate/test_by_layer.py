@@ -22,6 +22,7 @@ def make(config: Any = LLAMA) -> Any:
     return kind(config, key=jax.random.key(0))
 
 
+@pytest.mark.thorough
 def test_layers_are_the_memory_of_the_stack():
     model = make()
     found: Any = by_layer(model)
@@ -34,6 +35,7 @@ def test_layers_are_the_memory_of_the_stack():
         assert by_layer(model) is model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "beams"), [(LLAMA, 1), pytest.param(BART, 2, marks=pytest.mark.thorough)]
 )

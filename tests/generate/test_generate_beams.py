@@ -63,6 +63,7 @@ def test_beams_find_what_greedy_decoding_misses():
     assert np.mean(gains) > 0.1
 
 
+@pytest.mark.thorough
 def test_beams_do_not_depend_on_padding_or_on_other_rows():
     model = tiny(2, spread=1.0)
     options: dict[str, Any] = {"beams": 3, "eos": (2,), "max_new_tokens": 8}

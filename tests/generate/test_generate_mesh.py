@@ -53,6 +53,7 @@ def one_device(how):
     return np.asarray(generate(MODEL, TOKENS, **PROMPT, **HOW[how]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "how"),
     few_of(
@@ -62,7 +63,6 @@ def one_device(how):
         several=True,
     ),
 )
-@pytest.mark.few("fsdp-beams")
 def test_called_as_it_is_a_model_stays_split(mesh, how):
     found = generate(planned(mesh)[1], TOKENS, **PROMPT, **HOW[how])
     np.testing.assert_array_equal(found, one_device(how))

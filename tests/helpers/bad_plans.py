@@ -30,6 +30,8 @@ ROWS = {
         (lambda d: rc.make_mesh(model=2.0), TypeError, r"`model` .* but is 2\.0"),
         (lambda d: rc.make_mesh(model="2"), TypeError, "`model` .* but is '2'"),
         (lambda d: rc.make_mesh(devices=4), TypeError, "`devices`"),
+        (lambda d: rc.make_mesh(pipe=3), ValueError, "pipe=3.*multiple of 3 devices.*8"),
+        (lambda d: rc.make_mesh(pipe=0), ValueError, "`pipe` .* but is 0"),
     ],
     "emulate_devices": [
         (lambda d: rc.emulate_devices(0), ValueError, "`count` is 0"),
@@ -92,6 +94,23 @@ ROWS = {
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),
+        (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=0),
+            ValueError,
+            "`microbatches` is 0",
+        ),
+        (
+            lambda d: rc.plan_shardings(INIT(0), rc.make_mesh(), microbatches=2),
+            ValueError,
+            "needs a pipeline, and the mesh has none",
+        ),
+        (
+            lambda d: rc.plan_shardings(
+                INIT(0), rc.make_mesh(pipe=2), fn=LOSS, args=(jnp.ones((8, 8)), None)
+            ),
+            ValueError,
+            "Its layers are not a scan",
+        ),
     ],
     "dry_run and suggest_mesh": [
         (lambda d: rc.dry_run(3, LOSS, X, SGD, target="cpu:2"), TypeError, "`init_fn`"),

@@ -147,6 +147,11 @@ ROWS = {
         ),
         (lambda d: rc.plan_step(state(), None, batch_of(8)), TypeError, "`loss_fn`"),
         (
+            lambda d: rc.plan_step(state(), loss_fn, batch_of(8), microbatches=2),
+            ValueError,
+            "`microbatches=2` needs a pipeline",
+        ),
+        (
             lambda d: rc.plan_step(state(), loss_fn, batch_of(8), compute_dtype=jnp.int8),
             ValueError,
             "`compute_dtype` must be a floating dtype",

@@ -112,6 +112,7 @@ def other_loss(model, batch, key):
     return 2 * loss, aux
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changed",
     [
@@ -128,7 +129,6 @@ def other_loss(model, batch, key):
     ],
     ids=lambda changed: "-".join(changed),
 )
-@pytest.mark.few("loss_fn")
 def test_what_is_changed_is_compiled_again(changed):
     fit()
     width = changed.get("width", 32)
@@ -241,6 +241,7 @@ def test_models_that_a_dead_loss_refers_to_are_freed():
     assert not any(CACHES)
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_deleted_is_freed_though_the_loss_stays():
     frozen = make_model(7)
 

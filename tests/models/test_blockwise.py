@@ -12,7 +12,16 @@ import pytest
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
 from redcoast.losses import cross_entropy
-from redcoast.models import T5, Llama, LlamaConfig, T5Config, _blockwise, _view
+from redcoast.models import (
+    T5,
+    Llama,
+    LlamaConfig,
+    ModernBert,
+    ModernBertConfig,
+    T5Config,
+    _blockwise,
+    _view,
+)
 from redcoast.models._attention import attend
 from redcoast.models._blockwise import attend_in_blocks
 from redcoast.models._relative import RelativeBias
@@ -30,6 +39,7 @@ CASES = {
     "all": (View(), None, None),
     "causal, soft cap": (View(causal=True), None, 2.0),
     "window": (View(causal=True, window=20), None, None),
+    "window on both sides": (View(REAL, window=12), None, None),
     "padding, segments": (View(REAL, segments=(SEGMENTS, SEGMENTS), causal=True), None, None),
     "slots": (View(causal=True, slots=jnp.arange(SEQ) - 7), None, None),
     "relative bias": (View(causal=True), DISTANCES, None),
@@ -40,7 +50,12 @@ CASES = {
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.few(
-    "all-16", "causal, soft cap-16", "padding, segments-16", "relative bias-16", "window-16"
+    "all-16",
+    "causal, soft cap-16",
+    "padding, segments-16",
+    "relative bias-16",
+    "window-16",
+    "window on both sides-16",
 )
 def test_values_and_gradients_are_those_of_all_pairs(case, size):
     view, bias, softcap = CASES[case]
@@ -71,6 +86,8 @@ def test_blocks_in_which_nothing_is_visible_are_left_out():
     assert count(View(causal=True)) == 10
     assert count(View(causal=True, window=17)) == 7
     assert count(View(causal=True, window=18)) == 9  # the first query of a block sees the one
+    assert count(View(window=17)) == 10  # the first key of a block is seen by the one before
+    assert count(View(window=18)) == 14
     assert count(View(causal=True, slots=jnp.arange(64))) == 16  # before the last
 
 
@@ -135,6 +152,13 @@ def t5():
     return T5(T5Config(**sizes, head_size=8), key=jax.random.key(0))
 
 
+def modernbert():
+    config = ModernBertConfig(
+        vocab=64, width=32, layers=2, heads=4, hidden=64, window=8, head="masked", unroll=1
+    )
+    return ModernBert(config, key=jax.random.key(0))
+
+
 @pytest.fixture
 def many(monkeypatch):
     """Sets how many pairs are many; blocks have 16 tokens."""
@@ -148,8 +172,8 @@ def batch(rows=2, seq=61):
     return {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments)}
 
 
-@pytest.mark.parametrize("make", [llama, t5])
-@pytest.mark.few("llama")
+@pytest.mark.parametrize("make", [llama, modernbert, t5])
+@pytest.mark.few("modernbert")
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):
@@ -197,7 +221,7 @@ def test_plans_are_those_of_all_pairs(many):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [llama, t5])
+@pytest.mark.parametrize("make", [llama, modernbert, t5])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 1, 8), (2, 2, 2)])
 def test_planned_programs_compute_what_one_device_does(many, make, sizes):
     many(1)

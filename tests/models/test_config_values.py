@@ -12,6 +12,7 @@ import redcoast as rc
 from redcoast.models import (
     BartConfig,
     BertConfig,
+    Dinov2Config,
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
@@ -19,6 +20,7 @@ from redcoast.models import (
     Llama,
     LlamaConfig,
     MixtralConfig,
+    ModernBertConfig,
     OPTConfig,
     Phi3Config,
     T5Config,
@@ -33,12 +35,14 @@ TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
 CONFIGS = {
     "bart": BartConfig(**TEXT, decoder_layers=2, bos=0, pad=1),
     "bert": BertConfig(**TEXT, pad=0),
+    "dinov2": Dinov2Config(16, 2, 2, image=4, patch=2),
     "gemma": GemmaConfig(**TEXT, kv_heads=1, head_dim=8),
     "gpt2": GPT2Config(**TEXT),
     "gpt_oss": GptOssConfig(**TEXT, kv_heads=1, experts=4),
     "gptj": GPTJConfig(**TEXT, rotary_dim=4),
     "llama": LlamaConfig(**TEXT, kv_heads=1, head_size=8),
     "mixtral": MixtralConfig(**TEXT, kv_heads=1),
+    "modernbert": ModernBertConfig(**TEXT, pad=0),
     "opt": OPTConfig(**TEXT),
     "phi3": Phi3Config(**TEXT, kv_heads=1),
     "t5": T5Config(**TEXT, decoder_layers=2),
@@ -78,7 +82,7 @@ def test_no_number_of_a_file_is_nan_infinite_or_a_boolean(family):
 @pytest.mark.parametrize("value", [0, -1])
 def test_no_size_of_a_file_is_zero_or_negative(family, value):
     """A count of heads of 0 is not the absence of one, either."""
-    ids = ("token_id", "dropout", "pdrop", "eps", "router_aux_loss_coef")
+    ids = ("token_id", "dropout", "pdrop", "drop_path", "eps", "router_aux_loss_coef")
     sizes = [name for name, _ in numbers_of(family) if not any(part in name for part in ids)]
     for name in sizes:
         with pytest.raises(ValueError, match="at least|positive|multiple|even|must be|implemented"):
@@ -97,6 +101,10 @@ BAD = [
     ("llama", "rope_layers", (True, False, True), "has 3 entries, but there are 2 layers"),
     ("phi3", "rotary_dim", 3, "`rotary_dim` must be even, positive and at most the head size"),
     ("phi3", "rope_scaling", LongRope((1.0,), (2.0,), 8), "has 1 factors in `short`, but there"),
+    ("modernbert", "window", 0, "`window` must be positive"),
+    ("modernbert", "local", (True,), "one entry for each of the 2 layers, but has 1"),
+    ("dinov2", "patch", 3, "`image` must be a multiple of `patch`, but 4 is not a multiple of 3"),
+    ("dinov2", "registers", -1, "`registers` must not be negative"),
     ("mixtral", "experts", 0, "`experts` must be positive"),
     ("mixtral", "router_loss_weight", -0.1, "`router_loss_weight` must not be negative"),
     ("gpt2", "residual_dropout", math.nan, "`residual_dropout` must be"),

@@ -84,6 +84,7 @@ def test_ragged_batch_equals_each_text_alone(family):
     np.testing.assert_allclose(logits[2, :2], whole[2, :2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_packed_texts_equal_each_alone(family):
     model = MODELS[family]
     tokens, decoder_tokens = TOKENS[:2].reshape(1, 14), DECODER_TOKENS[:2].reshape(1, 10)

@@ -83,6 +83,7 @@ def test_unrolled_layers_have_the_same_losses_and_gradients(remat):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_model_has_forward_mode_derivatives():
     model = models.GPT2(CONFIG, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)

@@ -161,6 +161,7 @@ def test_ragged_batch_equals_each_sequence_alone():
         np.testing.assert_allclose(logits[row, first:], alone[row], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_gradient_at_all_padding_is_finite():
     mask = jnp.zeros_like(TOKENS)
     gradient = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(m(TOKENS, mask=mask))))(MODEL)

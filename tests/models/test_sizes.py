@@ -69,9 +69,15 @@ PUBLISHED = {
     "bert_large": 335_141_888,
     "roberta_base": 124_645_632,
     "roberta_large": 355_359_744,
+    "modernbert_base": 149_014_272,
+    "modernbert_large": 394_781_696,
     "vit_base": 85_798_656,
     "vit_large": 303_301_632,
     "vit_huge": 630_764_800,
+    "dinov2_small": 22_056_576,
+    "dinov2_base": 86_580_480,
+    "dinov2_large": 304_368_640,
+    "dinov2_giant": 1_136_480_768,
 }
 # One of each family, and of each kind within it.
 FEW = (
@@ -93,7 +99,9 @@ FEW = (
     "bart_base",
     "bert_base",
     "roberta_base",
+    "modernbert_base",
     "vit_base",
+    "dinov2_giant",
 )
 NAMES = [name for name, value in vars(sizes).items() if name[0].islower() and callable(value)]
 

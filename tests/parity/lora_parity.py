@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from agreement import record
+from dinov2_parity import CASES as DINOV2_CASES
 from gpt2_parity import CASES as GPT2_CASES
 from gpt_oss_parity import CASES as GPT_OSS_CASES
 from harness import (
@@ -28,6 +29,7 @@ from harness import (
 )
 from llama_parity import CASES as LLAMA_CASES
 from mixtral_parity import CASES as MIXTRAL_CASES
+from modernbert_parity import CASES as MODERNBERT_CASES
 from phi3_parity import CASES as PHI3_CASES
 from vit_parity import CASES as VIT_CASES
 
@@ -60,6 +62,8 @@ READ = {
     "smollm3": (SMOLLM3, {"target_modules": BOTH}),
     "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
     "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
+    "modernbert": (MODERNBERT_CASES[0], {"target_modules": ["Wqkv", "Wi", "Wo"]}),
+    "dinov2": (DINOV2_CASES[2], {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }

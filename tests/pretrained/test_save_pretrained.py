@@ -31,6 +31,8 @@ from redcoast.models import (
     BertConfig,
     Captioner,
     CaptionerConfig,
+    Dinov2,
+    Dinov2Config,
     GPT2Config,
     GPTJConfig,
     GptOss,
@@ -39,6 +41,8 @@ from redcoast.models import (
     LlamaConfig,
     Mixtral,
     MixtralConfig,
+    ModernBert,
+    ModernBertConfig,
     OPTConfig,
     Phi3,
     Phi3Config,
@@ -134,6 +138,14 @@ FAMILIES = {
         BertConfig(
             vocab=96, width=64, layers=2, heads=8, hidden=128, positions=32, head="classification"
         ),
+    ),
+    "modernbert": (
+        ModernBert,
+        ModernBertConfig(vocab=96, width=64, layers=3, heads=8, hidden=96, head="masked"),
+    ),
+    "dinov2": (
+        Dinov2,
+        Dinov2Config(width=64, layers=2, heads=8, image=32, patch=8, registers=2, gated=True),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
     "captioner": (

@@ -116,6 +116,8 @@ def test_each_field_of_a_name_is_a_leading_dimension():
     names = tensor_names(tensor, (2, 3, 5, 7))
     assert names[1, 2] == "l.1.e.2.w"
     assert list(names) == list(it.product(range(2), range(3)))
+    later = Tensor("l.{layer+1}.w", "out into -> into out")
+    assert list(tensor_names(later, (2, 5, 7)).values()) == ["l.1.w", "l.2.w"]
     window = locate(tensor, (2, 3, 5, 7), (slice(1, 2), slice(0, 2), slice(None), slice(None)))
     assert window.names == ("l.1.e.0.w", "l.1.e.1.w")
     assert window.place(np.zeros((2, 7, 5))).shape == (1, 2, 5, 7)
@@ -200,7 +202,7 @@ def test_patterns_that_make_no_sense(pattern, fixed, words):
         Tensor("the.name", pattern, **fixed)
 
 
-@pytest.mark.parametrize("name", ["layers.{}.w", "{layer}.{layer}", "{0}.w"])
+@pytest.mark.parametrize("name", ["layers.{}.w", "{layer}.{layer}", "{0}.w", "{layer+x}.w"])
 def test_names_that_make_no_sense(name):
     with pytest.raises(ValueError, match="must be distinct names"):
         Tensor(name, "a -> a")

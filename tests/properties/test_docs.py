@@ -203,6 +203,7 @@ LONG = {"Llama", "generate", "load_pretrained", "save_pretrained", "suggest_mesh
 LONG |= {"MeshSuggestion", "Evaluation", "CheckpointNotSaved", "moving_average", "train_steps"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,6 +15,7 @@ from grammar import LAYERS, Sizes, program
 from grids import few_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, real_mesh
@@ -353,3 +354,19 @@ def test_constraints_are_in_the_same_order_in_every_trace():
         jax.make_jaxpr(lambda *args: plan.constrain(loss_fn)(*args))(params, x, None)
     )
     assert len({trace() for _ in range(4)}) == 1
+
+
+def test_a_layout_is_given_to_each_part_of_an_array():
+    """XLA gathers the operand of a layout that it is not given so."""
+    mesh = rc.make_mesh(data=8)
+    weights, rows = jnp.ones((16, 16)), jnp.ones((8, 4, 16))
+    fixed = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
+    loss_fn = lambda w, x, key: jnp.mean(jnp.sin(fixed(x @ w)))
+    plan = rc.plan_shardings(weights, mesh, fn=loss_fn, args=(rows, None))
+    step = jax.jit(
+        jax.grad(plan.constrain(loss_fn)), in_shardings=(None, NamedSharding(mesh, P("data")), None)
+    )
+    assert "all-gather" not in step.lower(weights, rows, None).compile().as_text()
+    rows = jnp.linspace(-1.0, 1.0, rows.size).reshape(rows.shape)
+    expected = jax.grad(jax.jit(loss_fn))(weights, rows, None)
+    np.testing.assert_allclose(step(weights, rows, None), expected, atol=1e-6)

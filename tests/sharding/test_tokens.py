@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh
 
 import redcoast as rc
 from redcoast.losses import chunked_cross_entropy, cross_entropy
-from redcoast.models import Llama, LlamaConfig, _blockwise, _view
+from redcoast.models import Llama, LlamaConfig, _blockwise, _parts, _view
 
 # Arithmetic so slow that it pays to divide it.
 SLOW = rc.Hardware(flops=1e8, memory=1e9)
@@ -69,6 +69,19 @@ def test_a_row_of_packed_texts_is_split_and_exact(blocks):
     compiled = lowered.compile()
     found = compiled(jax.device_put(model, plan.shardings), batch(1), None)
     np.testing.assert_allclose(found, chunked(model, batch(1), None), rtol=1e-5)
+    assert "all-to-all" not in str(compiled.as_text())
+
+
+@pytest.mark.thorough
+def test_keys_and_values_of_some_heads_are_gathered_at_a_time(blocks, monkeypatch):
+    """Where those of all heads would be many bytes."""
+    mesh, model = rc.make_mesh(fsdp=8), Llama(CONFIG, key=jax.random.key(0))
+    monkeypatch.setattr(_parts, "MOST_GATHERED", 1)
+    monkeypatch.setattr(_parts, "MOST_OF_GROUP", 1)
+    plan = planned(chunked, mesh, 1, model)
+    assert plan.compute.tokens
+    plan.verify(chunked, model, batch(1), tolerance=1e-5)
+    compiled = jax.jit(jax.grad(plan.constrain(chunked))).lower(model, batch(1), None).compile()
     assert "all-to-all" not in str(compiled.as_text())
 
 

@@ -66,6 +66,7 @@ def test_state_is_donated():
     assert not new.model.layers[0].weight.is_deleted()
 
 
+@pytest.mark.thorough
 def test_returns_before_the_device_has_finished():
     def slow(state, x):
         y = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y) + 0.1, x)
@@ -189,8 +190,8 @@ def test_a_state_changed_in_place_is_partitioned_again(kind):
     assert (float(total), float(state.model["n"])) == (8.0, 2.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.few("8")
 def test_numpy_arguments_may_be_overwritten_at_once(devices):
     """The next batch may be written to the same memory while the step is running."""
 

@@ -87,6 +87,7 @@ def test_prepared_steps_with_own_gradients_are_those_of_one_device():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_scanned_steps_are_the_steps():
     batches = [batch_of(8, seed) for seed in range(3)]
     state = rc.init_state(lambda key: make_model(), optax.adam(1e-2), key=KEY)

@@ -12,13 +12,20 @@ from ..core._errors import check_integer, check_mesh
 from ..core._frames import hide_frames
 
 AXES = ("data", "fsdp", "model")
+# An axis before these, of meshes that have stages.
+PIPE = "pipe"
 # The axes that a batch is sharded over.
 BATCH_AXES = ("data", "fsdp")
 
 
 @hide_frames
 def make_mesh(
-    *, data: int = -1, fsdp: int = 1, model: int = 1, devices: Sequence[Any] | None = None
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    model: int = 1,
+    pipe: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Arranges devices in a mesh with the axes `"data"`, `"fsdp"` and `"model"`.
 
@@ -30,15 +37,18 @@ def make_mesh(
         (ZeRO-3), to be all-gathered where they are used. The batch is sharded over them too.
     - `model`: the degree of tensor parallelism: the number of devices over which each large
         matrix, and the computation with it, is sharded.
+    - `pipe`: the number of stages of a pipeline. Each stage has a part of the layers, and
+        microbatches go from stage to stage.
     - `devices`: the devices to arrange; `jax.devices()` by default.
 
-    One of the three sizes may be -1, which stands for all devices that the others leave.
+    One of the sizes may be -1, which stands for all devices that the others leave.
 
     **Returns:**
 
-    A `jax.sharding.Mesh` with all three axes (of size 1 if unused), of type `AxisType.Auto`.
-    Devices with fast links (those of one host or one slice) are neighbours along `model`; slower
-    links connect the devices along `data`.
+    A `jax.sharding.Mesh` with all three axes (of size 1 if unused), of type `AxisType.Auto`; with
+    more than one stage, `"pipe"` is a fourth axis before them. Devices with fast links (those of
+    one host or one slice) are neighbours along `model`; slower links connect the devices along
+    `data`, and the slowest the stages.
 
     **Raises:**
 
@@ -54,8 +64,11 @@ def make_mesh(
     if not isinstance(devices, Iterable | None):
         raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
     devices = list(jax.devices() if devices is None else devices)
-    shape = _resolve({"data": data, "fsdp": fsdp, "model": model}, len(devices))
-    return Mesh(_arrange(devices, shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = {"data": data, "fsdp": fsdp, "model": model}
+    # Without stages, meshes and the plans for them are as they are without the axis.
+    sizes = sizes if pipe == 1 else {PIPE: pipe, **sizes}
+    shape = _resolve(sizes, len(devices))
+    return Mesh(_arrange(devices, shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ..core._frames import hide_frames
 from ..core._pytree import split, trainable_arrays
 from ..core._target import compiling_for
 from ..core._tracing import without_ambient_mesh
-from ..distributed._mesh import AXES
+from ..distributed._mesh import AXES, PIPE
 from ..sharding import Plan
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
@@ -67,10 +67,10 @@ def _run(
 
 def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
     sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
-    if not isinstance(sizes, Mapping) or not set(sizes) <= set(AXES):
+    if not isinstance(sizes, Mapping) or not set(sizes) <= {*AXES, PIPE}:
         raise TypeError(
-            f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp` and `model`, such "
-            'as {"fsdp": 4, "model": 2}.'
+            f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
+            '`pipe`, such as {"fsdp": 4, "model": 2}.'
         )
     return dict(sizes)
 

@@ -18,6 +18,7 @@ from ..core._pytree import show_path
 from ..core._tracing import abstract_key, traced_over
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
+from ..sharding._plan import layer_counts
 from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
@@ -162,6 +163,13 @@ def batch_bytes(job: Job, mesh: Mesh) -> int:
     """Bytes of the batch on each device."""
     leaves = jax.tree.leaves(split_batch(job, mesh))
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def scanned_layers(job: Job) -> list[int]:
+    """For each scan of the loss over arrays of the model, the number of its iterations."""
+    measure = ft.partial(evaluate_loss, job.loss_fn, compute_dtype=job.compute_dtype)
+    fn = lambda model, batch, key: measure(model, batch, key).loss
+    return layer_counts(fn, job.state.model, (job.batch, abstract_key()), _ANY_MESH)
 
 
 def factorisations(count: int) -> list[dict[str, int]]:

@@ -1,6 +1,7 @@
 """Finds the best mesh for a step: estimates every factorisation and compiles the best few."""
 
 import functools as ft
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,10 @@ from jax.sharding import Mesh
 
 from ..core._target import compiling_for
 from ..distributed._kv_store import exchange
+from ..distributed._mesh import PIPE
 from ..sharding.solver._memory import FILLED
 from ._compile import compile_job
-from ._job import Job, factorisations, plan_job
+from ._job import Job, factorisations, plan_job, scanned_layers
 from ._mesh_table import Candidate, MeshSuggestion
 from ._place import Place, hardware_of_target, planner_hardware, rate_of, speeds_of
 from ._roofline import bandwidth
@@ -124,7 +126,15 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
-    return [estimate(job, place, sizes) for sizes in factorisations(len(place.devices))]
+    count = len(place.devices)
+    found = [estimate(job, place, sizes) for sizes in factorisations(count)]
+    layers = math.gcd(*scanned_layers(job)) if count > 1 else 0
+    for stages in (n for n in range(2, layers + 1) if layers % n == 0 and count % n == 0):
+        meshes = ({PIPE: stages, **sizes} for sizes in factorisations(count // stages))
+        staged = [estimate(job, place, sizes) for sizes in meshes]
+        # Where a step cannot run as a pipeline, a mesh without one has the same use.
+        found += [one for one in staged if one.error is None]
+    return found
 
 
 def _likely(estimated: Sequence[Candidate], place: Place) -> list[dict[str, int]]:
@@ -182,8 +192,16 @@ def _following(
     return min(left, key=_need_of)
 
 
+# Estimates leave out that microbatches are small operations, so stages must save clearly.
+_MARGIN = 1.1
+
+
 def _cost_of(one: Candidate) -> tuple[int | float, bool]:
-    return one.priced_seconds or 0, not one.usual
+    return _compared(one, one.priced_seconds), not one.usual
+
+
+def _compared(one: Candidate, seconds: int | float | None) -> int | float:
+    return (seconds or 0) * (_MARGIN if PIPE in one.mesh else 1)
 
 
 def _need_of(one: Candidate) -> tuple[int | float, bool]:
@@ -196,4 +214,4 @@ def _memory_of(one: Candidate) -> int | float:
 
 def _rank(one: Candidate) -> tuple[int, int | float]:
     """Sorts meshes that fit by their time, and then those that do not by their memory."""
-    return (0, one.seconds or 0) if one.fits else (1, one.peak_memory or 0)
+    return (0, _compared(one, one.seconds)) if one.fits else (1, one.peak_memory or 0)

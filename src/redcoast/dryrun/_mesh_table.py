@@ -1,16 +1,16 @@
 """The result of a mesh search, and its table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed._mesh import AXES
+from ..distributed._mesh import AXES, PIPE
 from ..sharding.report._text import paragraph
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One factorisation of the devices into data x fsdp x model; figures are per device and step.
+    """One factorisation of the devices into the axes of a mesh; figures are per device and step.
 
     **Attributes:**
 
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class MeshSuggestion(Mapping[str, Any]):
-    """The sizes of `data`, `fsdp` and `model`, ready for `make_mesh(**suggestion)`.
+    """The sizes of `data`, `fsdp`, `model` and maybe `pipe`, ready for `make_mesh(**suggestion)`.
 
     `str(suggestion)` is a table of all meshes that were compared.
 
@@ -93,13 +93,16 @@ class MeshSuggestion(Mapping[str, Any]):
         return draw(self)
 
 
-_HEADS = (*AXES, "est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
+_HEADS = ("est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
 
 
 def draw(found: MeshSuggestion) -> str:
     """The table and the sentences below it."""
-    rows = [_HEADS, *(_cells(one) for one in found.candidates)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
+    staged = any(PIPE in one.mesh for one in found.candidates)
+    axes = (PIPE, *AXES) if staged else AXES
+    heads = (*axes, *_HEADS)
+    rows = [heads, *(_cells(one, axes) for one in found.candidates)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
     chosen = ", ".join(f"{axis}={size}" for axis, size in found.items())
     count = len(found.candidates)
@@ -108,10 +111,10 @@ def draw(found: MeshSuggestion) -> str:
     return "\n".join([head, "", *lines, *([""] if words else []), *words])
 
 
-def _cells(one: Candidate) -> tuple[str, ...]:
+def _cells(one: Candidate, axes: Sequence[str]) -> tuple[str, ...]:
     words = {True: "fits", False: "does not fit", None: ""}[one.fits]
     return (
-        *(str(one.mesh[axis]) for axis in AXES),
+        *(str(one.mesh.get(axis, 1)) for axis in axes),
         _scaled(one.priced_seconds, 1e-3),
         _scaled(one.estimated_memory, 1e9),
         _scaled(one.sent_bytes, 1e6),

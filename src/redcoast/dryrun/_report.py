@@ -39,7 +39,7 @@ class DryRun:
     - `target`, `devices`: The name of the devices, and their number.
     - `compiler`: The compiler that the figures are from: `"tpu"`, `"cuda"` or `"cpu"`.
     - `notes`: Caveats about the figures, as sentences.
-    - `mesh`: The sizes of `data`, `fsdp` and `model`.
+    - `mesh`: The sizes of `data`, `fsdp` and `model`, and of `pipe` if there are stages.
     - `fits`: Whether the peak is within the usable memory.
     - `refused`: Whether the compiler rejected the program because it needs too much memory, as TPU
         compilers do. The communication is then unknown, and the peak is a lower bound.

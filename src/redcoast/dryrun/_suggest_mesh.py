@@ -31,11 +31,12 @@ def suggest_mesh(
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
-    Every factorisation of the devices into data x fsdp x model is planned, and its time is
-    estimated from the plan: arithmetic at the devices' peak rate plus communication at the
-    bandwidth of their links. The best few are compiled, with abstract values. Among those that
-    fit, the mesh is chosen whose compiled program has the least estimated time. If none fits, it is
-    the mesh that needs the least memory.
+    Every factorisation of the devices into data x fsdp x model is planned, and into pipe x data x
+    fsdp x model if the loss scans over layers that divide into stages. Its time is estimated from
+    the plan: arithmetic at the devices' peak rate, the bubble of a pipeline included, plus
+    communication at the bandwidth of their links. The best few are compiled, with abstract values.
+    Among those that fit, the mesh is chosen whose compiled program has the least estimated time. If
+    none fits, it is the mesh that needs the least memory.
 
     **Arguments:**
 
@@ -54,7 +55,7 @@ def suggest_mesh(
 
     **Returns:**
 
-    A mapping with the sizes of `data`, `fsdp` and `model`, ready for
+    A mapping with the sizes of `data`, `fsdp` and `model`, and of `pipe` for a pipeline, ready for
     `redcoast.make_mesh(**suggestion)`; `print` it to see a table of all meshes.
 
     **Raises:**

@@ -11,6 +11,8 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .dinov2 import Dinov2 as Dinov2
+from .dinov2 import Dinov2Config as Dinov2Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
@@ -23,6 +25,8 @@ from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
+from .modernbert import ModernBert as ModernBert
+from .modernbert import ModernBertConfig as ModernBertConfig
 from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
 from .phi3 import Phi3 as Phi3
@@ -31,6 +35,10 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import dinov2_base as dinov2_base
+from .sizes import dinov2_giant as dinov2_giant
+from .sizes import dinov2_large as dinov2_large
+from .sizes import dinov2_small as dinov2_small
 from .sizes import gemma2_2b as gemma2_2b
 from .sizes import gemma2_9b as gemma2_9b
 from .sizes import gemma2_27b as gemma2_27b
@@ -55,6 +63,8 @@ from .sizes import llama_65b as llama_65b
 from .sizes import mistral_7b as mistral_7b
 from .sizes import mixtral_8x7b as mixtral_8x7b
 from .sizes import mixtral_8x22b as mixtral_8x22b
+from .sizes import modernbert_base as modernbert_base
+from .sizes import modernbert_large as modernbert_large
 from .sizes import mt5_base as mt5_base
 from .sizes import mt5_large as mt5_large
 from .sizes import mt5_small as mt5_small

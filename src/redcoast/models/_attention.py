@@ -75,8 +75,18 @@ def causal_view(
     return _view_or_array(view, queries, real.shape[1])
 
 
-def full_view(real: Real, segments: Integer[Array, "batch keys"] | None = None) -> Visible:
-    """Returns a bidirectional mask: each query sees all real keys of its row or segment."""
+def full_view(
+    real: Real,
+    segments: Integer[Array, "batch keys"] | None = None,
+    *,
+    window: int | None = None,
+) -> Visible:
+    """Returns a bidirectional mask: each query sees all real keys of its row or segment, of which a
+    `window` leaves so many slots before and behind it, both with its own."""
+    if window is not None:
+        both = None if segments is None else (segments, segments)
+        view = View(_unless_known(real), segments=both, window=window)
+        return _view_or_array(view, real.shape[1], real.shape[1])
     if segments is not None:
         return segment_view(real, segments, segments)
     many = has_many_pairs(real.shape[1], real.shape[1])
@@ -133,7 +143,8 @@ def attend(
     if view is not None:
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
         blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
-        return in_parts(blocks, q, k, v, view, bias)
+        alike = bias is None and (key is None or rate == 0)
+        return in_parts(blocks, q, k, v, view, bias, alike=alike)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
     if _is_split(q):
@@ -173,21 +184,33 @@ def _as_view(visible: Visible, queries: int, keys: int) -> View | None:
 
 
 def _has_small_mask(view: View | None, q: Array, k: Array) -> bool:
-    # The kernel reads a mask as an array of all pairs. It has an option for causal attention.
-    return view is None or view.is_order_only or q.shape[1] * k.shape[1] <= _MOST_MASKED
+    # The kernel reads a mask as an array of all pairs.
+    return view is None or _is_option(view) or q.shape[1] * k.shape[1] <= _MOST_MASKED
+
+
+def _is_option(view: View) -> bool:
+    """Whether the kernel has an option for it: causal attention, and windows of it."""
+    return view.is_order_only and (view.causal or view.window is None)
 
 
 def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: float) -> Array:
     options: dict[str, Any] = {"scale": scale, "implementation": "cudnn"}
-    if isinstance(visible, View) and visible.is_order_only:
+    if isinstance(visible, View) and _is_option(visible):
         options["is_causal"] = visible.causal
         if visible.window is not None:
             options["local_window_size"] = (visible.window - 1, 0)
         return jax.nn.dot_product_attention(q, k, v, **options)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
-    mask = jnp.broadcast_to(visible, (visible.shape[0], q.shape[1], k.shape[1]))[:, None]
+    # In a pipeline, which maps attention over stages, JAX reshapes a mask of rows to all heads.
+    heads = q.shape[2] if visible.shape[0] > 1 and _has_stages() else 1
+    shape = (visible.shape[0], heads, q.shape[1], k.shape[1])
+    mask = jnp.broadcast_to(visible[:, None], shape)
     return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
+
+
+def _has_stages() -> bool:
+    return jax.sharding.get_abstract_mesh().shape.get("pipe", 1) > 1
 
 
 def _has_kernel(q: Array, k: Array) -> bool:

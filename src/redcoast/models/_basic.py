@@ -28,17 +28,18 @@ def rms_norm(x: Float[Array, "..."], scale: Float[Array, "..."], eps: float) -> 
 def layer_norm(
     x: Float[Array, "*rows width"],
     scale: Float[Array, " width"],
-    shift: Float[Array, " width"],
+    shift: Float[Array, " width"] | None,
     eps: float,
 ) -> Float[Array, "*rows width"]:
-    """Layer norm (Ba et al., 2016) over the last dimension."""
+    """Layer norm (Ba et al., 2016) over the last dimension, with or without a shift."""
 
     @jax.checkpoint
     def norm(x, scale, shift):
         y = x.astype(wide(x.dtype))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + eps)
-        return y.astype(x.dtype) * _along(scale, x) + _along(shift, x)
+        y = y.astype(x.dtype) * _along(scale, x)
+        return y if shift is None else y + _along(shift, x)
 
     return norm(x, scale, shift)
 

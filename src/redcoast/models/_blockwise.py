@@ -18,12 +18,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._target import target
 from ._relative import RelativeBias
 from ._view import View, see
 
+# The name, for policies of `jax.checkpoint`, of what is kept for the backward pass.
+KEPT = "attention"
 # The largest number of queries and keys in a block. Scores of a block should fit in a cache.
 _BLOCK, _BLOCK_OF_CPU = 512, 256
 
@@ -123,10 +126,13 @@ def _visible_blocks(
     """The blocks of queries and keys of which a pair may be visible."""
     i, j = np.indices((-(-queries // rows), -(-keys // columns)))
     seen = np.ones(i.shape, bool)
-    if view.causal and view.slots is None:
+    if view.slots is not None:
+        return tuple(np.ndindex(i.shape))
+    if view.causal:
         seen &= j * columns < (i + 1) * rows
-        if view.window is not None:
-            seen &= (j + 1) * columns > i * rows - view.window + 1
+    if view.window is not None:
+        seen &= (j + 1) * columns > i * rows - view.window + 1
+        seen &= j * columns < (i + 1) * rows + view.window - 1
     return tuple(zip(i[seen].tolist(), j[seen].tolist(), strict=True))
 
 
@@ -166,7 +172,7 @@ def _forward(
     (largest, total, out), _ = jax.lax.scan(body, init, jnp.asarray(options.pairs, jnp.int32))
     total = jnp.where(total == 0, 1, total)  # a query that sees no key gets zeros
     out = jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype)
-    log_sum = largest + jnp.log(total)
+    out, log_sum = (checkpoint_name(x, KEPT) for x in (out, largest + jnp.log(total)))
     return out, (q, k, v, own, fixed, out, log_sum)
 
 

@@ -11,7 +11,7 @@ from ._scan import check_remat
 _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
-    logit_cap factor low high original
+    logit_cap layer_scale factor low high original
     """.split()  # noqa: SIM905
 )
 _NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight"))

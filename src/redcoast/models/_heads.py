@@ -86,8 +86,8 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
 
     **Arguments:**
 
-    - `model`: a `Bert` or a `ViT`, with or without a head. Its head is dropped; its pooler is kept
-      if the new head uses one.
+    - `model`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`, with or without a head. Its head is
+      dropped; its pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
     - `key`: PRNG key for the new parameters.
 
@@ -103,7 +103,7 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     if not hasattr(getattr(model, "config", None), "labels"):
         raise TypeError(
             f"A {type(model).__name__} cannot have a head for labels. Pass an encoder of "
-            "`redcoast.models`: a `Bert` or a `ViT`."
+            "`redcoast.models`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`."
         )
     old: Any = model
     names = None if isinstance(labels, int) else tuple(labels)
@@ -111,9 +111,10 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     config = dataclasses.replace(old.config, head="classification", **changes)
     make = lambda key: type(old)(config, key=key)
     # The compiler removes what is not returned, so no second encoder is allocated.
-    new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in ("pooler", "head")})(key)
+    parts = [name for name in ("pooler", "head") if hasattr(old, name)]
+    new = eqx.filter_jit(lambda key: {n: getattr(make(key), n) for n in parts})(key)
     new = _like(new, old)
-    if old.pooler is not None and new["pooler"] is not None:
+    if new.get("pooler") is not None and old.pooler is not None:
         new["pooler"] = old.pooler
     fields = [f.name for f in dataclasses.fields(old) if f.name != "config"]
     values = [new[name] if name in new else getattr(old, name) for name in fields]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..core._rows import most_of_rows
 from ._attention import wide
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.
@@ -78,7 +79,7 @@ def _dispatch(expert_fn, x, weights, chosen):
     room = min(length, math.ceil(_ROOM * length * chosen / experts))
     parts = -(-length // room)
     order = _routed_first(weights, parts * room).reshape(*weights.shape[:2], parts, room)
-    most = jnp.max(jnp.sum(weights != 0, axis=-1))
+    most = most_of_rows(jnp.sum(weights != 0, axis=-1))
 
     def run(y: Array, at: Int[Array, "batch experts room"]) -> Array:
         taken = jax.vmap(lambda x, at: jnp.take(x, at, axis=0, mode="fill", fill_value=0))(x, at)

@@ -3,7 +3,8 @@
 Queries get a leading dimension for the parts of the sequence, which the plan splits. Keys and
 values are gathered once, and repeated along that dimension, which moves nothing: each device has
 one copy. Every device computes attention for its own queries, and the gradients of keys and values
-are partial sums until the end.
+are partial sums until the end. Where the keys and values of all heads are many bytes, those of some
+heads are gathered at a time.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..core._sequence_parts import gather_sequence, sequence_parts
+from ._blockwise import KEPT
 from ._relative import RelativeBias
 from ._view import View
 
 Attention = Callable[..., Array]
+# The most bytes of keys and values that are gathered for all heads, and otherwise for some of them.
+MOST_GATHERED, MOST_OF_GROUP = 2**31, 2**30
 
 
 def in_parts(
@@ -27,14 +31,59 @@ def in_parts(
     v: Float[Array, "batch keys kv_heads head_dim"],
     view: View,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None,
+    *,
+    alike: bool,
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Computes `attention(q, k, v, view, bias)` for each part of the queries.
 
-    A number of queries that the parts do not divide is computed as a whole.
+    A number of queries that the parts do not divide is computed as a whole. `alike` is whether all
+    heads are computed alike, so that some of them can be computed at a time.
     """
     parts = sequence_parts()
     if parts == 1 or q.shape[1] % parts:
         return attention(q, k, v, view, bias)
+    if alike and (groups := _groups(k)) > 1:
+        return _by_heads(lambda q, k, v: _in_parts(attention, q, k, v, view, bias), q, k, v, groups)
+    return _in_parts(attention, q, k, v, view, bias)
+
+
+def _groups(k: Array) -> int:
+    """The number of groups of heads, 1 if few bytes are gathered for all of them."""
+    heads, bytes_ = k.shape[2], 2 * k.size * k.dtype.itemsize
+    # Devices that share the heads have as many of each group.
+    share = jax.sharding.get_abstract_mesh().shape.get("model", 1)
+    share = share if heads % share == 0 else 1
+    if bytes_ <= share * MOST_GATHERED:
+        return 1
+    counts = [n for n in range(1, heads // share + 1) if heads % (n * share) == 0]
+    return next((n for n in counts if bytes_ <= n * share * MOST_OF_GROUP), counts[-1])
+
+
+def _by_heads(
+    attention: Callable[[Array, Array, Array], Array], q: Array, k: Array, v: Array, groups: int
+) -> Array:
+    """Computes attention for one group of heads after the other."""
+    # Devices that share the heads have a part of each group.
+    shape = (k.shape[2] // groups, groups)
+    grouped = lambda x, *own: jnp.moveaxis(x.reshape(*x.shape[:2], *shape, *own, x.shape[3]), 3, 0)
+    each = q.shape[2] // k.shape[2]
+
+    def run(given: tuple[Array, Array, Array]) -> Array:
+        q, k, v = given
+        merged = q.reshape(*q.shape[:2], -1, q.shape[4])
+        return attention(merged, k, v).reshape(q.shape)
+
+    # The backward pass gathers again, and does not keep what was gathered for each group.
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    run = jax.checkpoint(run, policy=policy, prevent_cse=False)
+    out = jax.lax.map(run, (grouped(q, each), grouped(k), grouped(v)))
+    return jnp.moveaxis(out, 0, 3).reshape(q.shape)
+
+
+def _in_parts(
+    attention: Attention, q: Array, k: Array, v: Array, view: View, bias: Any
+) -> Float[Array, "batch queries heads head_dim"]:
+    parts = sequence_parts()
     split = lambda x, axis=1: _split(x, parts, axis)
     whole = lambda x: None if x is None else gather_sequence(x)
     k, v = (jnp.broadcast_to(gather_sequence(x)[None], (parts, *x.shape)) for x in (k, v))

@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._by_layer import ByLayer
 
@@ -64,8 +66,14 @@ def scan_layers(
     loop = count > MOST_UNROLLED or target().platform != "cpu"
     together = min(unroll or (1 if loop else count), count)
 
+    # The residual stream of each layer is kept for the backward pass, in which XLA for GPUs prefers
+    # another layout. It would copy that of all layers at once, which is much of a long sequence.
+    fixed = sequence_parts() > 1 and target().platform == "gpu"
+
     def body(carry, inputs):
-        return layer_fn(*carry, *inputs), None
+        x, cache = carry
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if fixed else x
+        return layer_fn(x, cache, *inputs), None
 
     if policy := _POLICIES[remat]:
         # If an iteration has one layer, the compiler cannot undo rematerialisation by CSE.

@@ -18,7 +18,8 @@ class View(eqx.Module):
         are the same tokens.
     - `segments`: the segments of the queries and of the keys.
     - `causal`: whether a query sees only the keys in its own slot and before.
-    - `window`: the number of slots that a query sees, including its own.
+    - `window`: the number of slots that a query sees before it, and without `causal` also behind
+        it; both include its own.
     """
 
     real: Bool[Array, "#batch keys"] | None = None
@@ -48,10 +49,11 @@ def see(
     """Returns which keys in the slots `columns` are seen by queries in the slots `rows`."""
     visible = jnp.ones((1, 1, 1), bool)
     if view.causal:
-        near = columns[None] <= rows[:, None]
-        if view.window is not None:
-            near &= columns[None] > rows[:, None] - view.window
-        visible = near[None]
+        visible = visible & (columns[None] <= rows[:, None])[None]
+    if view.window is not None:
+        visible = visible & (columns[None] > rows[:, None] - view.window)[None]
+    if view.window is not None and not view.causal:
+        visible = visible & (columns[None] < rows[:, None] + view.window)[None]
     if real is not None:
         visible = visible & real[:, None]
     if segments is not None:

@@ -13,12 +13,14 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling, Yarn
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
+from .dinov2 import Dinov2, Dinov2Config
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
 from .mixtral import Mixtral, MixtralConfig
+from .modernbert import ModernBert, ModernBertConfig
 from .opt import OPT, OPTConfig
 from .phi3 import Phi3, Phi3Config
 from .t5 import T5, T5Config
@@ -52,7 +54,9 @@ _CONFIGS: dict[Any, Any] = {
     T5: T5Config,
     Bart: BartConfig,
     Bert: BertConfig,
+    ModernBert: ModernBertConfig,
     ViT: ViTConfig,
+    Dinov2: Dinov2Config,
 }
 
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
@@ -232,7 +236,19 @@ roberta_large = _named(
     kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
 )
 
+modernbert_base = _named(
+    ModernBert, 50368, 768, 22, 12, 1152, pooling="mean", bos=50281, eos=(50282,), pad=50283
+)
+modernbert_large = _named(
+    ModernBert, 50368, 1024, 28, 16, 2624, pooling="mean", bos=50281, eos=(50282,), pad=50283
+)
+
 vit_base = _named(ViT, 768, 12, 12, 3072)
 vit_large = _named(ViT, 1024, 24, 16, 4096)
 vit_huge = _named(ViT, 1280, 32, 16, 5120, patch=(14, 14))
+
+dinov2_small = _named(Dinov2, 384, 12, 6)
+dinov2_base = _named(Dinov2, 768, 12, 12)
+dinov2_large = _named(Dinov2, 1024, 24, 16)
+dinov2_giant = _named(Dinov2, 1536, 40, 24, gated=True)
 # fmt: on

@@ -24,7 +24,8 @@ class Tensor:
     **Arguments:**
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
-      of the leaf, in the same order.
+      of the leaf, in the same order. `{layer+1}` counts from 1, for layers of which the first has
+      no such tensor.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
       first; a number is a factor of that size. Every factor must be on both sides, except factors
@@ -42,6 +43,7 @@ class Tensor:
     pattern: str
     fixed: tuple[tuple[str, int | tuple[int, int]], ...]
     fields: tuple[str, ...] = field(repr=False)
+    starts: tuple[int, ...] = field(repr=False)
     left: Groups = field(repr=False)
     right: Groups = field(repr=False)
 
@@ -50,7 +52,11 @@ class Tensor:
         put("name", name)
         put("pattern", pattern)
         put("fixed", tuple(fixed.items()))
-        put("fields", tuple(f for _, f, _, _ in string.Formatter().parse(name) if f is not None))
+        fields = [f for _, f, _, _ in string.Formatter().parse(name) if f is not None]
+        starts = [re.fullmatch(r"(.*)\+(\d+)", f) for f in fields]
+        found = [(m[1], int(m[2])) if m else (f, 0) for f, m in zip(fields, starts, strict=True)]
+        put("fields", tuple(f for f, _ in found))
+        put("starts", tuple(start for _, start in found))
         sides = pattern.split("->")
         if len(sides) != 2:
             raise ValueError(f"{self} must have exactly one `->` between its two sides.")
@@ -163,7 +169,9 @@ def tensor_sizes(tensor: Tensor, sizes: dict[str, int]) -> dict[str, int]:
 
 def tensor_name(tensor: Tensor, index: tuple[int, ...]) -> str:
     """Returns the name of the tensor at an index of a leaf's leading dimensions."""
-    return tensor.name.format(**dict(zip(tensor.fields, index, strict=True)))
+    numbers = [i + start for i, start in zip(index, tensor.starts, strict=True)]
+    name = re.sub(r"\+\d+}", "}", tensor.name)
+    return name.format(**dict(zip(tensor.fields, numbers, strict=True)))
 
 
 def tensor_names(tensor: Tensor, leaf_shape: tuple[int, ...]) -> dict[tuple[int, ...], str]:

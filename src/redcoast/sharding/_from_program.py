@@ -12,7 +12,10 @@ from jaxtyping import PyTree
 
 from ..core._pytree import trainable_arrays
 from ..core._sequence_parts import divided_into
+from ..distributed._mesh import PIPE
 from .constrain._compute import Compute
+from .constrain._pipeline import pipeline_of
+from .pipeline._stages import NoPipeline, stage_program
 from .program._graph import Value
 from .program._trace import trace_over
 from .report._coupling import find_coupling
@@ -28,7 +31,7 @@ from .report._reasons import (
     not_rows,
 )
 from .report._repeated import repeated
-from .report._traffic import traffic
+from .report._traffic import pipelining, traffic
 from .solver._hardware import Hardware
 from .solver._memory import DEFAULT_MEMORY, activation_memory, arithmetic, estimate, fit_budget
 from .solver._replicate import replicate
@@ -47,7 +50,7 @@ from .solver._tokens import needs_tokens, no_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact
 from .tree._optimizer_state import trim
 from .tree._overrides import Override, apply_overrides, spec_axes
-from .tree._reason import OVERRIDE, STORED, Reason
+from .tree._reason import ON_STAGES, OVERRIDE, STORED, Reason
 from .tree._rows import Role, Row
 
 
@@ -73,6 +76,8 @@ def layout(
 
     `spared` are the places of arrays that are not FSDP-sharded over `model`.
     """
+    staged = decision.program.staged
+    layered = frozenset() if staged is None else staged.layered
     why = find_reasons(leaves, decision, axes)
     rows = []
     for place, leaf in enumerate(leaves):
@@ -82,6 +87,9 @@ def layout(
         else:
             spec = _spec(place, decision, covered[place], place in spared, axes)
             reason = _reason(place, spec, covered[place], place in spared, why)
+            if place in layered:
+                reason = reason if any(spec) else ON_STAGES
+                spec = P(PIPE, *spec[1:])
         rows.append(Row(leaf, spec, reason, role))
     return rows
 
@@ -180,6 +188,7 @@ def plan_flow(
     budget: int | None,
     state_bytes: int,
     sequence: bool,
+    microbatches: int | None = None,
 ) -> FlowPlan:
     """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
@@ -187,10 +196,14 @@ def plan_flow(
     given = apply_overrides(leaves, overrides, axes)
     traced, _ = trace_over(mesh, fn, model, args)
     program = follow_program(traced, trainable_arrays(model, trainable))
+    stage = partial(_staged, mesh=mesh, given=(fn, model, args), microbatches=microbatches)
+    piped = axes.get(PIPE, 1) > 1 and traced.trains
+    if piped:
+        program = stage(program, DEFAULT.batch)
     task = _Task(leaves, program, axes, given, hardware, state_bytes)
     count = parts(DEFAULT.batch, axes)
     tasks = [task]
-    if needs_tokens(program, count):
+    if not piped and needs_tokens(program, count):
         if no_tokens(program, count):
             split = split_tokens(program, count)
         else:
@@ -206,8 +219,33 @@ def plan_flow(
     task, rows, decision = _cheapest(tasks, budget)
     dims = tuple((one.name, d) for one, _, d in constant_dims(decision))
     strategy, tokens = decision.strategy, decision.program.batch.sequence
-    compute = Compute(decision.computed, strategy.batch, strategy.model, sequence, dims, tokens)
+    compute = Compute(
+        decision.computed, strategy.batch, strategy.model, sequence, dims, tokens, microbatches
+    )
+    if piped and strategy != DEFAULT:
+        task = replace(task, program=stage(program, strategy.batch))
+        decision = replace(decision, program=task.program)
     return FlowPlan(rows, compute, _report(task, rows, decision, not_rows(args[:1], decision)))
+
+
+def _staged(
+    program: Program,
+    batch_axes: tuple[str, ...],
+    *,
+    mesh: Mesh | AbstractMesh,
+    given: Any,
+    microbatches: int | None,
+) -> Program:
+    """The program as a pipeline; raises an error if it cannot run as one."""
+    fn, model, args = given
+    try:
+        found = pipeline_of(program, mesh, fn, model, args, batch_axes, microbatches)
+        return stage_program(program, found)
+    except NoPipeline as error:
+        raise ValueError(
+            f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
+            f"{error} A mesh without `pipe` needs none of this."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -291,6 +329,7 @@ def _report(
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
+        pipeline=pipelining(decision, axes),
     )
 
 

@@ -9,9 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions
+from ..core._errors import check_functions, check_integer
 from ..core._errors import check_mesh as check_mesh_kind
 from ..core._frames import hide_frames
+from ..distributed._mesh import PIPE
 from .constrain._compute import Compute
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
@@ -174,8 +175,8 @@ def infer_shardings(
 
     - `tree`: Any PyTree: an Equinox module, nested dicts and lists, a [`redcoast.TrainState`][].
         Arrays may be abstract (`jax.ShapeDtypeStruct`).
-    - `mesh`: A mesh with the axes `"data"`, `"fsdp"` and `"model"`. By default, the ambient one
-        (`jax.set_mesh`).
+    - `mesh`: A mesh with the axes `"data"`, `"fsdp"` and `"model"`, and maybe `"pipe"`. By default,
+        the ambient one (`jax.set_mesh`).
     - `fn`, `args`: A function that is traced as `fn(tree, *args)`, such as a loss with
         `args=(batch, key)`; of a `TrainState`, `fn(state.model, *args)`. The first of `args` is the
         batch, batch dimension first. All may be abstract.
@@ -222,6 +223,7 @@ def plan_shardings(
     trainable: PyTree = eqx.is_inexact_array,
     hardware: Hardware | None = None,
     sequence: bool = False,
+    microbatches: int | None = None,
 ) -> Plan:
     """Plans how to shard the arrays of a tree over a mesh, with the reason for each.
 
@@ -231,6 +233,10 @@ def plan_shardings(
     tensor-parallel. Other large arrays are FSDP-sharded, or replicated if the devices are known to
     have memory to spare. If tensor parallelism is not worth its cost for any class, the batch is
     split over `model` as well.
+
+    On a mesh with `pipe`, the layers of a loss that are a `jax.lax.scan` are divided over the
+    stages of a pipeline (arXiv:2105.04663, section 3.3): `plan.constrain` runs all stages at once,
+    each on another microbatch. Losses and gradients are those of one device, dropout included.
 
     Without a function, the rules on the structure of the tree apply: over `model`, attention is
     sharded on heads, consecutive matrices on alternate sides, and embeddings and language-model
@@ -250,6 +256,9 @@ def plan_shardings(
         communication; by default those of an A100, and for CPU devices those of their compiler.
     - `sequence`: Whether activations between tensor-parallel parts are sharded along the sequence
         (arXiv:2205.05198): less memory for the same communication on GPU and TPU.
+    - `microbatches`: With `pipe` in the mesh, the number of microbatches that go through the
+        pipeline in a step. By default, as many as keep the bubble under a tenth of the time, if the
+        batch has enough rows.
 
     **Returns:**
 
@@ -257,7 +266,8 @@ def plan_shardings(
 
     **Raises:**
 
-    `ValueError`, as [`redcoast.infer_shardings`][] does; and if no plan stays within the budget.
+    `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget; and if
+    the mesh has `pipe` and the layers of a loss cannot run as a pipeline.
 
     !!! example
 
@@ -277,9 +287,16 @@ def plan_shardings(
     axes = dict(mesh.shape)
     if fn is not None:
         check_functions(fn=fn)
+    if microbatches is not None:
+        check_integer("microbatches", microbatches)
+        if axes.get(PIPE, 1) == 1:
+            raise ValueError(
+                f"`microbatches={microbatches}` needs a pipeline, and the mesh has none. Use "
+                "`make_mesh(pipe=...)`, or `accumulate` for microbatches one after the other."
+            )
     if fn is None:
-        if args or budget is not None:
-            given = "args" if args else "budget"
+        needing = {"args": args or None, "budget": budget, "microbatches": microbatches}
+        if given := next((name for name, value in needing.items() if value is not None), ""):
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
         from .heuristic._plan import structural_rows
 
@@ -299,6 +316,7 @@ def plan_shardings(
         budget=budget,
         state_bytes=_state_bytes(tree),
         sequence=sequence,
+        microbatches=microbatches,
     )
     rows = plan_rows(tree, lambda model: found.rows)
     return make_plan(tree, mesh, rows, found.compute, found.report)
@@ -325,6 +343,19 @@ def examples_coupled(
 
     traced, _ = trace_over(mesh, fn, model_of(tree), args)
     return find_coupling(follow_program(traced, [False] * traced.arrays))
+
+
+def layer_counts(
+    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> list[int]:
+    """The lengths of the scans of a function over arrays of the tree, which can be stages."""
+    from .pipeline._stages import layer_scans
+    from .program._trace import trace_over
+    from .solver._strategy import follow_program
+
+    traced, _ = trace_over(mesh, fn, model_of(tree), args)
+    program = follow_program(traced, [False] * traced.arrays)
+    return [equation.params["length"] for equation, _ in layer_scans(program)]
 
 
 def _model_dim(row: Row) -> int | None:

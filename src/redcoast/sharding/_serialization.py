@@ -57,6 +57,7 @@ _COMPUTE: dict[str, _Check] = {
 _NEW_IN_COMPUTE: dict[str, _Check] = {
     "constants": _list_of(_is_constant),
     "tokens": lambda x: isinstance(x, bool),
+    "microbatches": lambda x: x is None or (_is_int(x) and x > 0),
 }
 
 

@@ -32,6 +32,7 @@ def plan_step(
     trainable: PyTree = eqx.is_inexact_array,
     overrides: Sequence[tuple[str, Any]] = (),
     hardware: Hardware | None = None,
+    microbatches: int | None = None,
 ) -> Plan:
     """Plans how a training step is sharded over a mesh, as `fit` plans its step.
 
@@ -43,7 +44,8 @@ def plan_step(
         such as the `spec` of [`redcoast.Batches`][].
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
-    - `hardware`: as for [`redcoast.plan_shardings`][].
+    - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each
+        of its parts goes through the pipeline in so many microbatches.
 
     **Returns:**
 
@@ -75,6 +77,7 @@ def plan_step(
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,
+        microbatches=microbatches,
     )
 
 

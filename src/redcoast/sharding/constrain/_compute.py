@@ -12,6 +12,7 @@ class Compute:
     tensor-parallel dimension are sharded along the sequence. `constants` are the large arrays that
     the function closes over, each as its dtype and shape and its tensor-parallel dimension. With
     `tokens`, a batch with fewer rows than `batch_axes` have devices is split along its sequence.
+    `microbatches` is how many a pipeline divides a batch into, if a user has decided it.
     """
 
     dims: tuple[int | None, ...]
@@ -20,3 +21,4 @@ class Compute:
     sequence: bool = False
     constants: tuple[tuple[str, int | None], ...] = ()
     tokens: bool = False
+    microbatches: int | None = None

@@ -1,7 +1,7 @@
 """Constrains the activations of a function to the shardings of a plan."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -11,14 +11,16 @@ from ...core._frames import hide_frames, warn
 from ...core._pytree import join
 from ...core._sequence_parts import divided_into
 from ...core._tracing import traced_over
-from ...distributed._mesh import batch_shards
+from ...distributed._mesh import PIPE, batch_shards
+from ..pipeline._stages import NoPipeline
 from ..program._trace import trace_over
 from ..solver._strategy import Program, follow_program, parts
 from ..solver._tokens import needs_tokens, split_tokens
 from ._compute import Compute
 from ._grouped_conv import has_grouped
 from ._interpreter import CannotRebind, run_constrained
-from ._shardings import find_shardings
+from ._pipeline import pipeline_of
+from ._shardings import Shardings, find_shardings
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Constrained:
         if self.compute.tokens:
             program = self._by_tokens(program, tree, args)
             traced = program.traced
-        shardings = find_shardings(program, self.mesh, self.compute)
+        shardings = self._pipelined(program, tree, args)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
@@ -61,6 +63,11 @@ class Constrained:
                     "re-evaluated. Without constraints, the gradients of its grouped convolutions "
                     "may be wrong because of a defect of the XLA compiler. Use a mesh with model=1."
                 ) from error
+            if shardings.pipeline is not None:
+                raise RuntimeError(
+                    f"The function cannot be run as a pipeline, because its `{error}` cannot be "
+                    "re-evaluated for several stages at once. Use a mesh without `pipe`."
+                ) from error
             _warn(self.fn, f"its `{error}` cannot be re-evaluated")
             return self._plain(tree, *args)
         return join(results, traced.output)
@@ -74,6 +81,22 @@ class Constrained:
             traced, _ = trace_over(self.mesh, self.fn, tree, args)
         found = split_tokens(follow_program(traced, [False] * traced.arrays), count)
         return found if found.batch.sequence else program
+
+    def _pipelined(self, program: Program, tree: PyTree, args: Any) -> Shardings:
+        """The shardings of the program, with its pipeline if it has one."""
+        shardings = find_shardings(program, self.mesh, self.compute)
+        # A prediction is computed by all devices, which gather one layer after the other.
+        if self.mesh.shape.get(PIPE, 1) == 1 or not program.traced.trains:
+            return shardings
+        given, why = (self.mesh, self.fn, tree, args, shardings.batch_axes), ""
+        # Another batch, as in evaluation, may need another number of microbatches.
+        for count in dict.fromkeys((self.compute.microbatches, None)):
+            try:
+                return replace(shardings, pipeline=pipeline_of(program, *given, count))
+            except NoPipeline as error:
+                why = str(error)
+        _warn_of_stages(self.fn, why)
+        return shardings
 
     def _plain(self, tree: PyTree, *args: Any) -> Any:
         with traced_over(self.mesh):
@@ -104,4 +127,12 @@ def _warn(fn: Callable[..., Any], why: str) -> None:
     warn(
         f"The activations of {name} are not constrained, because {why}. The compiler chooses their "
         "shardings instead. Results are the same."
+    )
+
+
+def _warn_of_stages(fn: Callable[..., Any], why: str) -> None:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    warn(
+        f"{name} is not run as a pipeline: every stage computes all layers. {why} Results are the "
+        "same."
     )

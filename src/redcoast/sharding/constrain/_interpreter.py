@@ -22,6 +22,10 @@ from ...core._jaxpr import (
 )
 from ...core._pytree import ARRAYS, join
 from ...core._sequence_parts import gathered_dimension
+from ..pipeline._deal import Deal
+from ..pipeline._draws import draw_rows
+from ..pipeline._run import run_pipeline
+from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
 from ..program._trace import trace_over
@@ -138,6 +142,12 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
     if is_grouped(equation):
         specs = (shardings.spec(scope.values[atom]) for atom in equation.invars)
         return run_grouped(equation, operands, shardings.mesh, *specs)
+    if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
+        return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
+    if name == "layout_constraint":
+        # XLA would gather its operand: it knows no sharding of a layout.
+        local = lambda x: bind_again(equation, [x])[0]
+        return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "sharding_constraint":
         return _user_constraint(call)
     if (d := gathered_dimension(equation)) is not None:
@@ -212,8 +222,28 @@ def _user_constraint(call: _Call) -> list[Any]:
     return bind_again(call.equation, call.operands)
 
 
+def _pipelined(call: _Call, pipeline: Pipeline) -> list[Any]:
+    """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
+    scan, outside = pipeline.scans[id(call.equation)], call.shardings
+    compute = replace(outside.compute, batch_axes=())
+    shardings = find_shardings(pipeline.few, outside.mesh, compute)
+    specs = [shardings.spec(scan.body.values[var]) for var in scan.body.jaxpr.invars]
+
+    def layer(inputs: Sequence[Any], rows: Any) -> list[Any]:
+        drawn = replace(shardings, draws=scan.draws, rows=rows)
+        return run_constrained(scan.body, drawn, inputs)
+
+    operands = [
+        _as_array(x, atom) for x, atom in zip(call.operands, call.equation.invars, strict=True)
+    ]
+    deal = Deal(pipeline, outside.mesh, outside.batch_axes)
+    return run_pipeline(scan, deal, operands, layer, specs)
+
+
 def _scan(call: _Call) -> list[Any]:
     equation, shardings, scope = call.equation, call.shardings, call.inner[0]
+    if shardings.pipeline is not None and id(equation) in shardings.pipeline.scans:
+        return _pipelined(call, shardings.pipeline)
     consts, init, xs = scan_operands(equation, call.operands)
     stored_consts, _, stored_xs = scan_operands(equation, call.stored)
     _, carry_vars, _ = scan_operands(equation, scope.jaxpr.invars)

@@ -1,7 +1,7 @@
 """The shardings of a program's values that follow from a plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..pipeline._draws import Draw
+from ..pipeline._stages import Pipeline
 from ..program._graph import Value
 from ..solver._classes import Classes
 from ..solver._cost import BatchDims
@@ -33,9 +35,14 @@ class Shardings:
     batch: BatchDims
     batch_axes: tuple[str, ...]
     model_axes: tuple[str, ...]
+    compute: Compute  # what these shardings follow from
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
     tokens: bool = False  # whether the batch is split along its sequence
+    pipeline: Pipeline | None = None
+    # In the layers of a pipeline: the random numbers for rows, and the numbers of the rows.
+    draws: Mapping[int, Draw] = field(default_factory=dict)
+    rows: Any = None
 
     def spec(self, value: Value) -> P:
         """Returns a spec with the batch over its axes and a chosen class over `model_axes`."""
@@ -83,6 +90,11 @@ class Shardings:
         x = self._with_spec(x, P(*entries))
         return self._with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
 
+    def run_local(self, fn: Callable[[Any], Any], x: Any, value: Value) -> Any:
+        """Applies a function that keeps the shape to the part of an array on each device."""
+        spec = self.spec(value)
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
     @property
     def batch_shards(self) -> int:
         return self.batch.count
@@ -126,7 +138,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
         axes = axes[:-1]
     batch = batch_dims(program, parts(axes, mesh.shape))
     asked = frozenset(asked_axes(program.graph))
-    found = Shardings(mesh, classes, chosen, batch, axes, compute.model_axes, asked=asked)
+    found = Shardings(mesh, classes, chosen, batch, axes, compute.model_axes, compute, asked=asked)
     found = replace(found, tokens=program.batch.sequence)
     if not compute.sequence:
         return found

@@ -121,6 +121,7 @@ class Graph:
     computed: dict[tuple[int, ...], float] = field(default_factory=dict)
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
+    skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
     # For the current equation: how often it runs in the forward pass and for rematerialisation,
     # whether its results are kept for the backward pass, and what each region around it needs of
     # the jaxprs that it calls.

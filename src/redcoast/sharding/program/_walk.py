@@ -235,7 +235,7 @@ def _scan(
         graph.value(var.aval, value.dims[1:], grad=value.grad)
         for value, var in zip(xs, x_vars, strict=True)
     ]
-    with _repeated(graph, length):
+    with _repeated(graph, 0 if id(equation) in graph.skipped else length):
         for value in carry:
             graph.save(value)
         scope = _walk_called(graph, body, [*consts, *carry, *slices])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
-from ..solver._figures import Arithmetic, Memory
+from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._overrides import spec_axes, spec_parts
 from ..tree._reason import Reason
 from ..tree._rows import Role, Row
@@ -161,6 +161,7 @@ class ProgramReport:
     - `arithmetic`, `repeated`: The floating point operations of a step, and those that every device
         computes, if they are many.
     - `memory`: An estimate of the memory in use on each device.
+    - `pipeline`: How layers run as a pipeline; `None` if they do not.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -181,6 +182,7 @@ class ProgramReport:
     device_memory: int | float
     device_memory_known: bool
     sequences: bool = False
+    pipeline: Pipelining | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..solver._figures import Arithmetic, Memory
+from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..solver._memory import DEFAULT_MEMORY
 from ..tree._reason import Kind, Reason
 from ._data import (
@@ -91,7 +91,15 @@ def program_from_json(data: Mapping[str, Any]) -> ProgramReport:
         device_memory=memory,
         device_memory_known=data.get("device_memory_known", memory != DEFAULT_MEMORY),
         sequences=data.get("sequences", False),
+        pipeline=_pipeline(data.get("pipeline")),
     )
+
+
+def _pipeline(data: Mapping[str, Any] | None) -> Pipelining | None:
+    if data is None:
+        return None
+    known: dict[str, Any] = dict(data) | {"layers": tuple(data["layers"])}
+    return Pipelining(**known)
 
 
 def _traffic(one: Mapping[str, Any]) -> Traffic:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from math import prod
 
+from ...distributed._mesh import PIPE
+from ..solver._figures import Pipelining
 from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 from ._not_done import is_tensor_parallel, parameters_of
 from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shortened
@@ -10,6 +12,7 @@ from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shor
 MOST_LINES = 10
 _DETAILS = "Details: plan.table(), plan.report"
 _USES = (
+    "pipeline parallel",
     "data parallel",
     "context parallel",
     "FSDP",
@@ -30,6 +33,7 @@ def draw_summary(report: PlanReport) -> str:
         lines += (
             hanging(_labelled("Batch", ""), program.batch) if program and program.sequences else []
         )
+        lines += _pipeline(program.pipeline) if program and program.pipeline else []
         lines += _estimates(report)
         for one in report.not_done:
             lines += _not_done(one, remedies=leave_out < 3)
@@ -66,6 +70,8 @@ def _devices(report: PlanReport) -> list[str]:
 def _use(report: PlanReport, axis: str) -> str:
     """What the devices along a mesh axis do."""
     program = report.program_or_none
+    if axis == PIPE and program is not None and program.pipeline is not None:
+        return "pipeline parallel"
     # Without a function, the usual axes are assumed.
     batch = ("data", "fsdp") if program is None else program.batch_axes
     over_model = ("model",) if program is None else program.model_axes
@@ -101,9 +107,20 @@ def _shares(report: PlanReport, *, reasons: bool) -> list[str]:
     return lines
 
 
+def _pipeline(one: Pipelining) -> list[str]:
+    layers = " and ".join(map(str, one.layers))
+    text = (
+        f"{one.stages} stages of {layers} layers, {one.microbatches} microbatches, bubble "
+        f"{one.bubble:.0%} of the time, {scaled(one.bytes)} sent between stages"
+    )
+    return hanging(_labelled("Pipeline", ""), text)
+
+
 def _way(array: PlannedArray) -> str:
     if is_tensor_parallel(array):
         return "tensor-parallel"
+    if array.reason.kind == "pipeline":
+        return "on its stage"
     return "replicated" if array.parts == 1 else "FSDP-sharded"
 
 

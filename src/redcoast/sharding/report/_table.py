@@ -40,6 +40,7 @@ _LABELS: dict[Kind, str] = {
     "replicated": "Replicated",
     "follows": "Optimizer state",
     "override": "Override",
+    "pipeline": "On its stage",
 }
 
 
@@ -56,7 +57,7 @@ def draw_table(report: PlanReport) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
     arrays = [array for array in report.arrays if not usual(array)]
-    one = max(report.mesh["fsdp"], report.mesh["model"]) == 1
+    one = max(size for axis, size in report.mesh.items() if axis != "data") == 1
     groups = _groups(arrays, by_reason=not one)
     sections = [("", groups)] if one else _sections(groups)
     lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]

@@ -1,10 +1,12 @@
 """The estimated communication of a plan, by mesh axis and by cause."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 
+from ...distributed._mesh import PIPE
 from ..solver._cost import (
     BatchDims,
     batch_meetings,
@@ -16,9 +18,11 @@ from ..solver._cost import (
     reduced,
     sum_bytes,
 )
+from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._strategy import (
     Decision,
+    Staged,
     batch_dims,
     batch_gathers,
     is_split,
@@ -33,22 +37,72 @@ from ._reasons import Reasons
 from ._text import grouped, shortened
 
 Axes = tuple[str, ...]
-Entries = Iterator[tuple[Axes, TrafficKind, str, int | float]]
+Entries = Iterable[tuple[Axes, TrafficKind, str, int | float]]
+Collected = dict[tuple[Axes, TrafficKind, str], float]
+_NEXT = "from each stage of the pipeline to the next, and back"
 
 
 def traffic(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> tuple[Traffic, ...]:
     """The bytes that each device communicates in a step, the largest cause first."""
     decision, axes = reasons.decision, reasons.axes
-    batch = batch_dims(decision.program, parts(decision.strategy.batch, axes))
-    found: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
-    for over, kind, cause, size in chain(
-        _tensor_parallel(reasons, batch, hardware),
-        _over_batch(reasons, batch, hardware),
-        _gathers(rows, decision, axes),
-    ):
-        found[over, kind, cause] += size
+    found = _collected(_of_program(reasons, hardware))
+    if (staged := decision.program.staged) is not None:
+        outside = replace(reasons, decision=replace(decision, program=staged.outside))
+        found = _of_stage(found, _collected(_of_program(outside, hardware)), staged)
+    found |= _collected(chain(_gathers(rows, decision, axes), _between_stages(decision, axes)))
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Traffic(*key, round(size)) for key, size in ordered if size > 0)
+
+
+def _collected(entries: Entries) -> Collected:
+    found: Collected = defaultdict(float)
+    for over, kind, cause, size in entries:
+        found[over, kind, cause] += size
+    return found
+
+
+def _of_program(reasons: Reasons, hardware: Hardware) -> Entries:
+    decision = reasons.decision
+    batch = batch_dims(decision.program, parts(decision.strategy.batch, reasons.axes))
+    yield from _tensor_parallel(reasons, batch, hardware)
+    yield from _over_batch(reasons, batch, hardware)
+
+
+def _of_stage(total: Collected, outside: Collected, staged: Staged) -> Collected:
+    """What a device of one stage communicates, given that of all layers and that outside."""
+    found: Collected = defaultdict(float)
+    for entry, size in total.items():
+        # The gradients of a stage are summed over its microbatches first.
+        share = 1 / staged.stages if entry[1] == "gradients" else staged.share
+        found[entry] = outside[entry] + (size - outside[entry]) * share
+    return found
+
+
+def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Entries:
+    if (staged := decision.program.staged) is None:
+        return
+    yield (PIPE,), "activations", _NEXT, sent_between(decision, axes)
+    # The results of the last stage go to all stages, and the gradients of the first stage's.
+    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
+    gradients = staged.returned * staged.ticks / staged.microbatches
+    size = all_reduce(staged.stages, (staged.carried + gradients) / shards)
+    yield (PIPE,), "activations", "what enters and leaves the pipeline, on all stages", size
+
+
+def sent_between(decision: Decision, axes: Mapping[str, int]) -> float:
+    """Bytes that a device sends to the next stage in a step, and back."""
+    staged = decision.program.staged
+    assert staged is not None
+    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
+    return (staged.carried + staged.returned) / shards * staged.ticks / staged.microbatches
+
+
+def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None:
+    """How the program runs as a pipeline, if it does."""
+    if (one := decision.program.staged) is None:
+        return None
+    sent = round(sent_between(decision, axes))
+    return Pipelining(one.stages, one.layers, one.microbatches, one.bubble, sent)
 
 
 def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
@@ -97,11 +151,15 @@ def _way(backward: bool) -> str:
 def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> Entries:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
     found: list[tuple[Axes, str, float]] = []
-    for row, value, d in zip(rows, decision.program.parameters, decision.computed, strict=True):
+    parameters, staged = decision.program.parameters, decision.program.staged
+    layered = frozenset() if staged is None else staged.layered
+    for place, (row, value, d) in enumerate(zip(rows, parameters, decision.computed, strict=True)):
         kept = set() if d is None else set(spec_axes([*row.spec, *[None] * len(value.dims)][d]))
         used = {axis for entry in row.spec for axis in spec_axes(entry)}
+        kept |= {PIPE} & used if place in layered else set()
         over = tuple(axis for axis in axes if axis in used - kept)
-        size = value.bytes * gathers(decision.program.graph, value)
+        # A stage gathers its layers once, before its first microbatch.
+        size = value.bytes * (1 if place in layered else gathers(decision.program.graph, value))
         size = all_gather(parts(over, axes), size / prod(axes[axis] for axis in kept))
         found.append((over, row.leaf.name, size))
     for over, gathered in grouped(found, lambda one: one[0]).items():

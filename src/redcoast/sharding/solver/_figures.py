@@ -25,6 +25,26 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Pipelining:
+    """How the layers of a program run as a pipeline.
+
+    **Attributes:**
+
+    - `stages`: The number of stages.
+    - `layers`: For each scan over layers, the number of layers of a stage.
+    - `microbatches`: The number of microbatches of a batch.
+    - `bubble`: The part of the time in which a stage waits for its first or after its last rows.
+    - `bytes`: The bytes that a device sends to the next stage in a step, and back.
+    """
+
+    stages: int
+    layers: tuple[int, ...]
+    microbatches: int
+    bubble: float
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """The floating point operations of contractions in a step.
 

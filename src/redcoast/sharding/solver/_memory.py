@@ -8,7 +8,7 @@ from ..tree._overrides import spec_parts
 from ..tree._rows import Row
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
-from ._strategy import Decision, Program, batch_dims, parts, saved_bytes
+from ._strategy import Decision, Program, batch_dims, parts, saved_bytes, staged_sum
 
 
 def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
@@ -17,12 +17,13 @@ def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
     Gradients and rematerialisation are included. A `while` loop counts with the number of
     iterations that the planner assumes.
     """
-    shared = sharing(decision, axes)
-    total = share = 0.0
-    for work in decision.program.graph.works:
-        total += work.flops
-        share += work.flops / shared(work.dims)
-    return Arithmetic(total, share)
+    total = sum(work.flops for work in decision.program.graph.works)
+
+    def of_device(one: Decision) -> int | float:
+        shared = sharing(one, axes)
+        return sum(work.flops / shared(work.dims) for work in one.program.graph.works)
+
+    return Arithmetic(float(total), float(staged_sum(decision, of_device)))
 
 
 def sharing(decision: Decision, axes: Mapping[str, int]) -> Callable[[Sequence[int]], int]:
@@ -67,6 +68,7 @@ def estimate(
     parameters. Arrays that the function closes over are replicated.
     """
     arrays = gradients = trained = 0.0
+    held = saved_bytes(decision, axes) + _held_by_stage(rows, decision, axes)
     for row, value in zip(rows, decision.program.parameters, strict=True):
         share = spec_parts(row.spec, axes)
         arrays += value.bytes / share
@@ -76,10 +78,28 @@ def estimate(
         round(arrays),
         round(gradients),
         round(state_bytes * gradients / max(1, trained)),
-        round(saved_bytes(decision, axes)),
+        round(held),
         sum(one.bytes for one in decision.program.constants),
     )
     return Memory(*parts, total=sum(parts))
+
+
+def _held_by_stage(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> float:
+    """Bytes per device that a stage of a pipeline needs beside what is saved for its gradient.
+
+    These are its layers, all-gathered, with their gradients, and the microbatches that enter and
+    leave.
+    """
+    if (staged := decision.program.staged) is None:
+        return 0.0
+    held = 0.0
+    for place in staged.layered:
+        row, value = rows[place], decision.program.parameters[place]
+        split = parts(decision.strategy.model, axes) if decision.computed[place] is not None else 1
+        alone = value.bytes / staged.stages / split
+        held += (1 + value.grad) * (alone - value.bytes / spec_parts(row.spec, axes))
+    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
+    return held + 2 * staged.carried / shards * staged.ticks / staged.microbatches
 
 
 def activation_memory(
@@ -93,8 +113,10 @@ def activation_memory(
     devices = axes["fsdp"] * axes["model"]
     held = sum(one.bytes for one in program.constants)
     grads = trained = 0.0
-    for value, is_sharded in zip(program.parameters, sharded, strict=True):
+    layered = frozenset() if program.staged is None else program.staged.layered
+    for place, (value, is_sharded) in enumerate(zip(program.parameters, sharded, strict=True)):
         part = value.bytes / (devices if is_sharded else 1)
+        part /= axes["pipe"] if place in layered else 1
         held += part
         grads += value.grad * part
         trained += value.grad * value.bytes

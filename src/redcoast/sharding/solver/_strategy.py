@@ -32,11 +32,44 @@ class Program:
     examples: tuple[Value, ...]
     batch: Batch
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
+    staged: "Staged | None" = None  # if it runs as a pipeline
 
     @property
     def planned(self) -> list[tuple[Constant, Value]]:
         """Large arrays that the function closes over; they can be tensor-parallel."""
         return [(one, value) for one in self.constants if one.is_planned for value in one.values]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How the layers of a program run as a pipeline.
+
+    `outside` is the program without what is done in its layers. `layered` are the places of the
+    arrays of layers, and `layers` the number of them in each scan. `carried` are the bytes of the
+    batch that go from stage to stage, and `returned` those that have a gradient.
+    """
+
+    outside: Program
+    stages: int
+    microbatches: int
+    layered: frozenset[int]
+    layers: tuple[int, ...]
+    carried: int
+    returned: int
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which a stage waits for its first or after its last rows."""
+        return 1 - self.microbatches / self.ticks
+
+    @property
+    def ticks(self) -> int:
+        return self.microbatches + self.stages - 1
+
+    @property
+    def share(self) -> float:
+        """The work of one stage, with that in the bubble, relative to that of all layers."""
+        return self.ticks / self.microbatches / self.stages
 
 
 @dataclass(frozen=True)
@@ -75,9 +108,15 @@ class Decision:
     communication: int | float
 
 
-def follow_program(traced: Traced, trainable: Sequence[bool]) -> Program:
-    """Follows every dimension through a traced function. Only trainable arrays have gradients."""
-    graph = Graph(regions=(Region(_used(traced, trainable)), Region(_differentiated(traced))))
+def follow_program(
+    traced: Traced, trainable: Sequence[bool], skipped: frozenset[int] = frozenset()
+) -> Program:
+    """Follows every dimension through a traced function. Only trainable arrays have gradients.
+
+    What is done in `skipped` scans, by the `id` of their equation, is not counted.
+    """
+    regions = Region(_used(traced, trainable)), Region(_differentiated(traced))
+    graph = Graph(regions=regions, skipped=skipped)
     jaxpr = traced.jaxpr.jaxpr
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
     inputs = [
@@ -278,8 +317,21 @@ def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | 
     return next((d for d, node in enumerate(value.dims) if is_split(node)), None)
 
 
+def staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -> int | float:
+    """A sum over the operations of a program, for one stage if it runs as a pipeline."""
+    total, staged = measure(decision), decision.program.staged
+    if staged is None:
+        return total
+    outside = measure(replace(decision, program=staged.outside))
+    return outside + (total - outside) * staged.share
+
+
 def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
     """Bytes per device that are saved for the backward pass."""
+    return staged_sum(decision, lambda one: _saved(one, axes))
+
+
+def _saved(decision: Decision, axes: Mapping[str, int]) -> float:
     batch = batch_dims(decision.program, parts(decision.strategy.batch, axes))
     n = parts(decision.strategy.model, axes)
     total = 0.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["tensor-parallel", "fsdp", "replicated", "follows", "override"]
+Kind = Literal["tensor-parallel", "fsdp", "replicated", "follows", "override", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,4 @@ class Reason:
 
 OVERRIDE = Reason("override", "override")
 STORED = "all-gathered where used"  # the reason for FSDP where there is no other
+ON_STAGES = Reason("pipeline", "its layers are divided over the stages")

@@ -1,0 +1,169 @@
+"""Pipelines: exactness, and what the plan and the compilers say about bytes, memory and meshes.
+
+    python experiments/benchmarks/pipeline.py exact
+    pip install -e ".[experiments,cuda12]"
+    python experiments/benchmarks/pipeline.py bytes --target a100-80gb:8
+    python experiments/benchmarks/pipeline.py meshes --model opt-66b --target a100-80gb:8x8
+
+`exact` compares losses and gradients with those of one device, on eight emulated devices, with
+dropout, masks and rematerialisation. `bytes` compiles LLaMA-7B's shapes in bfloat16, 32 x 1,024
+tokens, full rematerialisation, for devices that need not be present. `meshes` compares all meshes.
+"""
+
+import os
+
+# JAX reads these when it is first imported; no accelerator is looked for.
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+import redcoast as rc
+from redcoast.losses import cross_entropy
+from redcoast.models import (
+    GPT2,
+    T5,
+    Bert,
+    BertConfig,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    Mixtral,
+    MixtralConfig,
+    T5Config,
+    sizes,
+)
+from redcoast_cli._workload import make_workload
+
+rc.emulate_devices(8)
+KEY, ROWS = jax.random.key(0), 32
+SMALL: dict[str, Any] = {"vocab": 256, "width": 64, "layers": 8, "heads": 4}
+WITHOUT: list[dict[str, Any]] = [{"fsdp": 8}, {"data": 2, "model": 4}]
+WITH: list[dict[str, Any]] = [
+    {"pipe": 4, "data": 2},
+    {"pipe": 8},
+    {"pipe": 4, "fsdp": 2},
+    {"pipe": 2, "data": 2, "model": 2},
+]
+
+
+def decoded(model: Any, batch: Any, key: Any) -> jax.Array:
+    logits = model(batch["tokens"], mask=batch["mask"], key=key)
+    return cross_entropy(logits[:, :-1], batch["tokens"][:, 1:], mask=batch["mask"][:, 1:])
+
+
+def encoded(model: Any, batch: Any, key: Any) -> jax.Array:
+    return jnp.mean(jnp.tanh(model(batch["tokens"], mask=batch["mask"], key=key)))
+
+
+def translated(model: Any, batch: Any, key: Any) -> jax.Array:
+    logits = model(batch["tokens"], batch["tokens"], mask=batch["mask"], key=key)
+    return cross_entropy(logits[:, :-1], batch["tokens"][:, 1:])
+
+
+def routed(model: Any, batch: Any, key: Any) -> jax.Array:
+    hidden, loss = model.hidden_and_router_loss(batch["tokens"], mask=batch["mask"], key=key)
+    return cross_entropy(model.unembed(hidden)[:, :-1], batch["tokens"][:, 1:]) + 0.1 * loss
+
+
+def models() -> dict[str, tuple[Any, Callable[..., jax.Array]]]:
+    llama = LlamaConfig(**SMALL, kv_heads=2, hidden=128, remat="full")
+    experts = {"kv_heads": 2, "hidden": 64, "experts": 4, "chosen": 2, "attention_dropout": 0.1}
+    t5 = T5Config(**SMALL, decoder_layers=8, hidden=128, dropout=0.1)
+    return {
+        "GPT-2": (GPT2(GPT2Config(**SMALL, hidden=128, positions=32), key=KEY), decoded),
+        "LLaMA, remat": (Llama(llama, key=KEY), decoded),
+        "T5": (T5(t5, key=KEY), translated),
+        "BERT": (Bert(BertConfig(**SMALL, hidden=128, positions=32), key=KEY), encoded),
+        "Mixtral": (Mixtral(MixtralConfig(**SMALL, **experts), key=KEY), routed),
+    }
+
+
+def exact() -> None:
+    """Prints the largest differences from one device."""
+    tokens = jax.random.randint(KEY, (ROWS, 24), 0, 256)
+    batch = {"tokens": tokens, "mask": jax.random.bernoulli(KEY, 0.8, tokens.shape)}
+    print("| model | mesh | microbatches | loss | gradients |\n|---|---|---|---|---|")
+    for name, (model, loss_fn) in models().items():
+        for mesh in WITH[:3]:
+            plan = rc.plan_shardings(model, rc.make_mesh(**mesh), fn=loss_fn, args=(batch, KEY))
+            found = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
+            pipeline = plan.report.program.pipeline
+            assert pipeline is not None
+            worst = max(error for path, error in found.items() if path != "loss")
+            line = f"| {name} | {written(mesh)} | {pipeline.microbatches} |"
+            print(f"{line} {found['loss']:.1e} | {worst:.1e} |", flush=True)
+
+
+def bytes_(target: str) -> None:
+    """Prints what a device sends and needs, by the plan and by the compiler."""
+    init_fn = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), llama(key))
+    llama = lambda key: sizes.llama_7b(key=key, remat="full")
+    loss_fn = lambda model, tokens, key: cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
+    batch = jax.ShapeDtypeStruct((ROWS, 1024), jnp.int32)
+    print(
+        "| mesh | microbatches | bubble | GB sent, plan | GB sent | GB, plan | peak GB |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for mesh in (*WITHOUT, *WITH):
+        options: Any = {"target": target, "mesh": {"data": 1} | mesh, "suggest": False}
+        run = rc.dry_run(init_fn, loss_fn, batch, optax.sgd(1e-3), **options)
+        program = run.plan.report.program
+        one, sent = program.pipeline, sum(each.bytes for each in program.traffic)
+        stages = f"{one.microbatches} | {one.bubble:.0%}" if one else "- | -"
+        line = (
+            f"| {written(mesh)} | {stages} | {sent / 1e9:.2f} | {(run.sent_bytes or 0) / 1e9:.2f}"
+        )
+        memory = f"{program.memory.total / 1e9:.1f} | {run.memory['peak'] / 1e9:.1f}"
+        print(f"{line} | {memory} |", flush=True)
+
+
+def meshes(model: str, target: str, rows: int, compiled: int) -> None:
+    """Prints the table of all meshes, and the best without stages."""
+    init_fn, loss_fn, batch, optimizer = make_workload(model, 512, remat="full").arguments(rows)
+    options: Any = {"target": target, "compute_dtype": jnp.bfloat16}
+    found = rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, compiled=compiled, **options)
+    print(found, flush=True)
+    usable = found.usable_memory or float("inf")
+    fits = lambda one: one.error is None and 0 < (one.estimated_memory or 0) <= usable
+    plain = [one for one in found.candidates if "pipe" not in one.mesh and fits(one)]
+    best = min(plain, key=lambda one: one.priced_seconds or 0)
+    run = rc.dry_run(init_fn, loss_fn, batch, optimizer, mesh=best.mesh, suggest=False, **options)
+    print(f"\nThe best mesh without `pipe` that fits by the estimate:\n\n{run}", flush=True)
+
+
+def written(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
+def main(
+    what: tyro.conf.Positional[Literal["exact", "bytes", "meshes"]] = "exact",
+    target: str = "a100-80gb:8",
+    model: str = "opt-66b",
+    rows: int = 256,
+    compiled: int = 2,
+) -> None:
+    """Prints one of the tables.
+
+    Args:
+        what: The table.
+        target: The devices, as for `redcoast.dry_run`.
+        model: The model of `meshes`, as for `redcoast dry-run`.
+        rows: Its batch, in sequences of 512 tokens.
+        compiled: How many meshes are compiled.
+    """
+    if what == "exact":
+        exact()
+    elif what == "bytes":
+        bytes_(target)
+    else:
+        meshes(model, target, rows, compiled)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

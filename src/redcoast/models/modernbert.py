@@ -1,0 +1,361 @@
+"""The ModernBERT encoder: BERT with rotary positions, gated layers, norms before each sublayer, and
+attention within a window in most layers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._attention import Mask, attend, count_positions, full_view, real_tokens, wide
+from ._basic import (
+    ACTIVATIONS,
+    activate_gated,
+    check_activation,
+    layer_norm,
+    look_up,
+    output_scale,
+    small_normal,
+)
+from ._checks import check_config, check_heads, check_rates
+from ._dropout import dropout, split_key
+from ._einsum import keys_values, outputs, product, queries
+from ._heads import Linear, check_labels, first_token
+from ._rotary import rotary_angles, rotary_frequencies, rotate
+from ._scan import Remat, scan_layers
+from ._view import View
+
+
+@dataclass(frozen=True)
+class ModernBertConfig:
+    """The configuration of a `ModernBert`.
+
+    **Arguments:**
+
+    - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
+      number of layers and the number of heads.
+    - `hidden`: the hidden size of the gated feed-forward network.
+    - `local`: for each layer, whether it has a sliding attention window; by default all have one
+      but the first and every third after it.
+    - `window`: the size of that window: a token sees those that are at most `window // 2` away.
+    - `rope_base`, `local_rope_base`: the bases of the rotary embeddings' wavelengths in the layers
+      without and with a window.
+    - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
+      token. `"classification"`: the logits of the labels of each row; with one label, the
+      prediction of a regression.
+    - `labels`, `label_names`: the number of labels of a classification head, and their names.
+    - `pooling`: what a classification head reads: the first token of a row (`"cls"`), or the mean
+      of all (`"mean"`).
+    - `activation`, `head_activation`: the activation functions of the feed-forward network and of
+      the dense layer before a head, by their names in `config.json` files.
+    - `attention_bias`, `mlp_bias`, `norm_bias`, `head_bias`, `vocab_bias`: whether there are biases
+      in attention, the feed-forward network, all norms, the dense layer before a head, and the
+      logits of tokens.
+    - `norm_eps`: added to the variance in layer norms.
+    - `dropout`, `attention_dropout`, `mlp_dropout`, `head_dropout`: the dropout rates of the
+      embeddings; of the attention weights and the output of attention; of the hidden features of
+      the feed-forward network; and of the input of a classification head.
+    - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    local: tuple[bool, ...] = ()
+    window: int = 128
+    rope_base: int | float = 160000.0
+    local_rope_base: int | float = 10000.0
+    head: Literal["masked", "classification"] | None = None
+    labels: int = 2
+    label_names: tuple[str, ...] | None = None
+    pooling: Literal["cls", "mean"] = "cls"
+    activation: str = "gelu"
+    head_activation: str = "gelu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
+    head_bias: bool = False
+    vocab_bias: bool = True
+    norm_eps: int | float = 1e-5
+    dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+    mlp_dropout: int | float = 0.0
+    head_dropout: int | float = 0.0
+    context: int = 8192
+    remat: Remat = "none"
+    unroll: int | None = None
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+    def __post_init__(self):
+        check_config(self, "vocab", "width", "layers", "heads", "hidden")
+        check_heads(self, even=True)
+        check_activation(self.activation)
+        check_activation(self.head_activation)
+        check_labels(self)
+        check_rates(self, "dropout", "attention_dropout", "mlp_dropout", "head_dropout")
+        if self.local and len(self.local) != self.layers:
+            raise ValueError(
+                f"`local` must have one entry for each of the {self.layers} layers, but has "
+                f"{len(self.local)}."
+            )
+        if self.local == all_but_every(3, self.layers):
+            object.__setattr__(self, "local", ())  # configurations of the same model are equal
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def has_window(self) -> tuple[bool, ...]:
+        """For each layer, whether it has a window."""
+        return self.local or all_but_every(3, self.layers)
+
+
+def all_but_every(nth: int, layers: int) -> tuple[bool, ...]:
+    """The layers with a window, if the first and every `nth` after it have none."""
+    return tuple(i % nth > 0 for i in range(layers))
+
+
+class ModernBertLayers(eqx.Module):
+    """The parameters of all layers, stacked along their first dimension."""
+
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"] | None
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"] | None
+    gate: Float[Array, "layers width hidden"]
+    gate_bias: Float[Array, "layers hidden"] | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"] | None
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"] | None
+
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
+        stream, head, scale = (c.layers, c.width), (c.heads, c.head_dim), output_scale(c.layers)
+        zeros = lambda there, *shape: jnp.zeros((c.layers, *shape)) if there else None
+        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *head)) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (c.layers, *head, c.width), scale)
+        self.bq, self.bk, self.bv = (zeros(c.attention_bias, *head) for _ in range(3))
+        self.bo = zeros(c.attention_bias, c.width)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), zeros(c.norm_bias, c.width)
+        self.gate, self.up = (small_normal(k, (*stream, c.hidden)) for k in (gate, up))
+        self.gate_bias, self.up_bias = (zeros(c.mlp_bias, c.hidden) for _ in range(2))
+        self.down = small_normal(down, (c.layers, c.hidden, c.width), scale)
+        self.down_bias = zeros(c.mlp_bias, c.width)
+
+
+class ModernBertPooler(eqx.Module):
+    """The dense layer and the norm before the logits of tokens or labels."""
+
+    w: Float[Array, "inputs outputs"]
+    b: Float[Array, " outputs"] | None
+    norm: Float[Array, " outputs"]
+    norm_shift: Float[Array, " outputs"] | None
+
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        c = config
+        self.w = small_normal(key, (c.width, c.width))
+        self.b = jnp.zeros(c.width) if c.head_bias else None
+        self.norm = jnp.ones(c.width)
+        self.norm_shift = jnp.zeros(c.width) if c.norm_bias else None
+
+
+class ModernBert(eqx.Module):
+    """The ModernBERT encoder (Warner et al., 2024, <https://arxiv.org/abs/2412.13663>).
+
+    ```python
+    config = ModernBertConfig(vocab=256, width=128, layers=4, heads=4, hidden=192)
+    model = ModernBert(config, key=jax.random.key(0))
+    hidden = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 128)
+    classifier = with_head(model, labels=3, key=jax.random.key(1))
+    logits = classifier(jnp.zeros((8, 64), jnp.int32))  # (8, 3)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    embed_norm: Float[Array, " width"]
+    embed_norm_shift: Float[Array, " width"] | None
+    attention_norm: Float[Array, "later width"] | None
+    attention_norm_shift: Float[Array, "later width"] | None
+    layers: ModernBertLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"] | None
+    pooler: ModernBertPooler | None
+    head: Linear | Float[Array, " vocab"] | None
+    config: ModernBertConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
+        three standard deviations; biases 0 and norm scales 1. The output projections of the layers
+        are divided by sqrt(2 * layers)."""
+        c = config
+        embed, layers, pooler, head = jax.random.split(key, 4)
+        shift = lambda *shape: jnp.zeros(shape) if c.norm_bias else None
+        self.embed = small_normal(embed, (c.vocab, c.width))
+        self.embed_norm, self.embed_norm_shift = jnp.ones(c.width), shift(c.width)
+        # The input of the first layer is normalised already.
+        later, several = (c.layers - 1, c.width), c.layers > 1
+        self.attention_norm = jnp.ones(later) if several else None
+        self.attention_norm_shift = shift(*later) if several else None
+        self.layers = ModernBertLayers(c, key=layers)
+        self.norm, self.norm_shift = jnp.ones(c.width), shift(c.width)
+        self.pooler = ModernBertPooler(c, key=pooler) if c.head else None
+        bias = jnp.zeros(c.vocab) if c.head == "masked" and c.vocab_bias else None
+        labels = c.head == "classification"
+        self.head = Linear(c.width, c.labels, key=head) if labels else bias
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch ..."]:
+        """Returns the output of the head.
+
+        That is the logits of each token, of shape (batch, seq, vocab), or of the labels, of shape
+        (batch, labels); without a head, the hidden states, of shape (batch, seq, width).
+
+        **Arguments:**
+
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The outputs
+          for real tokens do not depend on padding; those for padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, counted from 0; by default counted over the real
+          tokens of the row or segment. Windows count the tokens of the row.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+        **Raises:**
+
+        `ValueError` if `segments` is given to a classification head, which reads one sequence per
+        row.
+        """
+        if self.config.head == "classification" and segments is not None:
+            raise ValueError(
+                "A classification head reads one sequence per row, so rows cannot hold several "
+                "`segments`. Give each text a row of its own."
+            )
+        key, head_key = split_key(key, 2)
+        hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
+        if isinstance(self.head, Linear):
+            pooled = self.pool(hidden, mask=mask)
+            return self.head(dropout(pooled, self.config.head_dropout, head_key))
+        return hidden if self.config.head is None else self.unembed(hidden)
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """Returns the final hidden states, for any head. The arguments are those of `__call__`."""
+        c = self.config
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        embed_key, key = split_key(key, 2)
+        x = look_up(self.embed, tokens)
+        x = layer_norm(x, self.embed_norm, self.embed_norm_shift, c.norm_eps)
+        x = dropout(x, c.dropout, embed_key)
+        turns = [
+            rotary_angles(positions, rotary_frequencies(c.head_dim, base), wide(x.dtype))
+            for base in (c.rope_base, c.local_rope_base)
+        ]
+        views = [full_view(real, segments, window=window) for window in (None, c.window // 2 + 1)]
+
+        def layer_fn(x, cache, inputs, index, key):
+            layer, norm, shift, local = inputs
+            attention_key, mlp_key = split_key(key, 2)
+            y = x if norm is None else layer_norm(x, norm, shift, c.norm_eps)
+            y = jnp.where(index == 0, x, y)
+            angles = jax.tree.map(lambda all, near: jnp.where(local, near, all), *turns)
+            x = x + _attention(layer, y, angles, views, local, attention_key, c)
+            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            return x + _mlp(layer, y, mlp_key, c), cache
+
+        norms = map(_before_later_layers, (self.attention_norm, self.attention_norm_shift))
+        layers = (self.layers, *norms, jnp.asarray(c.has_window))
+        x, _ = scan_layers(layer_fn, x, layers, key=key, remat=c.remat, unroll=c.unroll)
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
+
+    def pool(
+        self, hidden: Float[Array, "batch seq width"], *, mask: Mask | None = None
+    ) -> Float[Array, "batch width"]:
+        """Returns what a classification head reads: the first real token of each row or the mean of
+        all, after the dense layer and the norm."""
+        if self.config.pooling == "cls":
+            return self._project(first_token(hidden, mask)[:, None])[:, 0]
+        where = None if mask is None else mask.astype(bool)[:, :, None]
+        return self._project(jnp.mean(hidden, axis=1, keepdims=True, where=where))[:, 0]
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of each token, with the head `"masked"`."""
+        if self.config.head != "masked" or isinstance(self.head, Linear):
+            raise ValueError(
+                f"`unembed` needs the head 'masked', but this model's head is {self.config.head!r}."
+            )
+        return product("bsd,vd->bsv", self._project(hidden), self.embed, self.head)
+
+    def _project(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
+        if self.pooler is None:
+            raise ValueError("This model has no pooler, because its configuration has no `head`.")
+        x = product("bsd,de->bse", x, self.pooler.w, self.pooler.b)
+        x = ACTIVATIONS[self.config.head_activation](x)
+        return layer_norm(x, self.pooler.norm, self.pooler.norm_shift, self.config.norm_eps)
+
+
+def _before_later_layers(norm):
+    """Adds a row for the first layer, which does not use it."""
+    return None if norm is None else jnp.concatenate([jnp.ones_like(norm[:1]), norm])
+
+
+def _attention(layer, x, angles, views, local, key, config):
+    weights_key, key = split_key(key, 2)
+    q, (k, v) = queries(layer, x), keys_values(layer, x)
+    q, k = rotate(q, angles), rotate(k, angles)
+    options = {"rate": config.attention_dropout, "key": weights_key}
+    if isinstance(views[0], View):
+        # One of the two is computed, so that a window saves time.
+        through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
+        out = jax.lax.cond(local, through(views[1]), through(views[0]), q, k, v)
+    else:
+        out = attend(q, k, v, visible=jnp.where(local, views[1], views[0]), **options)
+    return dropout(outputs(layer, out), config.attention_dropout, key)
+
+
+def _mlp(layer, x, key, config):
+    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
+    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
+    y = dropout(activate_gated(config.activation, gate, up), config.mlp_dropout, key)
+    return product("bsh,hd->bsd", y, layer.down, layer.down_bias)

@@ -1,0 +1,172 @@
+"""The settings and tensors of DINOv2 in Hugging Face's format."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...models.dinov2 import Dinov2Config
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor, tensor_names
+from ._labels import read_architecture, read_labels, write_labels
+from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "mlp_ratio": "mlp_ratio",
+    "image": "image_size",
+    "patch": "patch_size",
+    "channels": "num_channels",
+    "gated": "use_swiglu_ffn",
+    "activation": "hidden_act",
+    "norm_eps": "layer_norm_eps",
+    "qkv_bias": "qkv_bias",
+    "layer_scale": "layerscale_value",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "path_dropout": "drop_path_rate",
+}
+_TYPES = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
+_HEADS = {"Model": None, "Backbone": None, "ForImageClassification": "classification"}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    kind = settings.get("model_type", "dinov2")
+    more = kind == "dinov2_with_registers"
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "mlp_ratio": 4,
+        "image_size": 224,
+        "patch_size": 16 if more else 14,
+        "num_channels": 3,
+        "use_swiglu_ffn": False,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6,
+        "qkv_bias": True,
+        "layerscale_value": 1.0,
+        **dict.fromkeys([name for name in _NAMES.values() if "dropout" in name], 0.0),
+        "drop_path_rate": 0.0,
+        **({"num_register_tokens": 4} if more else {"use_mask_token": True}),
+    }
+    # Settings of backbones, which `features` takes as arguments.
+    ignored = """
+        apply_layernorm reshape_hidden_states out_features out_indices stage_names
+        intermediate_size
+    """
+    c = read_settings(settings, defaults, {"model_type": tuple(_TYPES)}, tuple(ignored.split()))
+    known = {_TYPES.get(kind, "") + name: head for name, head in _HEADS.items()}
+    head = read_architecture(settings, known, next(iter(known)))
+    for name in ("image_size", "patch_size"):
+        c[name] = _side(c[name], name)
+    fields = read_fields(c, _NAMES) | (read_labels(settings) if head else {})
+    if more and c["num_register_tokens"] < 1:
+        raise ValueError(
+            f"`num_register_tokens` must be at least 1, but is {c['num_register_tokens']}."
+        )
+    own = {"registers": c["num_register_tokens"]} if more else {"mask_token": c["use_mask_token"]}
+    return fields | own | {"head": head}
+
+
+def _side(size: Any, name: str) -> int:
+    if not isinstance(size, list):
+        return size
+    if len({*size}) > 1:
+        raise ValueError(f"`{name}` is {size}, but only squares are implemented.")
+    return size[0]
+
+
+def write(config: Dinov2Config) -> dict[str, Any]:
+    c = config
+    kind = _kind(c)
+    name = "ForImageClassification" if c.head else "Model"
+    own = {"num_register_tokens": c.registers} if c.registers else {"use_mask_token": c.mask_token}
+    settings = write_fields(c, _NAMES) | write_labels(c) | own
+    return settings | {"architectures": [_TYPES[kind] + name], "model_type": kind}
+
+
+def _kind(config: Dinov2Config) -> str:
+    return "dinov2_with_registers" if config.registers else "dinov2"
+
+
+def tensors(config: Dinov2Config) -> dict[str, Tensor]:
+    """Maps each array to its published tensors. The two inputs of gated layers are in one."""
+    c = config
+    base = f"{_kind(c)}." if c.head else ""
+    embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
+    attention, mlp, patch = layer + "attention.", layer + "mlp.", "patch_embeddings.projection."
+    kernel = "width channels rows columns -> channels rows columns width"
+    table = "1 tokens width -> tokens width"
+    found = {
+        "patch_embed": Tensor(embeddings + patch + "weight", kernel),
+        "patch_bias": Tensor(embeddings + patch + "bias", VECTOR),
+        "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
+        "position_embed": Tensor(embeddings + "position_embeddings", table),
+        **norm("layers/attention_norm", layer + "norm1"),
+        "layers/wo": Tensor(attention + "output.dense.weight", OUT_OF_HEADS, heads=c.heads),
+        "layers/bo": Tensor(attention + "output.dense.bias", VECTOR),
+        "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
+        **norm("layers/mlp_norm", layer + "norm2"),
+        "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
+        **norm("norm", base + "layernorm"),
+    }
+    if c.mask_token:
+        found["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
+    if c.registers:
+        found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
+    for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
+        name = f"{attention}attention.{name}"
+        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, heads=c.heads)
+        if c.qkv_bias:
+            found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, heads=c.heads)
+    found |= _gated(mlp) if c.gated else _pair_of("layers/up", mlp + "fc1")
+    found |= _pair_of("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
+    return found | (linear("head", "classifier") if c.head else {})
+
+
+def _pair_of(leaf: str, name: str) -> dict[str, Tensor]:
+    weight = Tensor(name + ".weight", TURNED)
+    return {leaf: weight, leaf + "_bias": Tensor(name + ".bias", VECTOR)}
+
+
+def _gated(mlp: str) -> dict[str, Tensor]:
+    found = {}
+    for i, leaf in enumerate(("layers/gate", "layers/up")):
+        pattern = "(part outputs) inputs -> inputs outputs"
+        found[leaf] = Tensor(mlp + "weights_in.weight", pattern, part=(i, 2))
+        pattern = "(part outputs) -> outputs"
+        found[leaf + "_bias"] = Tensor(mlp + "weights_in.bias", pattern, part=(i, 2))
+    return found
+
+
+# The modules of `transformers` 5, whose files keep the names of earlier versions.
+_MODULES = {
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "mlp.weights_out": "mlp.down_proj",
+}
+
+
+def module_name(name: str) -> str:
+    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
+    for old, new in _MODULES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def duplicates(config: Dinov2Config) -> dict[str, str]:
+    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    if config.head:
+        return {}
+    table = tensors(config).values()
+    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
+    return {f"{_kind(config)}.{name}": name for name in names}
+
+
+def example_inputs(config: Dinov2Config, rows: int) -> tuple[Any, ...]:
+    """Returns abstract inputs for planning."""
+    shape = (rows, config.channels, config.image, config.image)
+    return (jax.ShapeDtypeStruct(shape, jnp.float32),)

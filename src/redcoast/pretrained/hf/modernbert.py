@@ -1,0 +1,195 @@
+"""The settings and tensors of ModernBERT in Hugging Face's format."""
+
+from typing import Any
+
+from ...models.modernbert import ModernBertConfig, all_but_every
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor, tensor_names
+from ._labels import read_architecture, read_labels, write_labels
+from ._tables import EMBED, OUT_OF_HEADS, TURNED, VECTOR, linear
+
+BASE_PREFIX = "model."
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+    "window": "local_attention",
+    "rope_base": "global_rope_theta",
+    "local_rope_base": "local_rope_theta",
+    "pooling": "classifier_pooling",
+    "activation": "hidden_activation",
+    "head_activation": "classifier_activation",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "norm_bias": "norm_bias",
+    "head_bias": "classifier_bias",
+    "vocab_bias": "decoder_bias",
+    "norm_eps": "norm_eps",
+    "dropout": "embedding_dropout",
+    "attention_dropout": "attention_dropout",
+    "mlp_dropout": "mlp_dropout",
+    "head_dropout": "classifier_dropout",
+    "context": "max_position_embeddings",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+_HEADS = {
+    "ModernBertModel": None,
+    "ModernBertForMaskedLM": "masked",
+    "ModernBertForSequenceClassification": "classification",
+}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_BASES = {"rope_base": _GLOBAL, "local_rope_base": _LOCAL}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "local_attention": 128,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+        "classifier_pooling": "cls",
+        **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
+        **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), False),
+        "decoder_bias": True,
+        "norm_eps": 1e-5,
+        **dict.fromkeys([name for name in _NAMES.values() if name.endswith("dropout")], 0.0),
+        "max_position_embeddings": 8192,
+        "bos_token_id": 50281,
+        "eos_token_id": 50282,
+        "pad_token_id": 50283,
+        "global_attn_every_n_layers": 3,
+        **dict.fromkeys(("layer_types", "rope_parameters")),
+    }
+    only = {
+        "model_type": ("modernbert",),
+        "rope_scaling": (None,),
+        "tie_word_embeddings": (True,),
+    }
+    # `norm_eps` is the one that counts. The rest selects the training loss, or how it is computed.
+    ignored = """
+        layer_norm_eps position_embedding_type initializer_cutoff_factor cls_token_id
+        deterministic_flash_attn sparse_prediction sparse_pred_ignore_index reference_compile
+        repad_logits_with_grad
+    """
+    c = read_settings(settings, defaults, only, tuple(ignored.split()))
+    head = read_architecture(settings, _HEADS, "ModernBertModel")
+    fields = read_fields(c, _NAMES) | {"head": head, "local": _read_local(c)}
+    fields |= read_labels(settings) if head == "classification" else {}
+    return fields | _read_rope(c["rope_parameters"] or {})
+
+
+def _read_local(c: dict[str, Any]) -> tuple[bool, ...]:
+    """Reads which layers have a window."""
+    if c["layer_types"] is None:
+        if c["global_attn_every_n_layers"] < 1:
+            raise ValueError(
+                "`global_attn_every_n_layers` must be at least 1, but is "
+                f"{c['global_attn_every_n_layers']}."
+            )
+        return all_but_every(c["global_attn_every_n_layers"], c["num_hidden_layers"])
+    if odd := {*c["layer_types"]} - {_LOCAL, _GLOBAL}:
+        raise ValueError(
+            f"`layer_types` has {sorted(odd)}, but only {[_LOCAL, _GLOBAL]} are implemented."
+        )
+    return tuple(kind == _LOCAL for kind in c["layer_types"])
+
+
+def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Reads the rotary embeddings of each type of layer, as `transformers` 5 writes them."""
+    found = {}
+    for field, kind in _BASES.items():
+        one = dict(rope.get(kind) or {})
+        if "rope_theta" in one:
+            found[field] = one.pop("rope_theta")
+        if one.pop("rope_type", "default") != "default" or one:
+            raise ValueError(
+                f"`rope_parameters` has {rope[kind]} for the layers with {kind!r}, but only "
+                "'default' is implemented."
+            )
+    if odd := rope.keys() - {*_BASES.values()}:
+        raise ValueError(f"`rope_parameters` has the unknown entries {sorted(odd)}.")
+    return found
+
+
+def write(config: ModernBertConfig) -> dict[str, Any]:
+    c = config
+    settings = write_fields(c, _NAMES) | write_labels(c)
+    settings["layer_types"] = [_LOCAL if near else _GLOBAL for near in c.has_window]
+    # The setting of the versions of `transformers` that do not know `layer_types`.
+    every = [n for n in range(1, c.layers + 1) if all_but_every(n, c.layers) == c.has_window]
+    if every:
+        settings["global_attn_every_n_layers"] = every[0]
+    name = next(name for name, head in _HEADS.items() if head == c.head)
+    return settings | {
+        "architectures": [name],
+        "model_type": "modernbert",
+        "tie_word_embeddings": True,
+    }
+
+
+def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
+    """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
+    c = config
+    base = BASE_PREFIX if c.head else ""
+    layer = base + "layers.{layer}."
+    found = {
+        "embed": Tensor(base + "embeddings.tok_embeddings.weight", EMBED),
+        **_norm(c, "embed_norm", base + "embeddings.norm"),
+        "layers/wo": Tensor(layer + "attn.Wo.weight", OUT_OF_HEADS, heads=c.heads),
+        **_norm(c, "layers/mlp_norm", layer + "mlp_norm"),
+        "layers/down": Tensor(layer + "mlp.Wo.weight", TURNED),
+        **_norm(c, "norm", base + "final_norm"),
+    }
+    if c.layers > 1:
+        found |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
+    for i, letter in enumerate("qkv"):
+        part = {"heads": (i * c.heads, 3 * c.heads), "head_dim": c.head_dim}
+        pattern = "(heads head_dim) width -> width heads head_dim"
+        found[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", pattern, **part)
+        if c.attention_bias:
+            pattern = "(heads head_dim) -> heads head_dim"
+            found[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", pattern, **part)
+    for i, leaf in enumerate(("layers/gate", "layers/up")):
+        pattern = "(part outputs) inputs -> inputs outputs"
+        found[leaf] = Tensor(layer + "mlp.Wi.weight", pattern, part=(i, 2))
+        if c.mlp_bias:
+            pattern = "(part outputs) -> outputs"
+            found[leaf + "_bias"] = Tensor(layer + "mlp.Wi.bias", pattern, part=(i, 2))
+    if c.attention_bias:
+        found["layers/bo"] = Tensor(layer + "attn.Wo.bias", VECTOR)
+    if c.mlp_bias:
+        found["layers/down_bias"] = Tensor(layer + "mlp.Wo.bias", VECTOR)
+    return found | _head(c)
+
+
+def _head(c: ModernBertConfig) -> dict[str, Tensor]:
+    if c.head is None:
+        return {}
+    found = {
+        "pooler/w": Tensor("head.dense.weight", TURNED),
+        **_norm(c, "pooler/norm", "head.norm"),
+    }
+    if c.head_bias:
+        found["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
+    if c.head == "classification":
+        return found | linear("head", "classifier")
+    return found | ({"head": Tensor("decoder.bias", "vocab -> vocab")} if c.vocab_bias else {})
+
+
+def _norm(c: ModernBertConfig, leaf: str, name: str) -> dict[str, Tensor]:
+    shift = {leaf + "_shift": Tensor(name + ".bias", VECTOR)} if c.norm_bias else {}
+    return {leaf: Tensor(name + ".weight", VECTOR), **shift}
+
+
+def duplicates(config: ModernBertConfig) -> dict[str, str]:
+    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    if config.head:
+        tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
+        return tied if config.head == "masked" else {}
+    table = tensors(config).values()
+    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
+    return {BASE_PREFIX + name: name for name in names}

@@ -1,0 +1,165 @@
+"""Follows the rows of a batch through a layer, and refuses a layer that mixes them.
+
+The layer is traced with two numbers of rows, which shows the dimensions that count rows: their
+sizes differ.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ...core._jaxpr import (
+    CHECKPOINTS,
+    CUSTOM_DERIVATIVES,
+    called_jaxpr,
+    consts_of,
+    open_jaxpr,
+    scan_operands,
+    while_operands,
+)
+from ...core._rows import is_most
+from ._row_rules import apply_rule
+from ._rows import Mixed, Pair, Rows, State, differing, join_rows
+
+# The numbers of these parameters are sizes, which follow from the number of rows.
+_SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "name"])
+
+
+def follow_rows(
+    few: ClosedJaxpr | Jaxpr, all_: ClosedJaxpr | Jaxpr, inputs: Sequence[State]
+) -> list[State]:
+    """Where the rows of a layer's outputs are, given those of its inputs.
+
+    `few` and `all_` are the layer traced for few and for all rows. Raises `Mixed`.
+    """
+    few_consts, all_consts = consts_of(few), consts_of(all_)
+    if not _equal_consts(few_consts, all_consts):
+        raise Mixed("a constant depends on the number of rows")
+    few, all_ = open_jaxpr(few), open_jaxpr(all_)
+    if len(few.eqns) != len(all_.eqns):
+        raise Mixed("its operations depend on the number of rows")
+    env: dict[Any, State] = dict.fromkeys(few.constvars)
+    env.update(zip(few.invars, inputs, strict=True))
+    read = lambda atom: None if isinstance(atom, Literal) else env[atom]
+    for one, other in zip(few.eqns, all_.eqns, strict=True):
+        pair = Pair(one, other)
+        _check_same(pair)
+        found = _follow(pair, [read(atom) for atom in one.invars])
+        for var, large, state in zip(one.outvars, other.outvars, found, strict=True):
+            if differing(var.aval, large.aval) != ([state.dim] if isinstance(state, Rows) else []):
+                raise Mixed(f"`{pair.name}` changes what its rows are")
+        env.update(zip(one.outvars, found, strict=True))
+    return [read(atom) for atom in few.outvars]
+
+
+def _equal_consts(few: Sequence[Any], all_: Sequence[Any]) -> bool:
+    equal = lambda x, y: (
+        x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
+    )
+    return len(few) == len(all_) and all(map(equal, few, all_))
+
+
+def _check_same(pair: Pair) -> None:
+    """Checks that the two equations differ in sizes alone."""
+    few, all_ = pair.few, pair.all
+    if few.primitive is not all_.primitive or len(few.invars) != len(all_.invars):
+        raise Mixed("its operations depend on the number of rows")
+    for one, other in zip(few.invars, all_.invars, strict=True):
+        if isinstance(one, Literal) != isinstance(other, Literal):
+            raise Mixed("its operations depend on the number of rows")
+        if isinstance(one, Literal) and isinstance(other, Literal):
+            same = np.array_equal(np.asarray(one.val), np.asarray(other.val), equal_nan=_nan(one))
+            if not same:
+                raise Mixed(
+                    f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
+                    "them. Layers may return sums, which are divided after all layers"
+                )
+    for key, value in few.params.items():
+        plain = isinstance(value, bool | int | float | str | tuple)
+        if plain and key not in _SIZES and _numbers(value) != _numbers(all_.params.get(key)):
+            raise Mixed(f"the `{key}` of `{pair.name}` depends on the number of rows")
+
+
+def _nan(literal: Literal) -> bool:
+    return np.issubdtype(np.asarray(literal.val).dtype, np.inexact)
+
+
+def _numbers(value: Any) -> Any:
+    """The numbers and names in a parameter, without jaxprs and functions."""
+    if isinstance(value, tuple):
+        return tuple(map(_numbers, value))
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _follow(pair: Pair, inputs: list[State]) -> list[State]:
+    name, outs = pair.name, pair.few.outvars
+    if name in _LOOPS:
+        return _LOOPS[name](pair, inputs)
+    if is_most(pair.few):
+        return [None]
+    body, called = called_jaxpr(pair.few), called_jaxpr(pair.all)
+    if body is not None and called is not None:
+        return follow_rows(body, called, inputs)
+    sizes = zip(outs, pair.all.outvars, strict=True)
+    if not any(inputs) and not any(differing(one.aval, two.aval) for one, two in sizes):
+        if name in CHECKPOINTS or name in CUSTOM_DERIVATIVES:
+            raise Mixed(f"`{name}` cannot be followed")
+        return [None] * len(outs)
+    return apply_rule(pair, inputs)
+
+
+def _scan(pair: Pair, inputs: list[State]) -> list[State]:
+    few, all_ = pair.few.params["jaxpr"], pair.all.params["jaxpr"]
+    consts, carry, xs = scan_operands(pair.few, inputs)
+    xs = [in_layer(state, "`scan` goes from row to row") for state in xs]
+    run = lambda carry: follow_rows(few, all_, [*consts, *carry, *xs])
+    carry, outputs = _settle(pair, run, carry)
+    return [*carry, *map(of_layers, outputs[len(carry) :])]
+
+
+def in_layer(state: State, why: str) -> State:
+    """The rows in one iteration of a scan over an array."""
+    if not isinstance(state, Rows):
+        return state
+    if state.dim == 0:
+        raise Mixed(why)
+    return state.at(state.dim - 1)
+
+
+def of_layers(state: State) -> State:
+    """The rows in the stacked results of a scan."""
+    return state.at(state.dim + 1) if isinstance(state, Rows) else state
+
+
+def _settle(
+    pair: Pair, run: Callable[[list[State]], list[State]], carry: list[State]
+) -> tuple[list[State], list[State]]:
+    """The rows of a loop's carry after any number of iterations."""
+    while True:
+        outputs = run(carry)
+        after = [join_rows(pair, states) for states in zip(carry, outputs, strict=False)]
+        if after == carry:
+            return carry, outputs
+        carry = after
+
+
+def _while(pair: Pair, inputs: list[State]) -> list[State]:
+    cond_consts, body_consts, carry = while_operands(pair.few, inputs)
+    few, all_ = pair.few.params, pair.all.params
+    run = lambda carry: follow_rows(few["body_jaxpr"], all_["body_jaxpr"], [*body_consts, *carry])
+    carry, _ = _settle(pair, run, carry)
+    (stop,) = follow_rows(few["cond_jaxpr"], all_["cond_jaxpr"], [*cond_consts, *carry])
+    if stop is not None:
+        raise Mixed("`while` stops row by row")
+    return carry
+
+
+def _cond(pair: Pair, inputs: list[State]) -> list[State]:
+    branches = zip(pair.few.params["branches"], pair.all.params["branches"], strict=True)
+    found = [follow_rows(few, all_, inputs[1:]) for few, all_ in branches]
+    return [join_rows(pair, states) for states in zip(*found, strict=True)]
+
+
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -1,0 +1,119 @@
+"""Runs a scan over layers as a pipeline.
+
+The stages are the first dimension of all arrays, which is split over `pipe` (arXiv:2105.04663,
+section 3.3). In each tick, every stage runs its layers on one microbatch. Then the rows move on by
+one stage. Each part of the batch has its own copy of the weights as a second dimension: gradients
+are then summed over parts once, and not in every tick.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ...core._jaxpr import scan_operands
+from ...distributed._mesh import PIPE
+from ._deal import Deal
+from ._stages import Pipelined
+
+# `layer(inputs, rows)` returns the results of one layer; `rows` are the numbers of its rows.
+Layer = Callable[[Sequence[Any], Any], list[Any]]
+Arrays = list[Any]
+
+
+def run_pipeline(
+    scan: Pipelined, deal: Deal, operands: Sequence[Any], layer: Layer, specs: Sequence[P]
+) -> Arrays:
+    """The results of a scan over layers.
+
+    `specs` are the shardings of the inputs of one layer without those over the batch.
+    """
+    _, carry_rows, _ = scan_operands(scan.equation, scan.inputs)
+    _, carry, _ = scan_operands(scan.equation, operands)
+    run = _run_stages(scan, deal, operands, layer, specs)
+    stages, count = deal.pipeline.stages, deal.pipeline.microbatches
+    carry, keys = _key_data(carry)
+    fresh = list(map(deal.carry, carry, carry_rows))
+
+    def tick(buffer: Arrays, given: Arrays) -> tuple[Arrays, Any]:
+        time, *fresh = given
+        states = [deal.staged(_enter(x, new)) for x, new in zip(buffer, fresh, strict=True)]
+        at = jnp.clip(time - jnp.arange(stages), 0, count - 1)
+        found, ys = run(states, at)
+        found, ys = list(map(deal.staged, found)), list(map(deal.staged, ys))
+        return found, (found, ys)
+
+    # What stages compute before their first microbatch is not used. It must be finite, since its
+    # gradient is multiplied by zero, so the buffer is filled with a microbatch.
+    first = [jax.lax.stop_gradient(x[0]) for x in fresh]
+    repeated = lambda x, times: jnp.broadcast_to(x[None], (times, *x.shape))
+    buffer = [deal.staged(repeated(x, stages)) for x in first]
+    pairs = zip(fresh, first, strict=True)
+    filled = [jnp.concatenate([x, repeated(one, stages - 1)]) for x, one in pairs]
+    _, (out, ys) = jax.lax.scan(tick, buffer, [jnp.arange(count + stages - 1), *filled])
+    out_rows, y_rows = scan.outputs[: len(carry)], scan.outputs[len(carry) :]
+    last = list(map(deal.collect, out, out_rows))
+    return [*_as_keys(last, keys), *map(deal.stacked, ys, y_rows)]
+
+
+def _run_stages(
+    scan: Pipelined, deal: Deal, operands: Sequence[Any], layer: Layer, specs: Sequence[P]
+) -> Callable[[Arrays, Any], tuple[Arrays, Arrays]]:
+    """A function `run(carry, at)` of all stages at once; `at` are their microbatches."""
+    # Only carries are sums.
+    const_rows, _, x_rows = scan_operands(scan.equation, cast(Any, scan.inputs))
+    const_specs, _, x_specs = scan_operands(scan.equation, specs)
+    parts = [_key_data(one) for one in scan_operands(scan.equation, operands)]
+    (consts, const_keys), (_, keys), (xs, x_keys) = parts
+    # An array that all rows share needs copies only for its gradient.
+    pairs = zip(consts, const_rows, strict=True)
+    shared = [rows is None and not jnp.issubdtype(x.dtype, jnp.inexact) for x, rows in pairs]
+    each = zip(consts, const_rows, const_specs, shared, strict=True)
+    consts = [x if one else deal.constant(x, rows, spec) for x, rows, spec, one in each]
+    xs = list(map(deal.layers, xs, x_rows, x_specs))
+    length = scan.layers // deal.pipeline.stages
+    unroll = min(scan.equation.params["unroll"], length)
+    take = lambda x, rows, at: x if rows is None else jax.lax.dynamic_index_in_dim(x, at, 0, False)
+
+    def stage(consts: Arrays, xs: Arrays, carry: Arrays, at: Any, part: Any) -> Any:
+        own = [take(x, rows, at) for x, rows in zip(consts, const_rows, strict=True)]
+        xs = [take(x, rows, at) for x, rows in zip(xs, x_rows, strict=True)]
+        own, rows = _as_keys(own, const_keys), deal.numbers(part, at)
+
+        def body(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+            found = layer([*own, *_as_keys(carry, keys), *_as_keys(xs, x_keys)], rows)
+            return _key_data(found[: len(carry)])[0], found[len(carry) :]
+
+        return jax.lax.scan(body, carry, xs, length=length, unroll=unroll)
+
+    of = [None if one else 0 for one in shared]
+    over = deal.batch_axes or None
+    of_parts = jax.vmap(stage, in_axes=(of, 0, 0, None, 0), spmd_axis_name=over)
+    of_stages = jax.vmap(of_parts, in_axes=(of, 0, 0, 0, None), spmd_axis_name=PIPE)
+    numbers = jnp.arange(deal.pipeline.parts)
+    return lambda carry, at: of_stages(consts, xs, carry, at, numbers)
+
+
+def _enter(buffer: Any, fresh: Any) -> Any:
+    """Moves rows on by one stage; `fresh` ones enter the first."""
+    # This becomes a permute between neighbours, unlike a roll or a concatenation.
+    zero = jnp.zeros((), buffer.dtype)
+    moved = jax.lax.pad(buffer, zero, [(1, -1, 0), *[(0, 0, 0)] * (buffer.ndim - 1)])
+    first = jax.lax.broadcasted_iota(jnp.int32, buffer.shape, 0) == 0
+    return jnp.where(first, jnp.broadcast_to(fresh[None], buffer.shape), moved)
+
+
+def _key_data(arrays: Sequence[Any]) -> tuple[Arrays, Arrays]:
+    """Replaces PRNG keys by their data; also returns the kind of each key."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    kinds = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
+    pairs = zip(arrays, kinds, strict=True)
+    return [x if kind is None else jax.random.key_data(x) for x, kind in pairs], kinds
+
+
+def _as_keys(arrays: Sequence[Any], kinds: Sequence[Any]) -> Arrays:
+    """The inverse of `_key_data`."""
+    pairs = zip(arrays, kinds, strict=True)
+    return [x if k is None else jax.random.wrap_key_data(x, impl=k) for x, k in pairs]

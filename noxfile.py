@@ -173,7 +173,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="docs-browser")
 def docs_browser(session: nox.Session) -> None:
-    """Every page in Chromium, on a wide screen and on a phone: nothing may be cut off."""
+    """Every page in Chromium, wide, on a phone and dark: nothing may be cut off or unreadable."""
     install(session, "docs")
     session.install("selenium>=4.20")
     site = session.create_tmp()

@@ -66,8 +66,12 @@ def make_reference(case: Case, directory: Path) -> Any:
     return case.model.from_pretrained(directory).eval()
 
 
+def takes_pixels(reference: Any) -> bool:
+    return "image" in reference.input_modalities
+
+
 def batch_for(reference: Any, directory: Path) -> dict[str, np.ndarray]:
-    pixels = reference.main_input_name == "pixel_values"
+    pixels = takes_pixels(reference)
     return make_batch(settings_of(directory), pixels=pixels, text=reference.can_generate())
 
 
@@ -103,6 +107,8 @@ def reference_inputs(batch: dict[str, np.ndarray], row: int) -> dict[str, torch.
     """One row, without padding."""
     if "pixels" in batch:
         inputs = {"pixel_values": torch.tensor(batch["pixels"][row][None])}
+        if "tokens" in batch:  # each image is compared with all texts
+            inputs["input_ids"] = torch.tensor(batch["tokens"].astype(np.int64))
     else:
         inputs = {"input_ids": real_tokens(batch["tokens"][row], batch["mask"][row])[None]}
     if "decoder_tokens" in batch:

@@ -20,6 +20,7 @@ from .hf import (
     modernbert,
     opt,
     phi3,
+    siglip,
     t5,
     vit,
 )
@@ -58,6 +59,7 @@ FAMILIES = (
     Family(models.ModernBert, models.ModernBertConfig, modernbert, ("modernbert",)),
     Family(models.OPT, models.OPTConfig, opt, ("opt",)),
     Family(models.Phi3, models.Phi3Config, phi3, ("phi3",)),
+    Family(models.Siglip, models.SiglipConfig, siglip, ("siglip",)),
     Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),
 )

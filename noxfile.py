@@ -111,9 +111,9 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session
 def launchers(session: nox.Session) -> None:
-    """Jobs of torchrun, Open MPI and Ray Train on this machine alone."""
+    """Jobs of torchrun and Open MPI on this machine alone."""
     install(session, "tests")
-    session.install("ray[train]>=2.50", REFERENCE[0])
+    session.install(REFERENCE[0])
     debian(session, "mpirun", "openmpi-bin")
     session.run("pytest", "tests/launchers", "-o", "python_files=jobs_*.py", *session.posargs)
 

@@ -1,4 +1,4 @@
-"""Jobs of real launchers, on this machine alone: torchrun, Open MPI and Ray Train."""
+"""Jobs of real launchers, on this machine alone: torchrun and Open MPI."""
 
 import os
 import re
@@ -21,7 +21,7 @@ PROGRAM = [sys.executable, "-c", SUM]
 def launched(*command: str) -> str:
     """Runs a command of a launcher, and returns what its processes print."""
     known = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    env = known | {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    env = known | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -52,65 +52,3 @@ def test_processes_of_open_mpi_join():
     output = launched("mpirun", *options, *PROGRAM)
     assert "0 of 2: 6.0 of 4" in output
     assert "1 of 2: 6.0 of 4" in output
-
-
-# `JaxTrainer` connects its workers before it calls the function; without accelerators, only if it
-# is told to. The workers have two devices each.
-RAY = """
-import pathlib
-import sys
-
-import ray
-from ray.train import RunConfig, ScalingConfig
-from ray.train.v2.jax import JaxTrainer
-from ray.train.v2.jax.config import JaxConfig
-
-
-def train(config):
-    import equinox as eqx
-    import jax
-    import numpy as np
-    import optax
-    import redcoast as rc
-
-    found = {"connected": jax.distributed.is_initialized()}
-    rc.initialize()
-    state = rc.fit(
-        lambda key: eqx.nn.MLP(4, 4, 64, depth=1, key=key),
-        optax.adam(1e-2),
-        list(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)),
-        collate_fn=np.stack,
-        loss_fn=lambda model, batch, key: ((jax.vmap(model)(batch) - batch) ** 2).mean(),
-        batch_size=8,
-        steps=6,
-        mesh=rc.make_mesh(data=1, fsdp=4),
-        log=False,
-    )
-    found |= {"step": int(state.step), "devices": jax.device_count()}
-    found |= {"processes": jax.process_count()}
-    pathlib.Path(config["folder"], f"{jax.process_index()}.txt").write_text(str(found))
-
-
-variables = {
-    "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NPROC": "8"
-}
-ray.init(num_cpus=2, include_dashboard=False)
-JaxTrainer(
-    train,
-    train_loop_config={"folder": sys.argv[1]},
-    jax_config=JaxConfig(use_gpu=True),
-    scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-    run_config=RunConfig(
-        storage_path=sys.argv[1], worker_runtime_env={"env_vars": variables}
-    ),
-).fit()
-"""
-
-
-def test_workers_of_ray_train_are_connected_already(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(RAY)
-    launched(sys.executable, str(program), str(tmp_path))
-    found = {"connected": True, "step": 6, "devices": 4, "processes": 2}
-    for process in range(2):
-        assert (tmp_path / f"{process}.txt").read_text() == str(found)

@@ -42,7 +42,8 @@ class Workload:
 def make_workload(
     model: str, seq: int | None = None, *, remat: str = "full", chunk: int | None = None
 ) -> Workload:
-    """The training step of a model on sequences of `seq` tokens (of the decoder for captioners).
+    """The training step of a model on sequences of `seq` tokens (of the decoder, for encoders of
+    images or sounds).
 
     `chunk` is the number of positions whose logits are in memory at a time; all by default. If the
     sequence is longer than the model's learned positions, positions are added, with a note.
@@ -151,8 +152,9 @@ def _task(
         inputs = pixels if model_class is models.ViT else tokens
         return _classify, lambda rows: {"inputs": inputs(rows), "targets": labels(rows)}
     loss_of = _token_loss(chunk)
-    if model_class in (models.Bart, models.T5, models.Captioner):
-        inputs = pixels if model_class is models.Captioner else tokens
+    if model_class in (models.Bart, models.T5, models.Captioner, models.Whisper):
+        sounds = lambda rows: jax.ShapeDtypeStruct((rows, config.mels, config.frames), jnp.float32)
+        inputs = {models.Captioner: pixels, models.Whisper: sounds}.get(model_class, tokens)
         loss_fn = _decode(loss_of, start=config.decoder_start or 0)
         return loss_fn, lambda rows: {"inputs": inputs(rows), "targets": tokens(rows)}
     return _predict(loss_of), lambda rows: {"inputs": tokens(rows), "targets": tokens(rows)}

@@ -61,7 +61,10 @@ def make_batch(settings: Mapping[str, Any], *, pixels: bool, text: bool) -> dict
     """The arguments of a model, by their names; and the `targets` of a model of `text`, with a
     `weight` of 1 where a real token follows a real one."""
     batch = {}
-    if pixels:
+    if "num_mel_bins" in settings:
+        shape = (ROWS, settings["num_mel_bins"], 2 * settings["max_source_positions"])
+        batch["features"] = uniform("features", int(np.prod(shape))).reshape(shape).astype("f4")
+    elif pixels:
         vision = settings.get("vision_config", settings.get("encoder", settings))
         shape = (ROWS, vision["num_channels"], vision["image_size"], vision["image_size"])
         batch["pixels"] = uniform("pixels", int(np.prod(shape))).reshape(shape).astype(np.float32)
@@ -84,7 +87,9 @@ def make_batch(settings: Mapping[str, Any], *, pixels: bool, text: bool) -> dict
 
 
 def apply(model: Any, batch: Mapping[str, Any]) -> Any:
-    inputs = [batch[name] for name in ("pixels", "tokens", "decoder_tokens") if name in batch]
+    inputs = [
+        batch[name] for name in ("pixels", "features", "tokens", "decoder_tokens") if name in batch
+    ]
     masks = {name: batch[name] for name in ("mask", "decoder_mask") if name in batch}
     return model(*inputs, **masks)
 

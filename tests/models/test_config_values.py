@@ -12,6 +12,7 @@ import redcoast as rc
 from redcoast.models import (
     BartConfig,
     BertConfig,
+    DeepseekV3Config,
     Dinov2Config,
     GemmaConfig,
     GPT2Config,
@@ -19,12 +20,14 @@ from redcoast.models import (
     GptOssConfig,
     Llama,
     LlamaConfig,
+    Mamba2Config,
     MixtralConfig,
     ModernBertConfig,
     OPTConfig,
     Phi3Config,
     T5Config,
     ViTConfig,
+    WhisperConfig,
 )
 from redcoast.models._checks import check_fields
 from redcoast.models._rotary import LongRope, RopeScaling
@@ -35,18 +38,21 @@ TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
 CONFIGS = {
     "bart": BartConfig(**TEXT, decoder_layers=2, bos=0, pad=1),
     "bert": BertConfig(**TEXT, pad=0),
+    "deepseek_v3": DeepseekV3Config(**TEXT, expert_hidden=8, dense_layers=1),
     "dinov2": Dinov2Config(16, 2, 2, image=4, patch=2),
     "gemma": GemmaConfig(**TEXT, kv_heads=1, head_dim=8),
     "gpt2": GPT2Config(**TEXT),
     "gpt_oss": GptOssConfig(**TEXT, kv_heads=1, experts=4),
     "gptj": GPTJConfig(**TEXT, rotary_dim=4),
     "llama": LlamaConfig(**TEXT, kv_heads=1, head_size=8),
+    "mamba2": Mamba2Config(vocab=11, width=16, layers=2, heads=2, head_size=16),
     "mixtral": MixtralConfig(**TEXT, kv_heads=1),
     "modernbert": ModernBertConfig(**TEXT, pad=0),
     "opt": OPTConfig(**TEXT),
     "phi3": Phi3Config(**TEXT, kv_heads=1),
     "t5": T5Config(**TEXT, decoder_layers=2),
     "vit": ViTConfig(**SIZES, image=(4, 4), patch=(2, 2)),
+    "whisper": WhisperConfig(**TEXT, decoder_layers=2, decoder_start=1, bos=0, pad=1),
 }
 
 

@@ -15,6 +15,7 @@ import redcoast as rc
 FEW = ["bart", "bert labels", "gemma2 capped low", "gpt2", "gptj", "llama", "olmo2"]
 FEW += ["modernbert biases", "dinov2 registers", "dinov2 gated", "siglip unequal"]
 FEW += ["smollm3 listed", "qwen3 moe", "phi3 short", "gpt oss rounded", "t5", "vit labels"]
+FEW += ["deepseek v3 yarn", "mamba2", "whisper"]
 
 
 @pytest.mark.parametrize("name", STORED_OUTPUTS)

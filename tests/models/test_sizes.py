@@ -50,6 +50,12 @@ PUBLISHED = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_620_634_112,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3_671b": 671_026_404_352,
+    "mamba2_130m": 128_989_632,
+    "mamba2_370m": 368_346_624,
+    "mamba2_780m": 780_161_280,
+    "mamba2_1_3b": 1_343_757_312,
+    "mamba2_2_7b": 2_702_599_680,
     "t5_small": 60_506_624,
     "t5_base": 222_903_552,
     "t5_large": 737_668_096,
@@ -74,6 +80,12 @@ PUBLISHED = {
     "vit_base": 85_798_656,
     "vit_large": 303_301_632,
     "vit_huge": 630_764_800,
+    "whisper_tiny": 37_760_640,
+    "whisper_base": 72_593_920,
+    "whisper_small": 241_734_912,
+    "whisper_medium": 763_857_920,
+    "whisper_large_v3": 1_543_490_560,
+    "whisper_large_v3_turbo": 808_878_080,
     "dinov2_small": 22_056_576,
     "dinov2_base": 86_580_480,
     "dinov2_large": 304_368_640,
@@ -97,6 +109,8 @@ FEW = (
     "gemma2_2b",
     "gemma3_1b",
     "mixtral_8x7b",
+    "deepseek_v3_671b",
+    "mamba2_130m",
     "t5_small",
     "t5_v1_1_small",
     "bart_base",
@@ -104,6 +118,7 @@ FEW = (
     "roberta_base",
     "modernbert_base",
     "vit_base",
+    "whisper_large_v3_turbo",
     "dinov2_giant",
     "siglip_so400m",
 )
@@ -117,9 +132,13 @@ def test_every_named_size_is_counted():
 @pytest.mark.parametrize("name", few_of(PUBLISHED, *FEW))
 def test_parameters_are_those_published(name):
     model = eqx.filter_eval_shape(getattr(sizes, name), key=jax.random.key(0))
-    # What BART adds to its logits is stored with the parameters, but is none.
-    extra = getattr(model, "logits_bias", None)
-    sizes_of = [x.size for x in jax.tree.leaves(model) if x is not extra]
+    # What BART adds to its logits, and DeepSeek-V3 to its scores of experts, is stored with the
+    # parameters, but is none.
+    extra = (
+        getattr(model, "logits_bias", None),
+        getattr(getattr(model, "layers", None), "correction", None),
+    )
+    sizes_of = [x.size for x in jax.tree.leaves(model) if not any(x is other for other in extra)]
     assert sum(sizes_of) == PUBLISHED[name]
 
 

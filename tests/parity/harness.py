@@ -63,7 +63,14 @@ def make_reference(case: Case, directory: Path) -> Any:
     """A model of `transformers` with the formula's weights, and its directory."""
     case.model(case.model.config_class(**case.settings)).save_pretrained(directory)
     write_weights(directory, shapes_of(directory))
-    return case.model.from_pretrained(directory).eval()
+    reference = case.model.from_pretrained(directory).eval()
+    if is_whisper(reference):  # as it is created; `from_pretrained` forgets it
+        reference.model.encoder.embed_positions.requires_grad_(False)
+    return reference
+
+
+def is_whisper(reference: Any) -> bool:
+    return reference.config.model_type == "whisper"
 
 
 def takes_pixels(reference: Any) -> bool:
@@ -109,6 +116,8 @@ def reference_inputs(batch: dict[str, np.ndarray], row: int) -> dict[str, torch.
         inputs = {"pixel_values": torch.tensor(batch["pixels"][row][None])}
         if "tokens" in batch:  # each image is compared with all texts
             inputs["input_ids"] = torch.tensor(batch["tokens"].astype(np.int64))
+    elif "features" in batch:
+        inputs = {"input_features": torch.tensor(batch["features"][row][None])}
     else:
         inputs = {"input_ids": real_tokens(batch["tokens"][row], batch["mask"][row])[None]}
     if "decoder_tokens" in batch:
@@ -208,8 +217,9 @@ def check_outputs(case: Case, directory: Path) -> None:
 def prompts_for(batch: dict[str, np.ndarray], settings: dict[str, Any]) -> tuple[Any, Any]:
     """Ragged prompts: `transformers` continues a decoder's on the right, and counts the positions
     of most encoders from the left."""
-    if "pixels" in batch:
-        return batch["pixels"], None
+    for name in ("pixels", "features"):
+        if name in batch:
+            return batch[name], None
     side = -1 if settings.get("is_encoder_decoder") else 1
     tokens = make_tokens("prompts", settings["vocab_size"], PROMPT)
     return tokens, ragged(tuple(side * n for n in (0, 3, 1, 6)), PROMPT)
@@ -233,7 +243,8 @@ def reference_ids(
     masks = {} if mask is None else {"attention_mask": torch.tensor(mask)}
     inputs = torch.tensor(prompts if mask is None else prompts.astype(np.int64))
     with torch.no_grad():
-        ids = reference.generate(inputs, **masks).numpy()
+        # Not Whisper's own, which drops the tokens that end a text.
+        ids = transformers.GenerationMixin.generate(reference, inputs, **masks).numpy()
     new = ids[:, 1:] if config.is_encoder_decoder else ids[:, prompts.shape[1] :]
     new = np.pad(new, ((0, 0), (0, NEW - new.shape[1])), constant_values=pad)
     # Its beam search takes a padding token 0 for none, and pads with the one that ends a text.

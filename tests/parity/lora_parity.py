@@ -73,8 +73,10 @@ READ |= {
     if case.name in ("mixtral", "qwen3 moe")
 }
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
-ATTENTION = r"/w[qkvo]$"  # of a type whose experts are not modules that PEFT adapts
-LAYERS = r"layers/(w[qkvo]|up|down)$"  # the pooler's projections are not modules either
+# Types whose experts are not modules that PEFT adapts, one whose output projections it refuses, and
+# one with a pooler whose projections are not modules.
+OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3"), r"/w[qkvo]$")
+OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$", "siglip": r"layers/(w[qkvo]|up|down)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),
     "some": (LLAMA, ["wq", "wv", "up"]),
@@ -167,7 +169,7 @@ CASES = first_of_each_type()
 @pytest.mark.parametrize("kind", CASES)
 def test_adapters_of_every_type_go_both_ways(kind, tmp_path):
     """Of all matrices of its layers that PEFT adapts as modules."""
-    case, targets = CASES[kind], {"gpt_oss": ATTENTION, "siglip": LAYERS}.get(kind, TARGETS)
+    case, targets = CASES[kind], OTHER_TARGETS.get(kind, TARGETS)
     reference = make_reference(case, tmp_path / "base")
     model, batch = load_pretrained(tmp_path / "base"), batch_for(reference, tmp_path / "base")
     adapted = randomised(lora.add_adapters(model, 2, targets=targets, key=jax.random.key(0)))

@@ -31,6 +31,8 @@ from redcoast.models import (
     BertConfig,
     Captioner,
     CaptionerConfig,
+    DeepseekV3,
+    DeepseekV3Config,
     Dinov2,
     Dinov2Config,
     GPT2Config,
@@ -39,6 +41,8 @@ from redcoast.models import (
     GptOssConfig,
     Llama,
     LlamaConfig,
+    Mamba2,
+    Mamba2Config,
     Mixtral,
     MixtralConfig,
     ModernBert,
@@ -53,6 +57,8 @@ from redcoast.models import (
     T5Config,
     ViT,
     ViTConfig,
+    Whisper,
+    WhisperConfig,
 )
 from redcoast.pretrained._registry import write_config
 from redcoast.pretrained._safetensors import write_safetensors
@@ -124,6 +130,31 @@ FAMILIES = {
             window=8,
         ),
     ),
+    "deepseek_v3": (
+        DeepseekV3,
+        DeepseekV3Config(
+            vocab=96,
+            width=64,
+            layers=3,
+            heads=8,
+            hidden=96,
+            expert_hidden=32,
+            dense_layers=1,
+            experts=8,
+            chosen=2,
+            groups=4,
+            chosen_groups=2,
+            q_rank=32,
+            kv_rank=16,
+            plain_size=8,
+            rope_size=4,
+            value_size=8,
+        ),
+    ),
+    "mamba2": (
+        Mamba2,
+        Mamba2Config(vocab=96, width=64, layers=2, heads=16, head_size=8, state=16, groups=4),
+    ),
     "opt": (OPT, OPTConfig(vocab=96, width=64, layers=2, heads=8, hidden=128, positions=32)),
     "mixtral": (
         Mixtral,
@@ -159,6 +190,12 @@ FAMILIES = {
         ),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
+    "whisper": (
+        Whisper,
+        WhisperConfig(
+            vocab=96, width=64, layers=2, decoder_layers=3, heads=8, hidden=128, mels=8, frames=32
+        ),
+    ),
     "captioner": (
         Captioner,
         CaptionerConfig(

@@ -42,8 +42,11 @@ class Decoding:
     - `min_length`, `min_new_tokens`: a row does not end before it has this many tokens, with and
         without its prompt. Padding counts as a part of the prompt.
     - `forced_bos`: the first new token of an encoder-decoder.
+    - `prefix`: the tokens that an encoder-decoder's text has after the first one, `decoder_start`,
+        and before the first new one. Whisper has its language and its task there.
     - `forced_eos`: the tokens of which one ends a row at `max_new_tokens`.
-    - `suppress`: tokens that are never generated.
+    - `suppress`, `begin_suppress`: tokens that are never generated, and that are not the first new
+        token.
     - `bad_words`: sequences of tokens that are never generated.
     - `eos`: the token or tokens that end a row, by default `model.config.eos`. With `()`, all rows
         have `max_new_tokens` tokens.
@@ -79,15 +82,18 @@ class Decoding:
     min_length: int = 0
     min_new_tokens: int = 0
     forced_bos: int | None = None
+    prefix: Sequence[int] = ()
     forced_eos: int | Sequence[int] = ()
     suppress: Sequence[int] = ()
+    begin_suppress: Sequence[int] = ()
     bad_words: Sequence[Sequence[int]] = ()
     eos: int | Sequence[int] | None = None
     pad: int | None = None
     logits_fn: Callable[[Float[Array, "rows vocab"]], Float[Array, "rows vocab"]] | None = None
 
     def __post_init__(self):
-        for name in ("forced_eos", "suppress", "eos"):
+        object.__setattr__(self, "prefix", as_tuple(self.prefix, "prefix"))
+        for name in ("forced_eos", "suppress", "begin_suppress", "eos"):
             if getattr(self, name) is not None:  # distinct tokens, in a form that can be hashed
                 tokens = dict.fromkeys(as_tuple(getattr(self, name), name))
                 object.__setattr__(self, name, tuple(tokens))

@@ -1,6 +1,7 @@
 """The checks of the arguments of `generate`."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
         if mask is not None:
             raise ValueError(
                 f"`mask` marks real tokens, but `tokens` has shape {tokens.shape} and is not a "
-                "matrix of tokens. Pass no `mask` with images."
+                "matrix of tokens. Pass no `mask` with images or sounds."
             )
         return
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -116,12 +117,15 @@ def _rows(rows: np.ndarray) -> str:
     return f"row {shown}" if rows.size == 1 else f"rows {shown}"
 
 
-def check_positions(model: Any, tokens: Any, mask: Any, max_new_tokens: int) -> None:
-    """Raises if the model has too few positions for the prompt and the new tokens."""
+def check_positions(
+    model: Any, tokens: Any, mask: Any, prefix: Sequence[int], max_new_tokens: int
+) -> None:
+    """Raises if the model has too few positions for the prompt (or `prefix`, the tokens after the
+    first one of an encoder-decoder) and the new tokens."""
     positions = getattr(model.config, "positions", None)
     if positions is None:
         return
-    length, what = _longest(model, tokens, mask)
+    length, what = _longest(model, tokens, mask, prefix)
     if length > positions:
         raise ValueError(
             f"{what} is longer than the model's {positions} positions. Pass a shorter prompt."
@@ -137,9 +141,10 @@ def check_positions(model: Any, tokens: Any, mask: Any, max_new_tokens: int) -> 
         )
 
 
-def _longest(model: Any, tokens: Any, mask: Any) -> tuple[int, str]:
+def _longest(model: Any, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple[int, str]:
     if hasattr(model, "encode"):
-        return 1, "The token that the decoder starts with"
+        behind = f" and `prefix`, of {len(prefix)} tokens," if prefix else ""
+        return 1 + len(prefix), f"The token that the decoder starts with{behind}"
     if mask is None:
         return tokens.shape[1], f"The prompt of {tokens.shape[1]} tokens"
     # Positions are counted over real tokens. While tracing, at least one is assumed.
@@ -152,7 +157,8 @@ def check_tokens(request: Any, vocab: int) -> None:
     begin = () if request.forced_bos is None else (request.forced_bos,)
     words = tuple(token for word in request.bad_words for token in word)
     named = {"eos": request.eos, "forced_eos": request.forced_eos, "forced_bos": begin}
-    named |= {"suppress": request.suppress, "bad_words": words}
+    named |= {"suppress": request.suppress, "bad_words": words, "prefix": request.prefix}
+    named |= {"begin_suppress": request.begin_suppress}
     for name, tokens in named.items():
         if outside := [token for token in tokens if not 0 <= token < vocab]:
             more = " Pass `eos=()` to generate `max_new_tokens` tokens for every row."

@@ -91,7 +91,7 @@ def generate(
     check_model(model)
     chosen = choose_decoding(model.config, decoding, options, key)
     check_prompt(model, tokens, mask)
-    check_positions(model, tokens, mask, max_new_tokens)
+    check_positions(model, tokens, mask, chosen.prefix, max_new_tokens)
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
     room = max_new_tokens if traced else bucket(max_new_tokens)
     prompt = None if is_encoder_decoder(model) else tokens.shape[1]

@@ -39,6 +39,8 @@ def process(
         scores = _force(scores, count + 1 == request.limit, request.forced_eos)
     if request.suppress:
         scores = _exclude(scores, _is(request.suppress, scores))
+    if request.begin_suppress:
+        scores = _exclude(scores, (count == 0) & _is(request.begin_suppress, scores))
     return jnp.where(jnp.isnan(given), given, scores)  # is reported
 
 

@@ -57,7 +57,7 @@ def prefill(
     """Returns the logits of the first new token, a cache with room for all new tokens, and the
     tokens of the decoder so far, with -1 at padding."""
     start = _start_decoder if is_encoder_decoder(model) else _start
-    tokens, mask, cache = start(model, tokens, mask, request.room)
+    tokens, mask, cache = start(model, tokens, mask, request)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     logits = model.unembed(hidden[:, -1:])[:, 0]
     check_tokens(request, logits.shape[-1])
@@ -76,15 +76,17 @@ def is_encoder_decoder(model: Any) -> bool:
     return hasattr(model, "encode")
 
 
-def _start(model, tokens, mask, room):
+def _start(model, tokens, mask, request):
     tokens, mask = align_right(tokens, mask)
-    return tokens, mask, model.init_cache(tokens.shape[0], tokens.shape[1] + room)
+    return tokens, mask, model.init_cache(tokens.shape[0], tokens.shape[1] + request.room)
 
 
-def _start_decoder(model, tokens, mask, room):
-    # Inputs without a mask, such as images, are passed to the encoder unchanged.
+def _start_decoder(model, tokens, mask, request):
+    # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
     tokens = tokens if mask is None else blank(tokens, mask)
     memory = model.encode(tokens, mask=mask)
     rows = tokens.shape[0]
-    cache = model.init_cache(rows, 1 + room, memory=memory, memory_mask=mask)
-    return jnp.full((rows, 1), model.config.decoder_start, jnp.int32), None, cache
+    first = jnp.array([[model.config.decoder_start, *request.prefix]], jnp.int32)
+    length = first.shape[1] + request.room
+    cache = model.init_cache(rows, length, memory=memory, memory_mask=mask)
+    return jnp.broadcast_to(first, (rows, first.shape[1])), None, cache

@@ -47,6 +47,8 @@ class Request(eqx.Module):
     forced_eos: tuple[int, ...] = eqx.field(static=True)
     ngram: int = eqx.field(static=True)
     suppress: tuple[int, ...] = eqx.field(static=True)
+    begin_suppress: tuple[int, ...] = eqx.field(static=True)
+    prefix: tuple[int, ...] = eqx.field(static=True)
     bad_words: tuple[tuple[int, ...], ...] = eqx.field(static=True)
     logits_fn: Callable[..., Any] | None = eqx.field(static=True)
 
@@ -103,7 +105,8 @@ def make_request(
     which is None for an encoder-decoder."""
     sampled = d.temperature > 0
     ends = _ends(config, d)
-    least = max(d.min_new_tokens, d.min_length - (1 if prompt is None else prompt))
+    before = 1 + len(d.prefix) if prompt is None else prompt
+    least = max(d.min_new_tokens, d.min_length - before)
     number = lambda x: np.asarray(x, np.float32)
     # In double precision first, as in `transformers`.
     lengths = np.arange(1, room + 1, dtype=np.float64)
@@ -129,6 +132,8 @@ def make_request(
         forced_eos=as_tuple(d.forced_eos),
         ngram=d.no_repeat_ngram_size,
         suppress=tuple(d.suppress),
+        begin_suppress=tuple(d.begin_suppress),
+        prefix=tuple(d.prefix) if prompt is None else (),
         bad_words=tuple(map(tuple, d.bad_words)),
         logits_fn=d.logits_fn,
     )

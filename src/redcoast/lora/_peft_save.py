@@ -2,6 +2,7 @@
 
 import functools as ft
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class Module:
     def pattern(self) -> str:
         """A regular expression that matches these names."""
         published = self.parts[0].published
+        if re.search(r"\+\d+}", published.name):  # of some of the layers
+            return "|".join(name.replace(".", r"\.") for name in self.names)
         text = module_of(published.name).replace(".", r"\.")
         return text.format(**dict.fromkeys(published.fields, r"\d+"))
 

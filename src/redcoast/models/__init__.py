@@ -11,6 +11,8 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .deepseek_v3 import DeepseekV3 as DeepseekV3
+from .deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from .dinov2 import Dinov2 as Dinov2
 from .dinov2 import Dinov2Config as Dinov2Config
 from .gemma import Gemma as Gemma
@@ -23,6 +25,8 @@ from .gptj import GPTJ as GPTJ
 from .gptj import GPTJConfig as GPTJConfig
 from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
+from .mamba2 import Mamba2 as Mamba2
+from .mamba2 import Mamba2Config as Mamba2Config
 from .mixtral import Mixtral as Mixtral
 from .mixtral import MixtralConfig as MixtralConfig
 from .modernbert import ModernBert as ModernBert
@@ -39,6 +43,7 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import deepseek_v3_671b as deepseek_v3_671b
 from .sizes import dinov2_base as dinov2_base
 from .sizes import dinov2_giant as dinov2_giant
 from .sizes import dinov2_large as dinov2_large
@@ -64,6 +69,11 @@ from .sizes import llama_7b as llama_7b
 from .sizes import llama_13b as llama_13b
 from .sizes import llama_30b as llama_30b
 from .sizes import llama_65b as llama_65b
+from .sizes import mamba2_1_3b as mamba2_1_3b
+from .sizes import mamba2_2_7b as mamba2_2_7b
+from .sizes import mamba2_130m as mamba2_130m
+from .sizes import mamba2_370m as mamba2_370m
+from .sizes import mamba2_780m as mamba2_780m
 from .sizes import mistral_7b as mistral_7b
 from .sizes import mixtral_8x7b as mixtral_8x7b
 from .sizes import mixtral_8x22b as mixtral_8x22b
@@ -107,7 +117,15 @@ from .sizes import t5_xxl as t5_xxl
 from .sizes import vit_base as vit_base
 from .sizes import vit_huge as vit_huge
 from .sizes import vit_large as vit_large
+from .sizes import whisper_base as whisper_base
+from .sizes import whisper_large_v3 as whisper_large_v3
+from .sizes import whisper_large_v3_turbo as whisper_large_v3_turbo
+from .sizes import whisper_medium as whisper_medium
+from .sizes import whisper_small as whisper_small
+from .sizes import whisper_tiny as whisper_tiny
 from .t5 import T5 as T5
 from .t5 import T5Config as T5Config
 from .vit import ViT as ViT
 from .vit import ViTConfig as ViTConfig
+from .whisper import Whisper as Whisper
+from .whisper import WhisperConfig as WhisperConfig

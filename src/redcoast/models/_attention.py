@@ -82,7 +82,7 @@ def full_view(
     window: int | None = None,
 ) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys of its row or segment, of which a
-    `window` leaves so many slots before and behind it, both with its own."""
+    `window` leaves so many slots before and after it, its own included in both."""
     if window is not None:
         both = None if segments is None else (segments, segments)
         view = View(_unless_known(real), segments=both, window=window)
@@ -108,7 +108,7 @@ def _view_or_array(view: View, queries: int, keys: int) -> Visible:
 def attend(
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     *,
     visible: Visible,
     bias: Float[Array, "#batch heads queries keys"] | RelativeBias | None = None,
@@ -116,7 +116,7 @@ def attend(
     softcap: float | None = None,
     rate: float = 0.0,
     key: PRNGKeyArray | None = None,
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention (Vaswani et al., 2017, equation 1) with grouped queries
     (Ainslie et al., 2023).
 
@@ -138,7 +138,7 @@ def attend(
     view = _as_view(visible, q.shape[1], k.shape[1])
     # Over a sequence that is split, cuDNN's kernel would need all queries on one device.
     plain = bias is None and softcap is None and (key is None or rate == 0) and not _is_split(q)
-    if plain and _has_kernel(q, k) and _has_small_mask(view, q, k):
+    if plain and _has_kernel(q, k, v) and _has_small_mask(view, q, k):
         return _attend_in_kernel(q, k, v, visible if view is None else view, scale)
     if view is not None:
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
@@ -166,7 +166,7 @@ def attend(
     seen = jnp.expand_dims(visible, range(1, scores.ndim - 2))
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
-    return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(q.shape)
+    return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(*q.shape[:3], v.shape[-1])
 
 
 def _is_split(q: Array) -> bool:
@@ -213,9 +213,9 @@ def _has_stages() -> bool:
     return jax.sharding.get_abstract_mesh().shape.get("pipe", 1) > 1
 
 
-def _has_kernel(q: Array, k: Array) -> bool:
+def _has_kernel(q: Array, k: Array, v: Array) -> bool:
     # cuDNN's kernel never materialises all scores. These are the shapes that it supports.
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
+    half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] == v.shape[-1]
     sizes = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and min(q.shape[1], k.shape[1]) > 1
     # Cards before Ampere have no such kernel.
     return half and sizes and target().capability >= 8

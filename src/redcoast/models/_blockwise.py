@@ -63,7 +63,7 @@ class _Dense(eqx.Module):
 def attend_in_blocks(
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     view: View,
     *,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None = None,
@@ -72,7 +72,7 @@ def attend_in_blocks(
     rate: float = 0.0,
     key: PRNGKeyArray | None = None,
     block: int | None = None,
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention with the memory of one block of scores.
 
     The arguments are those of `attend`. Dropout draws other numbers, which depend on the slot of a
@@ -95,7 +95,7 @@ def attend_in_blocks(
     own, fixed = eqx.partition(given, eqx.is_inexact_array)
     arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
     out: Any = _attention(options, *arrays, own, fixed)
-    return out[:, :queries].reshape(q.shape)
+    return out[:, :queries].reshape(*q.shape[:3], v.shape[-1])
 
 
 def _padded(view: View, slots: Array, rows: int, columns: int, keys: int) -> View:
@@ -139,7 +139,7 @@ def _visible_blocks(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
-) -> Float[Array, "batch queries kv_heads groups head_dim"]:
+) -> Float[Array, "batch queries kv_heads groups value_dim"]:
     return _forward(options, q, k, v, own, fixed)[0]
 
 

@@ -17,7 +17,7 @@ class Cache(eqx.Module):
     """
 
     k: Float[Array, "layers batch length kv_heads head_dim"]
-    v: Float[Array, "layers batch length kv_heads head_dim"]
+    v: Float[Array, "layers batch length kv_heads value_dim"]
     mask: Bool[Array, "batch length"]
     filled: Int[Array, ""]
 
@@ -56,7 +56,7 @@ def extend(
     cache: Cache | None,
     layer: Int[Array, ""],
     k: Float[Array, "batch new kv_heads head_dim"],
-    v: Float[Array, "batch new kv_heads head_dim"],
+    v: Float[Array, "batch new kv_heads value_dim"],
 ) -> tuple[Cache | None, Float[Array, "batch keys kv_heads head_dim"], Float[Array, "..."]]:
     """Writes the keys and values of the newest tokens in one layer.
 

@@ -121,7 +121,8 @@ def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:
 class Projections(eqx.Module):
     """The projections, biases and norms of the attention in all layers.
 
-    With `biased=False` there are no biases, and the norms are RMSNorms.
+    With `biased=False` there are no biases, and the norms are RMSNorms. With `key_bias=False` the
+    keys have none (their bias would change no weight of attention).
     """
 
     norm: Float[Array, "layers width"]
@@ -142,6 +143,7 @@ class Projections(eqx.Module):
         *,
         scales: tuple[float, float, float, float],
         biased: bool = True,
+        key_bias: bool = True,
         key: PRNGKeyArray,
     ):
         """Initialises the parameters: normal, truncated at three standard deviations, which are
@@ -155,6 +157,7 @@ class Projections(eqx.Module):
         )
         zeros = (lambda shape: jnp.zeros(shape)) if biased else (lambda shape: None)
         self.bq, self.bk, self.bv = (zeros((layers, *head)) for _ in range(3))
+        self.bk = self.bk if key_bias else None
         self.norm, self.norm_shift, self.bo = jnp.ones(stream), zeros(stream), zeros(stream)
 
 

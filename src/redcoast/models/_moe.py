@@ -53,7 +53,7 @@ def mix_experts(
     hits = hits.astype(weights.dtype)
     probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))
     use = (jnp.sum(hits, axis=(0, 1, 2)), probability)
-    return _dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen), use
+    return dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen), use
 
 
 def router_loss(
@@ -66,7 +66,14 @@ def router_loss(
     return count.size * jnp.sum(count / tokens * (probability / tokens))
 
 
-def _dispatch(expert_fn, x, weights, chosen):
+def dispatch(
+    expert_fn: Callable[[Array], Array],
+    x: Float[Array, "batch seq width"],
+    weights: Float[Array, "batch experts seq"],
+    chosen: int,
+) -> Float[Array, "batch seq width"]:
+    """Sums the outputs of the experts of each token with these weights, which are 0 for experts
+    that a token is not routed to. `chosen` is the number of experts of a token."""
     # Applying all experts to all tokens, with most weights 0, gives the same result but takes
     # `experts / chosen` times the work. Instead each expert processes a row's tokens in chunks, the
     # tokens routed to it first. Chunks without routed tokens are skipped, and no token is ever

@@ -28,12 +28,12 @@ def in_parts(
     attention: Attention,
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     view: View,
     bias: RelativeBias | Float[Array, "#batch heads queries keys"] | None,
     *,
     alike: bool,
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     """Computes `attention(q, k, v, view, bias)` for each part of the queries.
 
     A number of queries that the parts do not divide is computed as a whole. `alike` is whether all
@@ -71,18 +71,18 @@ def _by_heads(
     def run(given: tuple[Array, Array, Array]) -> Array:
         q, k, v = given
         merged = q.reshape(*q.shape[:2], -1, q.shape[4])
-        return attention(merged, k, v).reshape(q.shape)
+        return attention(merged, k, v).reshape(*q.shape[:4], v.shape[3])
 
     # The backward pass gathers again, and does not keep what was gathered for each group.
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     run = jax.checkpoint(run, policy=policy, prevent_cse=False)
     out = jax.lax.map(run, (grouped(q, each), grouped(k), grouped(v)))
-    return jnp.moveaxis(out, 0, 3).reshape(q.shape)
+    return jnp.moveaxis(out, 0, 3).reshape(*q.shape[:3], v.shape[3])
 
 
 def _in_parts(
     attention: Attention, q: Array, k: Array, v: Array, view: View, bias: Any
-) -> Float[Array, "batch queries heads head_dim"]:
+) -> Float[Array, "batch queries heads value_dim"]:
     parts = sequence_parts()
     split = lambda x, axis=1: _split(x, parts, axis)
     whole = lambda x: None if x is None else gather_sequence(x)
@@ -105,7 +105,7 @@ def _in_parts(
         return attention(q, k, v, own, None if part is None else make_bias(part))
 
     out = jax.vmap(one)(split(q), k, v, slots, rows, rows_of_bias)
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+    return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[-1])
 
 
 def _split(x: Array, parts: int, axis: int) -> Array:

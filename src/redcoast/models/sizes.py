@@ -13,12 +13,14 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling, Yarn
 from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
+from .deepseek_v3 import DeepseekV3, DeepseekV3Config
 from .dinov2 import Dinov2, Dinov2Config
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
 from .gptj import GPTJ, GPTJConfig
 from .llama import Llama, LlamaConfig
+from .mamba2 import Mamba2, Mamba2Config
 from .mixtral import Mixtral, MixtralConfig
 from .modernbert import ModernBert, ModernBertConfig
 from .opt import OPT, OPTConfig
@@ -26,6 +28,7 @@ from .phi3 import Phi3, Phi3Config
 from .siglip import Siglip, SiglipConfig, SiglipImageConfig, SiglipTextConfig
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
+from .whisper import Whisper, WhisperConfig
 
 Model = TypeVar("Model", covariant=True)
 
@@ -47,22 +50,27 @@ _CONFIGS: dict[Any, Any] = {
     Llama: LlamaConfig,
     GPT2: GPT2Config,
     GptOss: GptOssConfig,
+    DeepseekV3: DeepseekV3Config,
     GPTJ: GPTJConfig,
     OPT: OPTConfig,
     Phi3: Phi3Config,
     Gemma: GemmaConfig,
+    Mamba2: Mamba2Config,
     Mixtral: MixtralConfig,
     T5: T5Config,
     Bart: BartConfig,
     Bert: BertConfig,
     ModernBert: ModernBertConfig,
     ViT: ViTConfig,
+    Whisper: WhisperConfig,
     Dinov2: Dinov2Config,
     Siglip: SiglipConfig,
 }
 
 _SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
+_MAMBA2: dict[str, Any] = {"tied": True, "bos": 0, "eos": (0,), "pad": 0}
+_WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
 
@@ -187,6 +195,17 @@ qwen3_30b_a3b = _named(
     head_size=128, norm_eps=1e-6, qk_norm=True, context=40960, bos=151643, eos=(151645,),
 )
 
+mamba2_130m = _named(Mamba2, 50288, 768, 24, 24, **_MAMBA2)
+mamba2_370m = _named(Mamba2, 50288, 1024, 48, 32, **_MAMBA2)
+mamba2_780m = _named(Mamba2, 50288, 1536, 48, 48, **_MAMBA2)
+mamba2_1_3b = _named(Mamba2, 50288, 2048, 48, 64, **_MAMBA2)
+mamba2_2_7b = _named(Mamba2, 50288, 2560, 64, 80, **_MAMBA2)
+
+deepseek_v3_671b = _named(
+    DeepseekV3, 129280, 7168, 61, 128, 18432, 2048,
+    rope_scaling=Yarn(40, 4096), score_scaling=1.0, context=163840, bos=0, eos=(1,),
+)
+
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, head_size=64, pad=0, eos=(1,))
 t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, head_size=64, pad=0, eos=(1,))
 t5_large = _named(T5, 32128, 1024, 24, 24, 16, 4096, head_size=64, pad=0, eos=(1,))
@@ -250,6 +269,15 @@ vit_base = _named(ViT, 768, 12, 12, 3072)
 vit_large = _named(ViT, 1024, 24, 16, 4096)
 vit_huge = _named(ViT, 1280, 32, 16, 5120, patch=(14, 14))
 
+whisper_tiny = _named(Whisper, 51865, 384, 4, 4, 6, 1536, **_WHISPER)
+whisper_base = _named(Whisper, 51865, 512, 6, 6, 8, 2048, **_WHISPER)
+whisper_small = _named(Whisper, 51865, 768, 12, 12, 12, 3072, **_WHISPER)
+whisper_medium = _named(Whisper, 51865, 1024, 24, 24, 16, 4096, **_WHISPER)
+whisper_large_v3 = _named(
+    Whisper, 51866, 1280, 32, 32, 20, 5120,
+    mels=128, **_WHISPER | {"pad": 50256},
+)
+whisper_large_v3_turbo = _named(Whisper, 51866, 1280, 32, 4, 20, 5120, mels=128, **_WHISPER)
 dinov2_small = _named(Dinov2, 384, 12, 6)
 dinov2_base = _named(Dinov2, 768, 12, 12)
 dinov2_large = _named(Dinov2, 1024, 24, 16)

@@ -22,6 +22,7 @@ _NAMES = {
     "min_new_tokens": "min_new_tokens",
     "forced_bos": "forced_bos_token_id",
     "suppress": "suppress_tokens",
+    "begin_suppress": "begin_suppress_tokens",
 }
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 # Options that are not implemented, with the values that disable them.
@@ -40,8 +41,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "sequence_bias": ({},),
     "renormalize_logits": (False,),
-    "begin_suppress_tokens": ([],),
-    "forced_decoder_ids": ([],),
+    "return_timestamps": (False,),
     "force_words_ids": ([],),
     "constraints": ([],),
     "stop_strings": ([], ""),
@@ -63,6 +63,12 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     options = {field: given[name] for field, name in _NAMES.items() if name in given}
     options["forced_eos"] = token_ids(given.get("forced_eos_token_id"))
     options["bad_words"] = given.get("bad_words_ids", ())
+    options["prefix"], unknown = _prefix(given)
+    if unknown:
+        unserved.append(
+            "the detection of the language (pass those of the language, of the task and of the "
+            "absence of timestamps as `prefix`)"
+        )
     if options.get("beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
@@ -78,6 +84,25 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
         return Decoding(**options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
+
+
+def _prefix(given: Mapping[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Returns the tokens before the first new one that Whisper's files describe, and whether they
+    leave the language open, which `transformers` then detects."""
+    languages, tasks = given.get("lang_to_id", {}), given.get("task_to_id", {})
+    language, task = given.get("language"), given.get("task")
+    found = []
+    if language is None and task is None:
+        found = [token for _, token in sorted(given.get("forced_decoder_ids", ()))]
+    elif language is not None:
+        token = language if language in languages else f"<|{language}|>"
+        found = [languages.get(token), tasks.get(task or "transcribe")]
+    if languages and (not found or found[0] is None):
+        return (), True
+    last = given.get("no_timestamps_token_id")
+    silent = last is not None and not given.get("return_timestamps")
+    found += [last] if silent and found[-1:] != [last] else []
+    return tuple(token for token in found if token is not None), False
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +160,8 @@ def write_decoding(config: Any) -> dict[str, Any]:
         for field, name in fields.items()
         if getattr(d, field) != getattr(GREEDY, field)
     }
+    if d.prefix:
+        options["forced_decoder_ids"] = [[i, token] for i, token in enumerate(d.prefix, 1)]
     if d.temperature > 0:
         options |= {"do_sample": True, "top_k": d.top_k or 0}
     if getattr(config, "decoder_start", None) is not None:

@@ -10,12 +10,14 @@ from .hf import (
     bart,
     bert,
     captioner,
+    deepseek_v3,
     dinov2,
     gemma,
     gpt2,
     gpt_oss,
     gptj,
     llama,
+    mamba2,
     mixtral,
     modernbert,
     opt,
@@ -23,6 +25,7 @@ from .hf import (
     siglip,
     t5,
     vit,
+    whisper,
 )
 
 
@@ -49,12 +52,14 @@ FAMILIES = (
     Family(models.Bart, models.BartConfig, bart, ("bart",)),
     Family(models.Bert, models.BertConfig, bert, ("bert", "roberta")),
     Family(models.Captioner, models.CaptionerConfig, captioner, ("vision-encoder-decoder",)),
+    Family(models.DeepseekV3, models.DeepseekV3Config, deepseek_v3, ("deepseek_v3",)),
     Family(models.Dinov2, models.Dinov2Config, dinov2, ("dinov2", "dinov2_with_registers")),
     Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
     Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
     Family(models.GptOss, models.GptOssConfig, gpt_oss, ("gpt_oss",)),
     Family(models.GPTJ, models.GPTJConfig, gptj, ("gptj",)),
     Family(models.Llama, models.LlamaConfig, llama, llama.KINDS),
+    Family(models.Mamba2, models.Mamba2Config, mamba2, ("mamba2",)),
     Family(models.Mixtral, models.MixtralConfig, mixtral, ("mixtral", "qwen3_moe")),
     Family(models.ModernBert, models.ModernBertConfig, modernbert, ("modernbert",)),
     Family(models.OPT, models.OPTConfig, opt, ("opt",)),
@@ -62,6 +67,7 @@ FAMILIES = (
     Family(models.Siglip, models.SiglipConfig, siglip, ("siglip",)),
     Family(models.T5, models.T5Config, t5, ("mt5", "t5")),
     Family(models.ViT, models.ViTConfig, vit, ("vit",)),
+    Family(models.Whisper, models.WhisperConfig, whisper, ("whisper",)),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _BY_CLASS = {c: family for family in FAMILIES for c in (family.model, family.config)}

@@ -25,7 +25,7 @@ class Tensor:
 
     - `name`: the names of the tensors. Each field in it, such as `{layer}`, is a leading dimension
       of the leaf, in the same order. `{layer+1}` counts from 1, for layers of which the first has
-      no such tensor.
+      no such tensor, and `{layer+0}` from 0, for layers of which the last ones have none.
     - `pattern`: how the dimensions of one tensor become the remaining dimensions of the leaf, in
       the style of einops. Each dimension is a factor, or several factors in parentheses, slowest
       first; a number is a factor of that size. Every factor must be on both sides, except factors

@@ -19,13 +19,13 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "dbrx": ("mixtral", "fused projections, and clipped queries, keys and values"),
     "deberta": ("bert", "attention with separate contents and positions"),
     "deberta-v2": ("bert", "attention with separate contents and positions"),
-    "deepseek_v2": ("mixtral", "multi-head latent attention and shared experts"),
-    "deepseek_v3": ("mixtral", "multi-head latent attention and shared experts"),
+    "deepseek_v2": ("deepseek_v3", "routing by the softmax of the scores"),
     "deit": ("vit", "a token for distillation"),
     "dinov3_vit": ("dinov2_with_registers", "rotary positions"),
     "distilbert": ("bert", "embeddings without token types"),
     "electra": ("bert", "an embedding narrower than the layers"),
     "exaone4": ("llama", "normalisation after each sublayer, and layers without rotation"),
+    "falcon_mamba": ("mamba2", "states with a decay of each feature (Mamba-1)"),
     "falcon": ("gptj", "fused projections with few keys and values, or biases of positions"),
     "gemma3": ("gemma3_text", "the encoder of images around the language model"),
     "gemma3n_text": ("gemma3_text", "embeddings for each layer and alternating updates"),
@@ -41,6 +41,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "llava": ("llama", "the encoder of images before the language model"),
     "longt5": ("t5", "local attention, and global attention of blocks"),
     "m2m_100": ("bart", "sinusoidal positions and normalisation before each sublayer"),
+    "mamba": ("mamba2", "states with a decay of each feature (Mamba-1)"),
     "marian": ("bart", "sinusoidal positions"),
     "mbart": ("bart", "normalisation before each sublayer and after the last"),
     "mllama": ("llama", "cross-attention to images"),
@@ -61,10 +62,9 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "starcoder2": ("llama", "a feed-forward without a gate, and LayerNorm with biases"),
     "swin": ("vit", "attention within windows that are shifted and merged"),
     "umt5": ("t5", "biases of positions in each layer"),
-    "whisper": ("bart", "convolutions over sound before the encoder"),
 }
-# State spaces and recurrences, which no family has.
-_OTHER = ("falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "zamba2")
+# Recurrences that no family has, or that alternate with attention.
+_OTHER = ("jamba", "recurrent_gemma", "rwkv", "zamba2")
 _PACKED: dict[str, tuple[str, str]] = {
     "gptq": ("GPTQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
     "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
@@ -84,7 +84,7 @@ def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
         near, missing = _NEAREST[text]
         reason = f" The nearest supported type is {near}; what is missing: {missing}."
     elif text in _OTHER:
-        reason = " It has state spaces or recurrences, which no supported type has."
+        reason = " It has recurrences that no supported type has."
     elif close := difflib.get_close_matches(text, names, n=1):
         reason = f" The supported type with the most similar name is {close[0]}."
     return ValueError(

@@ -1,0 +1,345 @@
+"""The Whisper encoder-decoder: log-mel features of sound in, text out."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ..core._decoding import GREEDY, Decoding
+from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
+from ._cache import admit, cached_view, extend
+from ._checks import check_config, check_heads, check_length, check_rates
+from ._cross_cache import CrossCache
+from ._dropout import dropout, split_key
+from ._einsum import Projections, keys_values, outputs, product, queries
+from ._scan import Remat, scan_layers
+
+
+@dataclass(frozen=True)
+class WhisperConfig:
+    """The configuration of a `Whisper`.
+
+    **Arguments:**
+
+    - `vocab`, `width`: the vocabulary size and the size of the residual stream.
+    - `layers`, `decoder_layers`: the number of layers of the encoder and of the decoder.
+    - `heads`, `hidden`: the number of heads and the hidden size of the feed-forward network.
+    - `mels`, `frames`: the number of features of a frame of sound, and of frames. The encoder
+      halves the number of frames.
+    - `positions`: the maximum length of the text in tokens.
+    - `activation`: the activation function of the feed-forward network, by its name in
+      `config.json` files.
+    - `dropout`, `attention_dropout`, `activation_dropout`: the dropout rates of the embeddings and
+      the outputs that are added to the residual stream; of the attention weights; and of the hidden
+      features of the feed-forward network.
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
+    - `decoder_start`: the token id that the decoder starts with.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    decoder_layers: int
+    heads: int
+    hidden: int
+    mels: int = 80
+    frames: int = 3000
+    positions: int = 448
+    activation: str = "gelu"
+    dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+    activation_dropout: int | float = 0.0
+    remat: Remat = "none"
+    unroll: int | None = None
+    decoder_start: int = 50258
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+    decoding: Decoding = GREEDY
+
+    def __post_init__(self):
+        sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden")
+        check_config(self, *sizes, "mels", "frames", "positions")
+        check_heads(self)
+        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
+        check_activation(self.activation)
+        for name, least in (("width", 4), ("frames", 2)):
+            value = getattr(self, name)
+            if value < least or value % 2:
+                raise ValueError(f"`{name}` must be even and at least {least}, but is {value}.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+_EPS = 1e-5
+# The frames that each convolution sees.
+_TAPS = 3
+
+
+class WhisperLayers(eqx.Module):
+    """The parameters of all layers of the encoder or decoder, stacked along their first
+    dimension. Keys have no bias."""
+
+    attention: Projections
+    cross: Projections | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+
+    def __init__(self, config: WhisperConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
+        attention, cross, up, down = jax.random.split(key, 4)
+        stream, hidden = (layers, config.width), (layers, config.hidden)
+        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4, key_bias=False)
+        self.attention = create(key=attention)
+        self.cross = create(key=cross) if decoder else None
+        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
+        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+
+
+class WhisperEncoder(eqx.Module):
+    """Two convolutions over time, of which the second halves the number of frames, and layers."""
+
+    first: Float[Array, "taps mels width"]
+    first_bias: Float[Array, " width"]
+    second: Float[Array, "taps width_in width"]
+    second_bias: Float[Array, " width"]
+    position_embed: Float[Array, "positions width"]
+    layers: WhisperLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+
+    def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
+        c = config
+        first, second, layers = jax.random.split(key, 3)
+        self.first = small_normal(first, (_TAPS, c.mels, c.width))
+        self.second = small_normal(second, (_TAPS, c.width, c.width))
+        self.first_bias, self.second_bias = jnp.zeros(c.width), jnp.zeros(c.width)
+        self.position_embed = jnp.asarray(sinusoids(c.frames // 2, c.width), self.first.dtype)
+        self.layers = WhisperLayers(c, c.layers, decoder=False, key=layers)
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+
+
+class WhisperDecoder(eqx.Module):
+    """Layers with cross-attention, over embeddings with learned positions."""
+
+    position_embed: Float[Array, "positions width"]
+    layers: WhisperLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+
+    def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
+        table, layers = jax.random.split(key)
+        self.position_embed = small_normal(table, (config.positions, config.width))
+        self.layers = WhisperLayers(config, config.decoder_layers, decoder=True, key=layers)
+        self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+
+
+class Whisper(eqx.Module):
+    """The Whisper encoder-decoder (Radford et al., 2022, <https://arxiv.org/abs/2212.04356>).
+
+    It takes the log-mel features of 30 seconds of sound, which the processor of `transformers`
+    (`WhisperFeatureExtractor`) computes.
+
+    ```python
+    config = WhisperConfig(
+        vocab=256, width=128, layers=2, decoder_layers=2, heads=4, hidden=512, frames=300,
+        decoder_start=1,
+    )
+    model = Whisper(config, key=jax.random.key(0))
+    features, labels = jnp.zeros((8, 80, 300)), jnp.ones((8, 16), jnp.int32)
+    logits = model(features, shift_right(labels, start=config.decoder_start))  # (8, 16, 256)
+    ```
+    """
+
+    embed: Float[Array, "vocab width"]
+    encoder: WhisperEncoder
+    decoder: WhisperDecoder
+    config: WhisperConfig = eqx.field(static=True)
+
+    from ._methods import encoder_decoder_init_cache as init_cache
+
+    def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with standard deviation 0.02, truncated at three
+        standard deviations. The positions of the encoder are sinusoids."""
+        embed, encoder, decoder = jax.random.split(key, 3)
+        self.embed = small_normal(embed, (config.vocab, config.width))
+        self.encoder = WhisperEncoder(config, key=encoder)
+        self.decoder = WhisperDecoder(config, key=decoder)
+        self.config = config
+
+    def __call__(
+        self,
+        features: Float[Array, "batch mels frames"],
+        decoder_tokens: Integer[Array, "batch seq"],
+        *,
+        mask: None = None,
+        decoder_mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of the next token at each position of the text.
+
+        **Arguments:**
+
+        - `features`: log-mel features, with as many frames as the configuration says: shorter
+          sounds are padded with silence.
+        - `decoder_tokens`: the texts, each after the tokens that texts start with (see
+          `shift_right`).
+        - `mask`: must be None, since silence is not masked.
+        - `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either side.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+        **Raises:**
+
+        `ValueError` if the features do not have the size of the configuration, or if a row has
+        more tokens than `config.positions`.
+        """
+        options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
+        return self.unembed(self.hidden(features, decoder_tokens, **options))
+
+    def hidden(
+        self,
+        features: Float[Array, "batch mels frames"],
+        decoder_tokens: Integer[Array, "batch seq"],
+        *,
+        mask: None = None,
+        decoder_mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
+        check_length(self.config, decoder_tokens.shape[1])
+        encoder_key, key = split_key(key, 2)
+        memory = self.encode(features, mask=mask, key=encoder_key)
+        real = real_tokens(decoder_tokens.shape, decoder_mask)
+        seen = full_view(real_tokens(memory.shape, None))
+        view = count_positions(real), causal_view(real)
+        return self._decode(decoder_tokens, *view, (memory, None, seen), None, key)[0]
+
+    def encode(
+        self,
+        features: Float[Array, "batch mels frames"],
+        *,
+        mask: None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch memory width"]:
+        """Returns the encoder's hidden states, which the decoder attends to.
+
+        The arguments are those of `__call__`.
+        """
+        c, encoder = self.config, self.encoder
+        if features.shape[1:] != (c.mels, c.frames):
+            raise ValueError(
+                f"The features have shape {features.shape[1:]}, but the model takes "
+                f"{(c.mels, c.frames)}: mel bands and frames. Pad the sound, or cut it."
+            )
+        embed_key, key = split_key(key, 2)
+        x = jnp.swapaxes(features.astype(encoder.first.dtype), 1, 2)
+        x = _convolve(x, encoder.first, encoder.first_bias, stride=1)
+        x = _convolve(x, encoder.second, encoder.second_bias, stride=2)
+        # Sinusoids are not trained. They are stored with the parameters, as in published files.
+        x = x + jax.lax.stop_gradient(encoder.position_embed)[None]
+        x = dropout(x, c.dropout, embed_key)
+        visible = full_view(real_tokens(x.shape, None))
+        return self._run(encoder, x, visible, None, None, key)[0]
+
+    def decode(
+        self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        own = admit(cache.own, tokens.shape, mask)
+        cross = (None, (cache.k, cache.v), full_view(cache.mask))
+        view = cached_view(own, tokens.shape[1])
+        x, own = self._decode(tokens, *view, cross, own, None)
+        return x, cache.with_own(own)
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+        return product("bsd,vd->bsv", hidden, self.embed)
+
+    def _decode(self, tokens, positions, visible, cross, cache, key):
+        embed_key, key = split_key(key, 2)
+        x = look_up(self.embed, tokens) + look_up(self.decoder.position_embed, positions)
+        x = dropout(x, self.config.dropout, embed_key)
+        return self._run(self.decoder, x, visible, cross, cache, key)
+
+    def _run(self, stack, x, visible, cross, cache, key):
+        c = self.config
+        # The memory's keys and values come from a cache or are computed in each layer.
+        nothing: Any = (None, None, None)
+        memory, stored, seen = cross or nothing
+
+        def layer_fn(x, cache, inputs, index, key):
+            layer, kv = inputs
+            keys = split_key(key, 3)
+            own = layer.attention
+            y = _norm(own, x)
+            cache, *own_kv = extend(cache, index, *keys_values(own, y))
+            x = x + _attention(own, y, own_kv, visible, keys[0], c)
+            if layer.cross is not None:
+                kv = keys_values(layer.cross, memory) if kv is None else kv
+                x = x + _attention(layer.cross, _norm(layer.cross, x), kv, seen, keys[1], c)
+            return x + _mlp(layer, x, keys[2], c), cache
+
+        layers = (stack.layers, stored)
+        x, cache = scan_layers(
+            layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
+        return layer_norm(x, stack.norm, stack.norm_shift, _EPS), cache
+
+
+def sinusoids(length: int, width: int) -> Float[np.ndarray, "length width"]:
+    """Returns the sines of all positions, and behind them the cosines."""
+    rates = np.exp(-math.log(10000) / (width // 2 - 1) * np.arange(width // 2))
+    angles = np.arange(length)[:, None] * rates[None]
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def _convolve(x, kernel, bias, *, stride):
+    """A convolution over time, and GELU. Each end is padded with a frame of zeros."""
+    # A product over windows, not a convolution, so that every dimension can be sharded.
+    padded = jnp.pad(x, ((0, 0), (1, 1), (0, 0)))
+    length = x.shape[1]
+    windows = [padded[:, tap : tap + length : stride] for tap in range(_TAPS)]
+    return ACTIVATIONS["gelu"](product("bstm,tmd->bsd", jnp.stack(windows, axis=2), kernel, bias))
+
+
+def _norm(layer, x):
+    return layer_norm(x, layer.norm, layer.norm_shift, _EPS)
+
+
+def _attention(layer, x, kv, visible, key, config):
+    weights_key, key = split_key(key, 2)
+    rate = config.attention_dropout
+    out = attend(queries(layer, x), *kv, visible=visible, rate=rate, key=weights_key)
+    return dropout(outputs(layer, out), config.dropout, key)
+
+
+def _mlp(layer, x, key, config):
+    hidden_key, key = split_key(key, 2)
+    x = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS)
+    hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    hidden = dropout(hidden, config.activation_dropout, hidden_key)
+    return dropout(product("bsh,hd->bsd", hidden, layer.down, layer.down_bias), config.dropout, key)

@@ -1,0 +1,102 @@
+"""The settings and tensors of Mamba-2 in Hugging Face's format."""
+
+import math
+from typing import Any
+
+from ...models.mamba2 import Mamba2Config
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._tables import EMBED, TURNED, VECTOR, own_head, tied_head
+
+BASE_PREFIX = "backbone."
+
+_NAMES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_heads",
+    "head_size": "head_dim",
+    "state": "state_size",
+    "groups": "n_groups",
+    "taps": "conv_kernel",
+    "chunk": "chunk_size",
+    "norm_eps": "layer_norm_epsilon",
+    "wide_residual": "residual_in_fp32",
+    "tied": "tie_word_embeddings",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+# Settings of the initialisation, sizes that follow from others, and settings that published files
+# have and `transformers` does not read.
+_IGNORED = """
+    time_step_rank time_step_min time_step_max time_step_floor time_step_scale
+    time_step_init_scheme rescale_prenorm_residual
+    intermediate_size rms_norm norm_before_gate use_mambapy layer_types
+"""
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "chunk_size": 256,
+        "layer_norm_epsilon": 1e-5,
+        "residual_in_fp32": True,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
+    given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
+    sizes = [value for value in given if type(value) is int and value > 0]
+    # A file of `transformers` holds infinity as a number, or in this form.
+    infinity = (math.inf, "Infinity", {"__float__": "Infinity"})
+    only = {
+        "model_type": ("mamba2",),
+        "hidden_act": ("silu",),
+        "use_bias": (False,),
+        "use_conv_bias": (True,),
+        "time_step_limit": tuple([0.0, end] for end in infinity),
+        "expand": (sizes[0] * sizes[1] / sizes[2],) if len(sizes) == 3 else (2,),
+    }
+    return read_fields(read_settings(settings, defaults, only, tuple(_IGNORED.split())), _NAMES)
+
+
+def write(config: Mamba2Config) -> dict[str, Any]:
+    c = config
+    settings = write_fields(c, _NAMES)
+    settings |= {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}
+    settings |= {"hidden_act": "silu", "use_bias": False, "use_conv_bias": True}
+    return settings | {"expand": c.inner // c.width}
+
+
+def tensors(config: Mamba2Config) -> dict[str, Tensor]:
+    """Maps each array to its published tensors, which several arrays share."""
+    c, layer = config, "backbone.layers.{layer}."
+    mixer, small = layer + "mixer.", c.groups * c.state
+    found = {
+        "embed": Tensor("backbone.embeddings.weight", EMBED),
+        "layers/norm": Tensor(layer + "norm.weight", VECTOR),
+        "layers/steps_bias": Tensor(mixer + "dt_bias", "heads -> heads"),
+        "layers/log_decay": Tensor(mixer + "A_log", "heads -> heads"),
+        "layers/skip": Tensor(mixer + "D", "heads -> heads"),
+        "layers/inner_norm": Tensor(mixer + "norm.weight", VECTOR),
+        "layers/down": Tensor(mixer + "out_proj.weight", TURNED),
+        "norm": Tensor("backbone.norm_f.weight", VECTOR),
+    }
+    sizes = {"gate": c.inner, "x": c.inner, "b": small, "c": small, "steps": c.heads}
+    start, total, channels = 0, sum(sizes.values()), c.inner + 2 * small
+    for leaf, size in sizes.items():
+        found[f"layers/{leaf}"] = Tensor(mixer + "in_proj.weight", TURNED, outputs=(start, total))
+        if leaf in "xbc":  # the convolution is over these, which come behind the gate
+            at = (start - c.inner, channels)
+            kernel = "channels 1 taps -> taps channels"
+            found[f"layers/conv_{leaf}"] = Tensor(mixer + "conv1d.weight", kernel, channels=at)
+            bias = Tensor(mixer + "conv1d.bias", "channels -> channels", channels=at)
+            found[f"layers/conv_{leaf}_bias"] = bias
+        start += size
+    return found | own_head(c)
+
+
+duplicates = tied_head("backbone.embeddings.weight")

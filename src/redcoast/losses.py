@@ -161,6 +161,42 @@ def _losses_in_parts(
     return jnp.moveaxis(losses, 0, 2).reshape(batch, -1)[:, :seq]
 
 
+def pairwise_sigmoid(logits: Float[Array, "images texts"]) -> Float[Array, ""]:
+    """Computes the loss of SigLIP (Zhai et al., 2023, <https://arxiv.org/abs/2303.15343>): each
+    image belongs to the text of the same index, and to no other.
+
+    **Arguments:**
+
+    - `logits`: the logits of each image and each text, such as `model(pixels, tokens)` of a
+        `redcoast.models.Siglip`.
+
+    **Returns:**
+
+    A scalar, in float32 or wider: the sum over all texts, averaged over images.
+
+    **Raises:**
+
+    `ValueError` if there are not as many images as texts.
+
+    !!! Example
+
+        ```python
+        from redcoast.losses import pairwise_sigmoid
+
+        def loss_fn(model, batch, key):
+            return pairwise_sigmoid(model(batch["pixels"], batch["tokens"], key=key))
+        ```
+    """
+    if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
+        raise ValueError(
+            f"`logits` must have one row and one column for each pair of an image and a text, but "
+            f"has shape {logits.shape}."
+        )
+    wide = logits.astype(np.promote_types(logits.dtype, np.float32))
+    signs = 2 * jnp.eye(len(wide), dtype=wide.dtype) - 1
+    return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * wide), axis=1))
+
+
 def _check_targets(name: str, x: Array, targets: Array, mask: Array | None) -> None:
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"`targets` must be integers (token ids), but have dtype {targets.dtype}.")

@@ -223,6 +223,7 @@ ROWS = {
             ValueError,
             "`chunk` is 0",
         ),
+        (lambda d: losses.pairwise_sigmoid(jnp.zeros((2, 3))), ValueError, r"shape \(2, 3\)"),
     ],
     "lora": [
         (lambda d: lora.add_adapters(llama(), 0, targets="wq", key=KEY), ValueError, "`rank`.*0"),

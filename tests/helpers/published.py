@@ -65,9 +65,12 @@ def make_batch(settings: Mapping[str, Any], *, pixels: bool, text: bool) -> dict
         shape = (ROWS, settings["num_mel_bins"], 2 * settings["max_source_positions"])
         batch["features"] = uniform("features", int(np.prod(shape))).reshape(shape).astype("f4")
     elif pixels:
-        vision = settings.get("encoder", settings)
+        vision = settings.get("vision_config", settings.get("encoder", settings))
         shape = (ROWS, vision["num_channels"], vision["image_size"], vision["image_size"])
         batch["pixels"] = uniform("pixels", int(np.prod(shape))).reshape(shape).astype(np.float32)
+        if texts := settings.get("text_config"):  # as long as the texts that it is trained on
+            positions = texts["max_position_embeddings"]
+            batch["tokens"] = make_tokens("tokens", texts["vocab_size"], positions)
     else:
         batch["tokens"] = make_tokens("tokens", settings["vocab_size"])
         batch["mask"] = ragged((0, 3, -3, 5))

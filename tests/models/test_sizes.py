@@ -90,6 +90,9 @@ PUBLISHED = {
     "dinov2_base": 86_580_480,
     "dinov2_large": 304_368_640,
     "dinov2_giant": 1_136_480_768,
+    "siglip_base": 203_155_970,
+    "siglip_large": 652_150_786,
+    "siglip_so400m": 877_960_498,
 }
 # One of each family, and of each kind within it.
 FEW = (
@@ -117,6 +120,7 @@ FEW = (
     "vit_base",
     "whisper_large_v3_turbo",
     "dinov2_giant",
+    "siglip_so400m",
 )
 NAMES = [name for name, value in vars(sizes).items() if name[0].islower() and callable(value)]
 

@@ -73,8 +73,12 @@ def is_whisper(reference: Any) -> bool:
     return reference.config.model_type == "whisper"
 
 
+def takes_pixels(reference: Any) -> bool:
+    return "image" in reference.input_modalities
+
+
 def batch_for(reference: Any, directory: Path) -> dict[str, np.ndarray]:
-    pixels = reference.main_input_name == "pixel_values"
+    pixels = takes_pixels(reference)
     return make_batch(settings_of(directory), pixels=pixels, text=reference.can_generate())
 
 
@@ -110,6 +114,8 @@ def reference_inputs(batch: dict[str, np.ndarray], row: int) -> dict[str, torch.
     """One row, without padding."""
     if "pixels" in batch:
         inputs = {"pixel_values": torch.tensor(batch["pixels"][row][None])}
+        if "tokens" in batch:  # each image is compared with all texts
+            inputs["input_ids"] = torch.tensor(batch["tokens"].astype(np.int64))
     elif "features" in batch:
         inputs = {"input_features": torch.tensor(batch["features"][row][None])}
     else:

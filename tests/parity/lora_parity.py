@@ -73,9 +73,11 @@ READ |= {
     if case.name in ("mixtral", "qwen3 moe")
 }
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
-# Types whose experts are not modules that PEFT adapts, and one whose output projections it refuses.
+# Types of which other matrices are not modules that PEFT adapts (experts, a pooler's projections),
+# and one whose output projections it refuses.
 OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3"), r"/w[qkvo]$")
 OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$"}
+OTHER_TARGETS |= {"siglip": r"layers/(w[qkvo]|up|down)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),
     "some": (LLAMA, ["wq", "wv", "up"]),

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
 import numpy as np
 import torch
-from harness import Case, batch_for, make_reference, reference_outputs
+from harness import Case, batch_for, make_reference, reference_outputs, takes_pixels
 from published import sample, settings_of, shapes_of
 
 FOLDER = Path(__file__).parents[1] / "fixtures"
@@ -29,7 +29,7 @@ def make_fixture(case: Case) -> dict:
         return {
             "settings": settings_of(directory),
             "tensors": shapes_of(directory),
-            "pixels": reference.main_input_name == "pixel_values",
+            "pixels": takes_pixels(reference),
             "text": reference.can_generate(),
             "outputs": np.round([sample(row.double().numpy()) for row in rows], 6).tolist(),
         }

@@ -50,6 +50,10 @@ from redcoast.models import (
     OPTConfig,
     Phi3,
     Phi3Config,
+    Siglip,
+    SiglipConfig,
+    SiglipImageConfig,
+    SiglipTextConfig,
     T5Config,
     ViT,
     ViTConfig,
@@ -177,6 +181,13 @@ FAMILIES = {
     "dinov2": (
         Dinov2,
         Dinov2Config(width=64, layers=2, heads=8, image=32, patch=8, registers=2, gated=True),
+    ),
+    "siglip": (
+        Siglip,
+        SiglipConfig(
+            SiglipImageConfig(width=64, layers=2, heads=8, hidden=96, image=32, patch=8),
+            SiglipTextConfig(vocab=96, width=32, layers=3, heads=4, hidden=96, outputs=64),
+        ),
     ),
     "vit": (ViT, ViTConfig(width=64, layers=2, heads=8, hidden=128, image=(32, 32), patch=(8, 8))),
     "whisper": (

@@ -35,6 +35,10 @@ from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
 from .phi3 import Phi3 as Phi3
 from .phi3 import Phi3Config as Phi3Config
+from .siglip import Siglip as Siglip
+from .siglip import SiglipConfig as SiglipConfig
+from .siglip import SiglipImageConfig as SiglipImageConfig
+from .siglip import SiglipTextConfig as SiglipTextConfig
 from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
@@ -95,6 +99,9 @@ from .sizes import qwen3_8b as qwen3_8b
 from .sizes import qwen3_30b_a3b as qwen3_30b_a3b
 from .sizes import roberta_base as roberta_base
 from .sizes import roberta_large as roberta_large
+from .sizes import siglip_base as siglip_base
+from .sizes import siglip_large as siglip_large
+from .sizes import siglip_so400m as siglip_so400m
 from .sizes import smollm2_135m as smollm2_135m
 from .sizes import smollm3_3b as smollm3_3b
 from .sizes import t5_3b as t5_3b

@@ -82,7 +82,7 @@ def full_view(
     window: int | None = None,
 ) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys of its row or segment, of which a
-    `window` leaves so many slots before and behind it, both with its own."""
+    `window` leaves so many slots before and after it, its own included in both."""
     if window is not None:
         both = None if segments is None else (segments, segments)
         view = View(_unless_known(real), segments=both, window=window)

@@ -18,7 +18,7 @@ class View(eqx.Module):
         are the same tokens.
     - `segments`: the segments of the queries and of the keys.
     - `causal`: whether a query sees only the keys in its own slot and before.
-    - `window`: the number of slots that a query sees before it, and without `causal` also behind
+    - `window`: the number of slots that a query sees before it, and without `causal` also after
         it; both include its own.
     """
 

@@ -25,6 +25,7 @@ from .mixtral import Mixtral, MixtralConfig
 from .modernbert import ModernBert, ModernBertConfig
 from .opt import OPT, OPTConfig
 from .phi3 import Phi3, Phi3Config
+from .siglip import Siglip, SiglipConfig, SiglipImageConfig, SiglipTextConfig
 from .t5 import T5, T5Config
 from .vit import ViT, ViTConfig
 from .whisper import Whisper, WhisperConfig
@@ -63,8 +64,10 @@ _CONFIGS: dict[Any, Any] = {
     ViT: ViTConfig,
     Whisper: WhisperConfig,
     Dinov2: Dinov2Config,
+    Siglip: SiglipConfig,
 }
 
+_SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
 _OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
 _MAMBA2: dict[str, Any] = {"tied": True, "bos": 0, "eos": (0,), "pad": 0}
 _WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
@@ -279,4 +282,17 @@ dinov2_small = _named(Dinov2, 384, 12, 6)
 dinov2_base = _named(Dinov2, 768, 12, 12)
 dinov2_large = _named(Dinov2, 1024, 24, 16)
 dinov2_giant = _named(Dinov2, 1536, 40, 24, gated=True)
+
+siglip_base = _named(
+    Siglip, SiglipImageConfig(768, 12, 12, 3072),
+    SiglipTextConfig(32000, 768, 12, 12, 3072, **_SIGLIP),
+)
+siglip_large = _named(
+    Siglip, SiglipImageConfig(1024, 24, 16, 4096, image=256),
+    SiglipTextConfig(32000, 1024, 24, 16, 4096, **_SIGLIP),
+)
+siglip_so400m = _named(
+    Siglip, SiglipImageConfig(1152, 27, 16, 4304, image=384, patch=14),
+    SiglipTextConfig(32000, 1152, 27, 16, 4304, **_SIGLIP),
+)
 # fmt: on

@@ -1,0 +1,166 @@
+"""The settings and tensors of SigLIP in Hugging Face's format."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._labels import read_architecture
+from ._tables import EMBED, HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+
+BUFFERS = (r"\.embeddings\.position_ids$",)
+
+_BOTH = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+    "activation": "hidden_act",
+    "norm_eps": "layer_norm_eps",
+    "attention_dropout": "attention_dropout",
+}
+_IMAGE = {**_BOTH, "image": "image_size", "patch": "patch_size", "channels": "num_channels"}
+_TEXT = {
+    **_BOTH,
+    "vocab": "vocab_size",
+    "positions": "max_position_embeddings",
+    "outputs": "projection_size",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+# The settings of published files are often only those that differ from the base size.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+}
+_OF_IMAGES = {"image_size": 224, "patch_size": 16, "num_channels": 3}
+_OF_TEXTS = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 64,
+    "projection_size": None,
+    "bos_token_id": 49406,
+    "eos_token_id": 49407,
+    "pad_token_id": 1,
+}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    c = read_settings(
+        settings,
+        {"text_config": REQUIRED, "vision_config": REQUIRED},
+        {"model_type": ("siglip",)},
+        # The embedding of tokens is tied to nothing.
+        ("tie_word_embeddings",),
+    )
+    read_architecture(settings, {"SiglipModel": None}, "SiglipModel")
+    image = read_settings(
+        c["vision_config"] or {},
+        _DEFAULTS | _OF_IMAGES,
+        {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)},
+    )
+    for name in ("image_size", "patch_size"):
+        if isinstance(image[name], list):
+            raise ValueError(f"`{name}` is {image[name]}, but only squares are implemented.")
+    text = read_settings(
+        c["text_config"] or {},
+        _DEFAULTS | _OF_TEXTS,
+        {"model_type": ("siglip_text_model",)},
+    )
+    return {
+        "image": SiglipImageConfig(**read_fields(image, _IMAGE)),
+        "text": SiglipTextConfig(**read_fields(text, _TEXT)),
+    }
+
+
+def write(config: SiglipConfig) -> dict[str, Any]:
+    image, text = write_fields(config.image, _IMAGE), write_fields(config.text, _TEXT)
+    text |= {"projection_size": config.text.outputs or config.text.width}
+    return {
+        "architectures": ["SiglipModel"],
+        "model_type": "siglip",
+        "vision_config": image | {"model_type": "siglip_vision_model"},
+        "text_config": text | {"model_type": "siglip_text_model"},
+    }
+
+
+def tensors(config: SiglipConfig) -> dict[str, Tensor]:
+    """Maps each array to its published tensors. Q, K and V of the pooler are in one."""
+    image, text, kept = "vision_model.", "text_model.", "rows width -> rows width"
+    positions = "embeddings.position_embedding.weight"
+    kernel = "width channels rows columns -> channels rows columns width"
+    patch = image + "embeddings.patch_embedding."
+    return {
+        "image/patch_embed": Tensor(patch + "weight", kernel),
+        "image/patch_bias": Tensor(patch + "bias", VECTOR),
+        "image/position_embed": Tensor(image + positions, kept),
+        **_layers("image/layers/", image, config.image.heads),
+        **norm("image/norm", image + "post_layernorm"),
+        **_pooler("image/pooler/", image + "head.", config.image.heads),
+        "text/embed": Tensor(text + "embeddings.token_embedding.weight", EMBED),
+        "text/position_embed": Tensor(text + positions, kept),
+        **_layers("text/layers/", text, config.text.heads),
+        **norm("text/norm", text + "final_layer_norm"),
+        **linear("text/head", text + "head"),
+        "logit_scale": Tensor("logit_scale", "1 -> 1"),
+        "logit_bias": Tensor("logit_bias", "1 -> 1"),
+    }
+
+
+def _layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
+    layer = part + "encoder.layers.{layer}."
+    attention = layer + "self_attn."
+    found = {
+        **norm(leaf + "attention_norm", layer + "layer_norm1"),
+        leaf + "wo": Tensor(attention + "out_proj.weight", OUT_OF_HEADS, heads=heads),
+        leaf + "bo": Tensor(attention + "out_proj.bias", VECTOR),
+        **norm(leaf + "mlp_norm", layer + "layer_norm2"),
+        **_mlp(leaf, layer + "mlp."),
+    }
+    for letter in "qkv":
+        name = f"{attention}{letter}_proj."
+        found[f"{leaf}w{letter}"] = Tensor(name + "weight", INTO_HEADS, heads=heads)
+        found[f"{leaf}b{letter}"] = Tensor(name + "bias", HEADS_BIAS, heads=heads)
+    return found
+
+
+def _mlp(leaf: str, name: str) -> dict[str, Tensor]:
+    found = {}
+    for side, number in {"up": "fc1", "down": "fc2"}.items():
+        found[leaf + side] = Tensor(f"{name}{number}.weight", TURNED)
+        found[f"{leaf}{side}_bias"] = Tensor(f"{name}{number}.bias", VECTOR)
+    return found
+
+
+def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
+    attention = name + "attention."
+    found = {
+        leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
+        leaf + "attention/wo": Tensor(attention + "out_proj.weight", OUT_OF_HEADS, heads=heads),
+        leaf + "attention/bo": Tensor(attention + "out_proj.bias", VECTOR),
+        **norm(leaf + "norm", name + "layernorm"),
+        **_mlp(leaf, name + "mlp."),
+    }
+    for i, letter in enumerate("qkv"):
+        weight, bias = (attention + f"in_proj_{kind}" for kind in ("weight", "bias"))
+        part = "(part heads head_dim) width -> width heads head_dim"
+        fixed = {"part": (i, 3), "heads": heads}
+        found[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)
+        part = "(part heads head_dim) -> heads head_dim"
+        found[f"{leaf}attention/b{letter}"] = Tensor(bias, part, **fixed)
+    return found
+
+
+def example_inputs(config: SiglipConfig, rows: int) -> tuple[Any, ...]:
+    """Returns abstract inputs for planning."""
+    image = config.image
+    pixels = (rows, image.channels, image.image, image.image)
+    tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
+    return jax.ShapeDtypeStruct(pixels, jnp.float32), tokens

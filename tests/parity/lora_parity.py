@@ -73,11 +73,10 @@ READ |= {
     if case.name in ("mixtral", "qwen3 moe")
 }
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
-# Types of which other matrices are not modules that PEFT adapts (experts, a pooler's projections),
-# and one whose output projections it refuses.
+# Types whose experts are not modules that PEFT adapts, one whose output projections it refuses, and
+# one with a pooler whose projections are not modules.
 OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3"), r"/w[qkvo]$")
-OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$"}
-OTHER_TARGETS |= {"siglip": r"layers/(w[qkvo]|up|down)$"}
+OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$", "siglip": r"layers/(w[qkvo]|up|down)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),
     "some": (LLAMA, ["wq", "wv", "up"]),

@@ -89,19 +89,33 @@ def fuzz(session: nox.Session) -> None:
     session.run("pytest", "-m", "fuzz", *session.posargs)
 
 
+def debian(session: nox.Session, program: str, *packages: str) -> None:
+    """Installs packages if a program is missing; needs Debian, and to be root."""
+    if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is not None:
+        return
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        session.error(f"Install {', '.join(packages)} first, or be root on Debian.")
+    session.run("apt-get", "update", external=True)
+    options = ("install", "--yes", "--no-install-recommends")
+    silent = {"DEBIAN_FRONTEND": "noninteractive"}
+    session.run("apt-get", *options, *packages, external=True, env=silent)
+
+
 @nox.session
 def slurm(session: nox.Session) -> None:
     """Jobs of a real SLURM on this machine alone; on Debian, as root, it is installed first."""
     install(session, "tests")
-    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
-        if shutil.which("apt-get") is None or os.geteuid() != 0:
-            session.error("Install slurmctld, slurmd, slurm-client and munge first, or be root.")
-        session.run("apt-get", "update", external=True)
-        packages = ("slurm-wlm", "munge")
-        options = ("install", "--yes", "--no-install-recommends")
-        silent = {"DEBIAN_FRONTEND": "noninteractive"}
-        session.run("apt-get", *options, *packages, external=True, env=silent)
+    debian(session, "slurmctld", "slurm-wlm", "munge")
     session.run("pytest", "tests/slurm", "-o", "python_files=*_slurm.py", *session.posargs)
+
+
+@nox.session
+def launchers(session: nox.Session) -> None:
+    """Jobs of torchrun and Open MPI on this machine alone."""
+    install(session, "tests")
+    session.install(REFERENCE[0])
+    debian(session, "mpirun", "openmpi-bin")
+    session.run("pytest", "tests/launchers", "-o", "python_files=jobs_*.py", *session.posargs)
 
 
 @nox.session(name="dryrun-tpu")
@@ -159,7 +173,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="docs-browser")
 def docs_browser(session: nox.Session) -> None:
-    """Every page in Chromium, on a wide screen and on a phone: nothing may be cut off."""
+    """Every page in Chromium, wide, on a phone and dark: nothing may be cut off or unreadable."""
     install(session, "docs")
     session.install("selenium>=4.20")
     site = session.create_tmp()

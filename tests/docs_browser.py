@@ -3,8 +3,8 @@
     mkdocs build --strict && python tests/docs_browser.py --site site
 
 On a wide screen no code block and no table may be cut off. On a phone they may be scrolled, each
-in its own box, but the page itself may not be wider than the screen. The search must find the page
-that is meant.
+in its own box, but the page itself may not be wider than the screen. In the dark scheme, every
+picture must have a background of its own. The search must find the page that is meant.
 """
 
 # pyright: reportMissingImports=false
@@ -37,6 +37,16 @@ return {
   blocks: pre.length, tables: tables.length,
   cut_blocks: found(pre), cut_tables: found(tables),
   page: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
+};
+"""
+
+# Drawings are black on nothing or on white: on a dark page they need a light background.
+DARK_PICTURES = """
+const images = [...document.querySelectorAll(".md-content img")];
+const clear = (x) => getComputedStyle(x).backgroundColor !== "rgb(255, 255, 255)";
+return {
+  dark: document.body.dataset.mdColorScheme === "slate", pictures: images.length,
+  unreadable: images.filter(clear).map((x) => x.getAttribute("src")),
 };
 """
 
@@ -111,6 +121,30 @@ def first_result(chrome: webdriver.Chrome, url: str, query: str) -> str:
     return urlsplit(address).path.removeprefix("/")
 
 
+def unreadable(url: str, paths: list[str], pictures: Path) -> list[str]:
+    """The pictures without a background in the dark scheme; pages with pictures are saved."""
+    faults, count = [], 0
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    with browser() as chrome:  # the site remembers the scheme of a browser's first page
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        for path in paths:
+            screen(chrome, WIDE, 900)
+            chrome.get(f"{url}/{path}")
+            found = chrome.execute_script(DARK_PICTURES)
+            count += found["pictures"]
+            faults += [f"{path or 'home'}: {x} is dark on dark" for x in found["unreadable"]]
+            if not found["dark"]:
+                faults.append(f"{path or 'home'} is not dark in the dark scheme")
+            if found["pictures"]:
+                looked_at(chrome, f"{url}/{path}", WIDE, pictures / f"{named(path)}_dark.png")
+    print(f"dark: {len(faults)} of {count} pictures cannot be read")
+    return faults
+
+
+def named(path: str) -> str:
+    return path.rstrip("/").replace("/", ".") or "home"
+
+
 def pages(site: Path) -> list[str]:
     """The paths of the pages, such as `sharding/`."""
     found = sorted(path.relative_to(site).parent for path in site.rglob("index.html"))
@@ -134,8 +168,8 @@ def main(
         for width in (WIDE, PHONE):
             total = {"blocks": 0, "tables": 0, "cut_blocks": 0, "cut_tables": 0}
             for path in page or pages(site):
-                name = path.rstrip("/").replace("/", ".") or "home"
-                found = looked_at(chrome, f"{url}/{path}", width, pictures / f"{name}_{width}.png")
+                picture = pictures / f"{named(path)}_{width}.png"
+                found = looked_at(chrome, f"{url}/{path}", width, picture)
                 total["blocks"] += found["blocks"]
                 total["tables"] += found["tables"]
                 for kind in ("cut_blocks", "cut_tables"):
@@ -151,6 +185,7 @@ def main(
         for query, path in () if page else SEARCHES.items():
             if (found := first_result(chrome, url, query)) != path:
                 faults.append(f"The search for {query!r} finds {found or 'home'}, not {path}")
+        faults += unreadable(url, list(page or pages(site)), pictures)
     if faults:
         raise SystemExit("\n".join(["Wider than the screen, or not found:", *faults]))
 

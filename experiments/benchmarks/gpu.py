@@ -169,7 +169,7 @@ def make_loss() -> Callable[..., Any]:
 def attention(kernel: bool) -> Iterator[None]:
     """Attention with cuDNN's kernel, where the device has it, or without."""
     has_kernel = _attention._has_kernel
-    chosen = lambda q, k: kernel and has_kernel(q, k)
+    chosen = lambda *qkv: kernel and has_kernel(*qkv)
     with mock.patch.object(_attention, "_has_kernel", chosen):
         yield
 

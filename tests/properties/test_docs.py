@@ -89,6 +89,16 @@ def test_blocks_of_a_page_that_emulates_devices_run_in_order(name, tmp_path):
         assert words(output) in words(result.stdout)
 
 
+@pytest.mark.parametrize(
+    "name", [n for n, t in PAGES.items() if blocks(t) and "emulate_devices" not in t]
+)
+@pytest.mark.thorough
+def test_pages_that_name_no_way_to_have_more_devices_run_on_one(name, tmp_path):
+    """On one device, arrays are not copied where they are on several, and meshes do not fit."""
+    result = run_apart("\n".join(blocks(PAGES[name])), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("mesh", ['"auto"', "rc.make_mesh(model=4)"])
 @pytest.mark.integration
 def test_blocks_of_the_readme_train_and_print_the_plan(mesh, tmp_path):

@@ -130,6 +130,7 @@ ROWS = {
         (lambda d: rc.Decoding(num_return_sequences=2), ValueError, "`num_return_sequences` is 2"),
         (lambda d: rc.Decoding(bad_words=[[]]), ValueError, "`bad_words` holds an empty"),
         (lambda d: rc.Decoding(suppress=[1.5]), TypeError, r"`suppress` is 1\.5"),
+        (lambda d: rc.Decoding(prefix=[1.5]), TypeError, r"`prefix` is 1\.5"),
         (lambda d: rc.Decoding(no_repeat_ngram_size=-1), ValueError, "`no_repeat_ngram_size`"),
     ],
     "generate": [

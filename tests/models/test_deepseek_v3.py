@@ -1,6 +1,7 @@
 """DeepSeek-V3: its routing against NumPy, what holds for every decoder, and its files."""
 
 import dataclasses
+import json
 
 import equinox as eqx
 import jax
@@ -224,3 +225,16 @@ def test_tables_name_every_array_and_layers_without_experts_come_first():
 def test_values_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_adapters_of_some_layers_are_named_one_by_one(tmp_path):
+    """In the patterns of an adapter's ranks, because other layers have modules of the same name."""
+    model = lora.add_adapters(make(), 2, targets="dense/wo", key=jax.random.key(0))
+    model = lora.add_adapters(model, 3, targets="layers/wo", key=jax.random.key(0))
+    lora.save_adapters(model, tmp_path / "adapters")
+    settings = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    names = [rf"model\.layers\.{i}\.self_attn\.o_proj" for i in range(3)]
+    ranks = {names[0]: 2} if settings["r"] == 3 else {"|".join(names[1:]): 3}
+    assert settings["rank_pattern"] == ranks
+    again = lora.load_adapters(make(), tmp_path / "adapters")
+    assert jax.tree.structure(lora.adapters(again)) == jax.tree.structure(lora.adapters(model))

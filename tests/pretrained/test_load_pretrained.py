@@ -305,7 +305,7 @@ def test_settings_that_are_not_known(tmp_path):
     ("kind", "words"),
     [
         ("bloom", "nearest supported type is gpt2; what is missing: .*ALiBi"),
-        ("rwkv", "recurrences, which no supported type has"),
+        ("rwkv", "recurrences that no supported type has"),
         ("lama", "most similar name is llama"),
         ("none of them", "not supported. Supported types"),
         (None, "None, which is not supported. Supported types"),

@@ -74,7 +74,7 @@ def test_the_plan_is_that_of_the_products(monkeypatch, model):
 
     expected = specs()
     used = []
-    monkeypatch.setattr(_attention, "_has_kernel", lambda q, k: used.append(q.shape) or True)
+    monkeypatch.setattr(_attention, "_has_kernel", lambda q, k, v: used.append(q.shape) or True)
     assert specs() == expected
     assert used
 

@@ -125,6 +125,7 @@ def test_cache_and_padding_are_as_all_at_once():
     np.testing.assert_allclose(in_steps(model), expected, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_prefix_stands_before_the_text_and_what_must_not_begin_it_does_not():
     model = make_model(Whisper, CONFIG)
     find = lambda **options: np.asarray(

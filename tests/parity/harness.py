@@ -74,7 +74,8 @@ def is_whisper(reference: Any) -> bool:
 
 
 def takes_pixels(reference: Any) -> bool:
-    return "image" in reference.input_modalities
+    both = hasattr(reference.config, "vision_config")  # such as SigLIP, which takes texts too
+    return both or reference.main_input_name == "pixel_values"
 
 
 def batch_for(reference: Any, directory: Path) -> dict[str, np.ndarray]:

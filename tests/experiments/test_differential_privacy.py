@@ -20,7 +20,7 @@ NAME = "differential_privacy"
 SMALL = {"width": 8, "batch_size": 24, "steps": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 def test_a_run_reports_accuracy_and_epsilon(experiment, config, tmp_path):
     experiment.main(config())
     (directory,) = tmp_path.iterdir()

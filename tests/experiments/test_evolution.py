@@ -15,9 +15,8 @@ NAME = "evolution"
 SMALL = {"perturbations": 16, "width": 4, "steps": 2, "episodes": 2}
 
 
-@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.integration
 @pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.few("CartPole-v1")
 def test_a_run_reports_the_return(experiment, config, tmp_path, environment):
     experiment.main(config(environment=environment))
     (directory,) = tmp_path.iterdir()

@@ -67,6 +67,7 @@ def test_advantages_are_those_of_the_definition(experiment, config):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_loss_is_clipped_where_the_paper_clips_it(experiment, config):
     c = config(entropy=0.1)
     model = experiment.init_fn(c, 4, 3, jax.random.key(0))

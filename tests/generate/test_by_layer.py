@@ -46,6 +46,7 @@ def test_tokens_are_those_of_the_stack(config, beams):
     np.testing.assert_array_equal(call(model), jax.jit(call)(model))
 
 
+@pytest.mark.thorough
 def test_layers_stay_sharded():
     mesh = rc.make_mesh(data=2, fsdp=2, model=2)
     model = jax.device_put(make(), rc.infer_shardings(make(), mesh))

@@ -84,6 +84,7 @@ def test_beams_of_an_encoder_decoder_each_keep_their_memory():
     np.testing.assert_array_equal(found, want)
 
 
+@pytest.mark.thorough
 def test_beam_search_is_traced_like_any_function():
     model = tiny(2, spread=1.0)
     decode = lambda tokens: generate(model, tokens, **PROMPT, beams=3, eos=2)

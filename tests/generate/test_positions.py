@@ -164,8 +164,8 @@ def test_the_decoder_of_a_pair_uses_its_last_position(family, way):
             rc.generate(model, source, max_new_tokens=POSITIONS + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, POSITIONS])
-@pytest.mark.few("1")
 def test_prompts_that_leave_one_new_token_and_that_leave_most(count):
     """A prompt of all positions, with its padding wider than these, leaves one new token."""
     prompt = np.arange(POSITIONS + 1 - count)[None] % 11

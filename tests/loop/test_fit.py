@@ -150,6 +150,7 @@ def test_every_example_is_trained_on_once_in_each_epoch():
     assert sorted(flat[:70]) == sorted(flat[70:]) == list(range(70))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch_size", few_of([16, 64], 16))
 def test_a_short_last_batch_counts_all_of_it(batch_size):
     """5 examples, and 21, trained on as they are by hand, with and without accumulation."""

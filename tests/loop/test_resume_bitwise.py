@@ -139,11 +139,11 @@ def recorded(case, directory, stop=None):
     return lines, state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     few_of(CASES, "accumulation and a schedule on a mesh", "Grain"),
 )
-@pytest.mark.few("accumulation and a schedule on a mesh")
 def test_resume_is_bitwise(case, tmp_path):
     expected, whole = recorded(case, tmp_path / "whole")
     # Stopped in the middle of the second epoch, where an evaluation is due.

@@ -59,7 +59,7 @@ def assert_equal(one, other):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.seconds(6)  # five runs, each of them with and without what was kept
+@pytest.mark.thorough
 def test_a_loop_over_rollouts_compiles_once():
     loss, traces = counting()
     state = fit(loss_fn=loss)

@@ -172,8 +172,8 @@ def batch(rows=2, seq=61):
     return {"tokens": jnp.asarray(tokens), "segments": jnp.asarray(segments)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [llama, modernbert, t5])
-@pytest.mark.few("modernbert")
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):
@@ -184,8 +184,8 @@ def test_models_use_it_if_there_are_many_pairs(many, make):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.few("full")
 def test_no_array_of_all_pairs_is_made(many, remat):
     many(1)
     seq = 512

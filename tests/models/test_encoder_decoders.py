@@ -60,6 +60,7 @@ def masks_of(like):
     return {"mask": like(TOKENS), "decoder_mask": like(DECODER_TOKENS)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(family, side):
     tokens, mask = padded(TOKENS, side, 4)

@@ -41,6 +41,7 @@ def test_norms_keep_their_inputs_only():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("equation", "shape"),
     [("bsd,dh->bsh", (16, 12)), ("bsd,dhk->bshk", (16, 3, 4)), ("bsd,vd->bsv", (12, 16))],

@@ -180,6 +180,7 @@ def test_grouped_heads_equal_repeated_heads():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", few_of(["dots", "full"], "full"))
 def test_remat_saves_less_and_changes_no_gradient(remat):
     model = make(remat=remat)

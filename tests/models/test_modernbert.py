@@ -84,8 +84,8 @@ def test_a_window_ends_half_its_size_away():
     assert np.asarray(moved).tolist() == [2 <= i <= 6 for i in range(9)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.few("mean")
 def test_labels_do_not_depend_on_padding(pooling):
     model = make_model(ModernBert, dataclasses.replace(CONFIG, pooling=pooling))
     model = with_head(model, labels=3, key=jax.random.key(0))

@@ -215,6 +215,7 @@ def test_batches_of_any_size(case, rows):
     assert difference(found, expected) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulate", few_of([1, 2], 2))
 def test_training_with_donated_state_and_microbatches(case, accumulate):
     fn, arrays, data, plan, _ = case

@@ -116,9 +116,9 @@ ALIASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("how", ALIASES)
-@pytest.mark.few("as they are-8")
 def test_arguments_may_share_arrays_with_the_state(how, devices):
     """A target network that is initially the model, and is updated every few steps."""
     mesh = rc.make_mesh(devices=jax.devices()[:devices])

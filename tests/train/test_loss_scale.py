@@ -185,6 +185,7 @@ def test_a_divergence_ends_the_run_when_the_scale_is_least():
     assert logged == [4.0, 2.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
     def run(directory, steps):
         checkpoints = rc.Checkpoints(tmp_path / directory)
@@ -220,6 +221,7 @@ def test_states_of_other_dtypes_have_no_scale():
     assert len(paths(compute_dtype=jnp.float16)) == 3
 
 
+@pytest.mark.thorough
 def test_scaling_communicates_nothing():
     mesh = rc.make_mesh(data=2, model=4)
 

@@ -32,6 +32,7 @@ ROWS = {
         (lambda d: rc.make_mesh(devices=4), TypeError, "`devices`"),
         (lambda d: rc.make_mesh(pipe=3), ValueError, "pipe=3.*multiple of 3 devices.*8"),
         (lambda d: rc.make_mesh(pipe=0), ValueError, "`pipe` .* but is 0"),
+        (lambda d: rc.make_mesh(pipe=1.0), TypeError, r"`pipe` .* but is 1\.0"),
     ],
     "emulate_devices": [
         (lambda d: rc.emulate_devices(0), ValueError, "`count` is 0"),

@@ -66,7 +66,7 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = {"data": data, "fsdp": fsdp, "model": model}
     # Without stages, meshes and the plans for them are as they are without the axis.
-    sizes = sizes if pipe == 1 else {PIPE: pipe, **sizes}
+    sizes = sizes if isinstance(pipe, int | np.integer) and pipe == 1 else {PIPE: pipe, **sizes}
     shape = _resolve(sizes, len(devices))
     return Mesh(_arrange(devices, shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 

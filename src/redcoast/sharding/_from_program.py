@@ -244,7 +244,7 @@ def _staged(
     except NoPipeline as error:
         raise ValueError(
             f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
-            f"{error} A mesh without `pipe` needs none of this."
+            f"{error} A mesh without `pipe` has no such requirement."
         ) from error
 
 

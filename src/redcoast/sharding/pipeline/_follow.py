@@ -157,6 +157,8 @@ def _while(pair: Pair, inputs: list[State]) -> list[State]:
 
 
 def _cond(pair: Pair, inputs: list[State]) -> list[State]:
+    if inputs[0] is not None:
+        raise Mixed("`cond` chooses a branch by rows")
     branches = zip(pair.few.params["branches"], pair.all.params["branches"], strict=True)
     found = [follow_rows(few, all_, inputs[1:]) for few, all_ in branches]
     return [join_rows(pair, states) for states in zip(*found, strict=True)]

@@ -245,7 +245,7 @@ def _staged(
         raise ValueError(
             f"The program cannot be run as a pipeline on a mesh with pipe={mesh.shape[PIPE]}. "
             f"{error} A mesh without `pipe` has no such requirement."
-        ) from error
+        ) from error.__cause__
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def test_the_plan_says_how_layers_are_divided(tmp_path):
     assert (found.stages, found.layers, found.microbatches) == (4, (1,), 4)
     assert found.bubble == pytest.approx(3 / 7)
     assert "4-way pipeline parallel x 2-way data parallel" in str(plan)
-    assert "4 stages of 1 layers, 4 microbatches, bubble 43%" in str(plan)
+    assert "4 stages of 1 layer, 4 microbatches, bubble 43%" in str(plan)
     assert plan.shardings["w"].spec == jax.sharding.PartitionSpec("pipe")
     assert plan.shardings["embed"].spec == jax.sharding.PartitionSpec()
     (array,) = [one for one in plan.report.arrays if one.path == "w"]

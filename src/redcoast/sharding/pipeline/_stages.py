@@ -127,8 +127,8 @@ def find_pipeline(
     scans = list(layer_scans(program))
     if not scans:
         raise NoPipeline(
-            "Its layers are not a scan: no `jax.lax.scan` goes over arrays of the model. Stack equal "
-            "layers, as `eqx.filter_vmap` does, and scan over them."
+            "Its layers are not a scan: no `jax.lax.scan` goes over arrays of the model. Stack "
+            "equal layers, as `eqx.filter_vmap` does, and scan over them."
         )
     if not program.batch.given:
         raise NoPipeline("It has no batch: the first argument has no array with a dimension.")

@@ -109,8 +109,9 @@ def _shares(report: PlanReport, *, reasons: bool) -> list[str]:
 
 def _pipeline(one: Pipelining) -> list[str]:
     layers = " and ".join(map(str, one.layers))
+    noun = "layer" if layers == "1" else "layers"
     text = (
-        f"{one.stages} stages of {layers} layers, {one.microbatches} microbatches, bubble "
+        f"{one.stages} stages of {layers} {noun}, {one.microbatches} microbatches, bubble "
         f"{one.bubble:.0%} of the time, {scaled(one.bytes)} sent between stages"
     )
     return hanging(_labelled("Pipeline", ""), text)

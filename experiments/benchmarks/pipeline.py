@@ -7,9 +7,11 @@
 
 `exact` compares losses and gradients with those of one device, on eight emulated devices, with
 dropout, masks and rematerialisation. `bytes` compiles LLaMA-7B's shapes in bfloat16, 32 x 1,024
-tokens, full rematerialisation, for devices that need not be present. `meshes` compares all meshes.
+tokens, full rematerialisation, for devices that need not be present: `a100-80gb:2x8` are two
+machines, of which the stages are the halves. `meshes` compares all meshes.
 """
 
+import math
 import os
 
 # JAX reads these when it is first imported; no accelerator is looked for.
@@ -43,13 +45,7 @@ from redcoast_cli._workload import make_workload
 rc.emulate_devices(8)
 KEY, ROWS = jax.random.key(0), 32
 SMALL: dict[str, Any] = {"vocab": 256, "width": 64, "layers": 8, "heads": 4}
-WITHOUT: list[dict[str, Any]] = [{"fsdp": 8}, {"data": 2, "model": 4}]
-WITH: list[dict[str, Any]] = [
-    {"pipe": 4, "data": 2},
-    {"pipe": 8},
-    {"pipe": 4, "fsdp": 2},
-    {"pipe": 2, "data": 2, "model": 2},
-]
+STAGES: list[dict[str, Any]] = [{"pipe": 4, "data": 2}, {"pipe": 8}, {"pipe": 4, "fsdp": 2}]
 
 
 def decoded(model: Any, batch: Any, key: Any) -> jax.Array:
@@ -90,7 +86,7 @@ def exact() -> None:
     batch = {"tokens": tokens, "mask": jax.random.bernoulli(KEY, 0.8, tokens.shape)}
     print("| model | mesh | microbatches | loss | gradients |\n|---|---|---|---|---|")
     for name, (model, loss_fn) in models().items():
-        for mesh in WITH[:3]:
+        for mesh in STAGES:
             plan = rc.plan_shardings(model, rc.make_mesh(**mesh), fn=loss_fn, args=(batch, KEY))
             found = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
             pipeline = plan.report.program.pipeline
@@ -107,20 +103,37 @@ def bytes_(target: str) -> None:
     loss_fn = lambda model, tokens, key: cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     batch = jax.ShapeDtypeStruct((ROWS, 1024), jnp.int32)
     print(
-        "| mesh | microbatches | bubble | GB sent, plan | GB sent | GB, plan | peak GB |\n"
-        "|---|---|---|---|---|---|---|"
+        "| mesh | microbatches | bubble | GB sent, plan | GB sent | by `pipe`, plan | by `pipe` "
+        "| GB, plan | peak GB |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for mesh in (*WITHOUT, *WITH):
+    for mesh in meshes_of(math.prod(map(int, target.partition(":")[2].split("x")))):
         options: Any = {"target": target, "mesh": {"data": 1} | mesh, "suggest": False}
         run = rc.dry_run(init_fn, loss_fn, batch, optax.sgd(1e-3), **options)
         program = run.plan.report.program
-        one, sent = program.pipeline, sum(each.bytes for each in program.traffic)
+        planned = [(each.axes, each.bytes) for each in program.traffic]
+        compiled = [(each["axis"].split("+"), each["bytes"]) for each in run.report["traffic"]]
+        one = program.pipeline
         stages = f"{one.microbatches} | {one.bubble:.0%}" if one else "- | -"
-        line = (
-            f"| {written(mesh)} | {stages} | {sent / 1e9:.2f} | {(run.sent_bytes or 0) / 1e9:.2f}"
+        sent = " | ".join(
+            f"{sum(size for axes, size in found if axis is None or axis in axes) / 1e9:.2f}"
+            for axis in (None, "pipe")
+            for found in (planned, compiled)
         )
         memory = f"{program.memory.total / 1e9:.1f} | {run.memory['peak'] / 1e9:.1f}"
-        print(f"{line} | {memory} |", flush=True)
+        print(f"| {written(mesh)} | {stages} | {sent} | {memory} |", flush=True)
+
+
+def meshes_of(count: int) -> list[dict[str, int]]:
+    """Two meshes without stages, and four with them, all of `count` devices."""
+    found = [
+        {"fsdp": count},
+        {"data": count // 4, "model": 4},
+        {"pipe": 4, "data": count // 4},
+        {"pipe": 8, "data": count // 8},
+        {"pipe": 4, "fsdp": count // 4},
+        {"pipe": 2, "data": 2, "model": count // 4},
+    ]
+    return [{axis: size for axis, size in mesh.items() if size > 1} for mesh in found]
 
 
 def meshes(model: str, target: str, rows: int, compiled: int) -> None:

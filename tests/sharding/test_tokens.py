@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh
 
 import redcoast as rc
 from redcoast.losses import chunked_cross_entropy, cross_entropy
-from redcoast.models import Llama, LlamaConfig, _blockwise, _parts, _view
+from redcoast.models import Gemma, GemmaConfig, Llama, LlamaConfig, _blockwise, _parts, _view
 
 # Arithmetic so slow that it pays to divide it.
 SLOW = rc.Hardware(flops=1e8, memory=1e9)
@@ -59,6 +59,19 @@ def test_losses_and_gradients_are_those_of_one_device(blocks, fn, rows, sizes):
     plan = planned(fn, mesh, rows, model)
     assert plan.compute.tokens == (rows < sizes[0] * sizes[1])
     plan.verify(fn, model, batch(rows), tolerance=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_with_and_without_a_window_are_split(blocks, remat):
+    """They are a scan in which each layer chooses one of two attentions."""
+    near = {"local": (True, False), "window": 8, "score_cap": 5.0, "remat": remat}
+    sizes = {"vocab": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
+    model = Gemma(GemmaConfig(**sizes, **near, unroll=1), key=jax.random.key(0))
+    mesh = rc.make_mesh(data=2, fsdp=2, model=2)
+    plan = planned(chunked, mesh, 1, model)
+    assert plan.compute.tokens
+    plan.verify(chunked, model, batch(1), tolerance=1e-5)
 
 
 def test_a_row_of_packed_texts_is_split_and_exact(blocks):

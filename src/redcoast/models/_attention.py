@@ -1,5 +1,6 @@
 """Token positions, attention masks and scaled dot-product attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -167,6 +168,27 @@ def attend(
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
     weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
     return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def attend_near(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    *,
+    local: Bool[Array, ""],
+    visible: Sequence[Visible],
+    **options: Any,
+) -> Float[Array, "batch queries heads value_dim"]:
+    """Attention of a layer that has a window if it is `local`, in a scan over both kinds of layers.
+
+    `visible` is what queries see without and with the window. The other arguments are those of
+    `attend`.
+    """
+    if not isinstance(visible[0], View):
+        return attend(q, k, v, visible=jnp.where(local, visible[1], visible[0]), **options)
+    # One of the two is computed, so that a window saves time.
+    through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
+    return jax.lax.cond(local, through(visible[1]), through(visible[0]), q, k, v)
 
 
 def _is_split(q: Array) -> bool:

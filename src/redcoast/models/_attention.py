@@ -184,11 +184,12 @@ def attend_near(
     `visible` is what queries see without and with the window. The other arguments are those of
     `attend`.
     """
-    if not isinstance(visible[0], View):
-        return attend(q, k, v, visible=jnp.where(local, visible[1], visible[0]), **options)
+    all_, near = visible
+    if not isinstance(all_, View) and not isinstance(near, View):
+        return attend(q, k, v, visible=jnp.where(local, near, all_), **options)
     # One of the two is computed, so that a window saves time.
     through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
-    return jax.lax.cond(local, through(visible[1]), through(visible[0]), q, k, v)
+    return jax.lax.cond(local, through(near), through(all_), q, k, v)
 
 
 def _is_split(q: Array) -> bool:

@@ -16,6 +16,8 @@ from redcoast.models import (
     T5,
     Gemma,
     GemmaConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     ModernBert,
@@ -177,6 +179,25 @@ def gemma():
     return Gemma(config, key=jax.random.key(0))
 
 
+def gpt_oss():
+    """With sinks of different sizes."""
+    config = GptOssConfig(
+        vocab=64,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden=16,
+        experts=2,
+        chosen=1,
+        window=8,
+        local=(True, False),
+        unroll=1,
+    )
+    model = GptOss(config, key=jax.random.key(0))
+    return eqx.tree_at(lambda m: m.layers.sinks, model, jnp.arange(8.0).reshape(2, 4) - 3)
+
+
 @pytest.fixture
 def many(monkeypatch):
     """Sets how many pairs are many; blocks have 16 tokens."""
@@ -191,7 +212,7 @@ def batch(rows=2, seq=61):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [llama, gemma, modernbert, t5])
+@pytest.mark.parametrize("make", [llama, gemma, gpt_oss, modernbert, t5])
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):

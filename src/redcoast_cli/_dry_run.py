@@ -105,7 +105,8 @@ def compare(c: DryRun) -> list[Attempt]:
     arguments = workload.arguments(rows_of(c, target))
     found = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
     usable = found.usable_memory or math.inf
-    fits = lambda one: one.fits is not False and (one.estimated_memory or math.inf) <= usable
+    foretold = lambda one: (one.estimated_memory or math.inf) <= usable
+    fits = lambda one: foretold(one) if one.fits is None else one.fits
     meshes = [one.mesh for one in found.candidates if one.error is None and fits(one)]
     best = {  # the candidates are sorted
         kind: next((mesh for mesh in meshes if ("pipe" in mesh) == (kind == "with")), None)

@@ -116,6 +116,14 @@ def exit_if_stopped(steps_done: int, steps: int) -> None:
         raise SystemExit(os.EX_TEMPFAIL)
 
 
+def end_training(run: Started, state: rc.TrainState, steps: int) -> None:
+    """Exits if the run was stopped; plots its loss."""
+    from _plots import plot_metric  # matplotlib takes a second, and is not needed before
+
+    exit_if_stopped(int(state.step), steps)
+    plot_metric(run.directory, "loss")
+
+
 def report(directory: Path, **figures: float) -> None:
     """Prints the results of a run, and writes them to `results.json` in its directory."""
     if jax.process_index() == 0:
@@ -141,11 +149,15 @@ def finish(directory: Path, figures: dict[str, float]) -> None:
         publish(directory, directory.parent.name, figures)
 
 
-def save_sample(directory: Path, text: str) -> None:
-    """Prints generated text, and writes it to `samples.txt` in the directory of the run."""
-    print_once(f"Sample:\n{text}")
+def save_samples(directory: Path, text: str, shown: int = 24) -> None:
+    """Writes text to `samples.txt` in the run's directory; prints and draws its first lines."""
+    from _plots import draw_text
+
+    first = "\n".join(text.splitlines()[:shown])
+    print_once(f"Sample:\n{first}")
     if jax.process_index() == 0:
         (directory / "samples.txt").write_text(text, "utf-8")
+        draw_text(directory / "samples.png", first)
 
 
 def confidence_95(scores: np.ndarray) -> float:

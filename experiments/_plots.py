@@ -1,6 +1,7 @@
 """Plots and pictures that experiments leave in the directory of a run."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,18 +95,31 @@ def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -
     plt.close(figure)
 
 
+def draw_text(file: Path, text: str, columns: int = 110) -> None:
+    """Draws text in a font of fixed width; long lines are cut off."""
+    lines = [x if len(x) <= columns else x[: columns - 1] + "…" for x in text.splitlines()]
+    figure = plt.figure()
+    figure.text(0, 0, "\n".join(lines), family="monospace", fontsize=8, parse_math=False)
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
 def save_pictures(
     file: Path, images: Sequence[np.ndarray] | np.ndarray, titles: Sequence[str]
 ) -> None:
-    """Saves a grid of images, (height, width) or (height, width, 3) from 0 to 1, with titles."""
+    """Saves a grid of images, (height, width) or (height, width, 3) from 0 to 1, with titles, which
+    are wrapped."""
     if jax.process_index() > 0:
         return
+    wrapped = ["\n".join(textwrap.fill(x, 26) for x in title.split("\n")) for title in titles]
+    lines = 1 + max((title.count("\n") for title in wrapped), default=0)
     columns = min(8, len(images))
     rows = -(-len(images) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(1.6 * columns, 1.8 * rows), squeeze=False)
+    size = (1.6 * columns, (1.6 + 0.12 * lines) * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
-    for ax, image, title in zip(axes.flat, images, titles, strict=False):
+    for ax, image, title in zip(axes.flat, images, wrapped, strict=False):
         ax.imshow(image, cmap="gray", vmin=0, vmax=1)
         ax.set_title(title, fontsize=7)
     figure.tight_layout()

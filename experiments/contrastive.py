@@ -1,6 +1,7 @@
 """Trains CLIP: an image and a text encoder that match images of characters with their names."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import _options
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
-from _plots import plot_metric, save_pictures
+from _plots import save_pictures
 
 import redcoast as rc
 from redcoast.models import ViT, ViTConfig
@@ -40,21 +41,6 @@ def main(c: Config) -> None:
     words = sorted({word for name in names for word in name.split()})
     texts = np.array([[word in name.split() for word in words] for name in names], np.float32)
 
-    def init_fn(key):
-        a, b = jax.random.split(key)
-        sizes: Any = {"width": c.width, "layers": c.layers, "heads": 2, "hidden": 4 * c.width}
-        sizes |= {"head": "classification", "labels": c.width}  # projects to the shared space
-        square, patch = (c.size, c.size), (c.size // 4, c.size // 4)
-        images = ViT(ViTConfig(**sizes, image=square, patch=patch, channels=1), key=a)
-        texts = eqx.nn.MLP(len(words), c.width, 4 * c.width, depth=1, key=b)  # of bags of words
-        scale = jnp.float32(np.log(1 / 0.07))  # the inverse of the temperature
-        return {"images": images, "texts": texts, "log_scale": scale}
-
-    def compare(model, images, texts, key=None):
-        found = model["images"](images, key=key), jax.vmap(model["texts"])(texts)
-        x, y = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in found)
-        return jnp.minimum(jnp.exp(model["log_scale"]), 100.0) * (x @ y.T)  # scaled cosines
-
     def collate_fn(glyphs):
         ids = np.array([names.index(x.name) for x in glyphs], np.int32)
         images = (np.stack([x.image for x in glyphs])[:, None] - mean) / std
@@ -65,11 +51,7 @@ def main(c: Config) -> None:
         # compared with the names of all devices. With `accumulate=k` in `rc.fit`, negatives would
         # come only from the microbatch, a k-th of the batch, so it would be another loss.
         logits = compare(model, batch["images"], batch["texts"], key)
-        # A name may be in the batch in several fonts: all are positives, equally likely.
-        positive = (batch["ids"][:, None] == batch["ids"][None]).astype(logits.dtype)
-        targets = positive / jnp.sum(positive, axis=1, keepdims=True)
-        losses = [optax.softmax_cross_entropy(x, targets) for x in (logits, logits.T)]
-        return jnp.mean(jnp.stack(losses))
+        return symmetric_loss(logits, batch["ids"])
 
     def predict_fn(model, batch, key):
         return compare(model, batch["images"], texts[: len(held_out)])
@@ -82,28 +64,67 @@ def main(c: Config) -> None:
     def metric_fn(glyphs, rows):
         scores = np.stack(rows)  # of all test images (rows) and all held-out names (columns)
         right = np.array([[x.name == name for name in held_out] for x in glyphs])
-        ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
-        return {f"{way}_recall_at_{k}": recall(*x, k) for way, x in ways.items() for k in (1, 5)}
+        return recalls(scores, right)
 
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     measured = {"predict_fn": predict_fn, "metric_fn": metric_fn, "loss_fn": test_loss_fn}
     evaluation = rc.Evaluation(test, every=c.steps // 4 or 1, **measured)
     options = {"steps": c.steps, "evaluation": evaluation, **run.fit_arguments}
+    init_fn = lambda key: make_model(c, len(words), key)
     optimizer = make_optimizer(c, len(train))
     state = rc.fit(init_fn, optimizer, train, **functions, loss_fn=loss_fn, **options)
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     rows = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    titles = ["\n".join(held_out[i] for i in np.argsort(-row)[:3]) for row in rows[::25]]
-    save_pictures(run.directory / "nearest_names.png", [x.image for x in test[::25]], titles)
+    save_nearest(run.directory / "nearest_names.png", held_out, test[::25], rows[::25])
     report(run.directory, **metric_fn(test, rows), chance_at_1=1 / len(held_out))
+
+
+def make_model(c: Config, words: int, key: jax.Array) -> dict[str, Any]:
+    """Makes the two encoders and their scale."""
+    a, b = jax.random.split(key)
+    sizes: Any = {"width": c.width, "layers": c.layers, "heads": 2, "hidden": 4 * c.width}
+    sizes |= {"head": "classification", "labels": c.width}  # projects to the shared space
+    square, patch = (c.size, c.size), (c.size // 4, c.size // 4)
+    images = ViT(ViTConfig(**sizes, image=square, patch=patch, channels=1), key=a)
+    texts = eqx.nn.MLP(words, c.width, 4 * c.width, depth=1, key=b)  # of bags of words
+    scale = jnp.float32(np.log(1 / 0.07))  # the inverse of the temperature
+    return {"images": images, "texts": texts, "log_scale": scale}
+
+
+def compare(model, images, texts, key=None):
+    """Returns the scaled cosines of all images (rows) and all names (columns)."""
+    found = model["images"](images, key=key), jax.vmap(model["texts"])(texts)
+    x, y = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in found)
+    return jnp.minimum(jnp.exp(model["log_scale"]), 100.0) * (x @ y.T)
+
+
+def symmetric_loss(logits, ids):
+    """The mean of the losses of both directions."""
+    # A name may be in the batch in several fonts: all are positives, equally likely.
+    positive = (ids[:, None] == ids[None]).astype(logits.dtype)
+    targets = positive / jnp.sum(positive, axis=1, keepdims=True)
+    losses = [optax.softmax_cross_entropy(x, targets) for x in (logits, logits.T)]
+    return jnp.mean(jnp.stack(losses))
+
+
+def recalls(scores: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    """Returns the recall at 1 and 5 in both directions."""
+    ways = {"image_to_text": (scores, right), "text_to_image": (scores.T, right.T)}
+    return {f"{way}_recall_at_{k}": recall(*x, k) for way, x in ways.items() for k in (1, 5)}
 
 
 def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
     """Returns the fraction of rows in which one of the k highest scores is right."""
     best = np.argsort(-scores, axis=1)[:, :k]
     return float(np.take_along_axis(right, best, axis=1).any(axis=1).mean())
+
+
+def save_nearest(file: Path, names, glyphs, rows) -> None:
+    """Saves a picture of characters with the three nearest names."""
+    nearest = [[names[i] for i in np.argsort(-row)[:3]] for row in rows]
+    titles = ["\n".join(f"{i}. {x}" for i, x in enumerate(three, 1)) for three in nearest]
+    save_pictures(file, [x.image for x in glyphs], titles)
 
 
 if __name__ == "__main__":

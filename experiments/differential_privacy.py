@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, start
 from _corpus import read_texts, windows
 from _images import read_images
-from _plots import plot_lines, plot_metric
+from _plots import plot_lines
 from _published import read_tokenizer, smollm2
 from dp_accounting.pld import privacy_loss_distribution
 
@@ -76,8 +76,7 @@ def main(c: Config) -> None:
         **dict(run.fit_arguments, checkpoints=rc.Checkpoints(run.directory, every=every)),
     )
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     if jax.process_index() == 0:  # which has the metrics
         history = rc.read_metrics(run.directory / "metrics.jsonl")
         accuracies = {x["step"]: x["eval/accuracy"] for x in history if "eval/accuracy" in x}

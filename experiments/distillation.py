@@ -2,6 +2,7 @@
 arXiv:1503.02531), and compares it with the same student trained on those labels alone."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import _options
 import equinox as eqx
@@ -44,25 +45,13 @@ def main(c: Config) -> None:
         images, labels = map(np.stack, zip(*examples, strict=True))
         return {"images": images.reshape(len(images), -1), "labels": labels}
 
-    def label_loss(model, batch, key):
-        logits = jax.vmap(model)(batch["images"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
     def distillation_loss(model, batch, key):
         student, teacher = (jax.vmap(model[x])(batch["images"]) for x in ("student", "teacher"))
-        targets = jax.nn.softmax(teacher / c.temperature)
-        soft = optax.kl_divergence(jax.nn.log_softmax(student / c.temperature), targets)
-        hard = optax.softmax_cross_entropy_with_integer_labels(student, batch["labels"])
-        hard = jnp.where(batch["labels"] >= 0, hard, 0)
-        # The gradient of the soft loss is smaller by about the square of the temperature.
-        return jnp.mean(c.weight * c.temperature**2 * soft + (1 - c.weight) * hard)
+        return soft_and_hard_loss(c, student, teacher, batch["labels"])
 
     def predict_fn(model, batch, key):
         model = model["student"] if isinstance(model, dict) else model
         return jax.nn.softmax(jax.vmap(model)(batch["images"]) / c.temperature)
-
-    def metric_fn(examples, outputs):
-        return {"accuracy": np.mean(np.argmax(outputs, axis=1) == [y for _, y in examples])}
 
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
 
@@ -87,13 +76,36 @@ def main(c: Config) -> None:
     models = distilled | {"plain": plain}
     predict_all = lambda models, batch, key: {x: predict_fn(models[x], batch, key) for x in models}
     outputs = rc.predict_examples(models, test, **functions, predict_fn=predict_all)
-    soft = [output["teacher"] for output in outputs[:16]]
-    titles = [", ".join(f"{names[k]}: {p[k]:.0%}" for k in np.argsort(-p)[:2]) for p in soft]
-    pictures = [x.transpose(1, 2, 0) for x, _ in test[:16]]
-    save_pictures(run.directory / "teacher.png", pictures, titles)
+    save_teacher(run.directory / "teacher.png", names, test, outputs)
     accuracy = {x: metric_fn(test, [y[x] for y in outputs])["accuracy"] for x in models}
     gain = accuracy["student"] - accuracy["plain"]
     report(run.directory, **{f"{x}_accuracy": y for x, y in accuracy.items()}, gain=gain)
+
+
+def label_loss(model, batch, key):
+    logits = jax.vmap(model)(batch["images"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def soft_and_hard_loss(c: Config, student, teacher, labels):
+    """The loss of the teacher's predictions, and that of the labels; -1 is no label."""
+    targets = jax.nn.softmax(teacher / c.temperature)
+    soft = optax.kl_divergence(jax.nn.log_softmax(student / c.temperature), targets)
+    hard = optax.softmax_cross_entropy_with_integer_labels(student, labels)
+    hard = jnp.where(labels >= 0, hard, 0)
+    # The gradient of the soft loss is smaller by about the square of the temperature.
+    return jnp.mean(c.weight * c.temperature**2 * soft + (1 - c.weight) * hard)
+
+
+def metric_fn(examples, outputs):
+    return {"accuracy": np.mean(np.argmax(outputs, axis=1) == [y for _, y in examples])}
+
+
+def save_teacher(file: Path, names, test, outputs) -> None:
+    """Saves a picture of test images with the teacher's two most likely classes."""
+    soft = [output["teacher"] for output in outputs[:16]]
+    titles = [", ".join(f"{names[k]}: {p[k]:.0%}" for k in np.argsort(-p)[:2]) for p in soft]
+    save_pictures(file, [x.transpose(1, 2, 0) for x, _ in test[:16]], titles)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import exit_if_stopped, make_optimizer, print_once, report, start
+from _common import end_training, make_optimizer, print_once, report, start
 from _corpus import chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, save_gguf_tokenizer, smollm2
 
@@ -78,7 +78,7 @@ def main(c: Config) -> None:
         **run.fit_arguments,
     )
 
-    exit_if_stopped(int(state.step), c.steps)
+    end_training(run, state, c.steps)
     after = rc.evaluate(state.model, valid, mesh=mesh, **measured)["loss"]
     show_sample("after", state.model, tokenizer, run.directory, c)
     save(state.model, weights, run.directory, c, before=before, after=after)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, print_once, report, start
+from _common import end_training, make_optimizer, print_once, report, start
 from _images import read_images
-from _plots import plot_metric, save_predictions
+from _plots import save_predictions
 from scipy import ndimage
 from sklearn import metrics
 from sklearn.model_selection import train_test_split
@@ -66,8 +66,7 @@ def main(c: Config) -> None:
         **run.fit_arguments,
     )
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     predicted = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
     shown = {"target_names": names, "zero_division": 0}  # also of classes that are never predicted
     table = metrics.classification_report([y for _, y in test], predicted, **shown)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import _options
 import jax.numpy as jnp
 import numpy as np
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _packages import fetch_npm
-from _plots import plot_metric, save_pictures
+from _plots import save_pictures
 from _published import read_tokenizer
 from PIL import Image
 from rouge_score.rouge_scorer import RougeScorer
@@ -65,12 +65,6 @@ def main(c: Config) -> None:
     def predict_fn(model, batch, key):
         return rc.generate(model, batch["pixels"], max_new_tokens=length, beams=c.beams)
 
-    def metric_fn(pairs, captions):
-        both = [(name, caption) for (_, name), caption in zip(pairs, captions, strict=True)]
-        scores = [RougeScorer(["rougeL"]).score(*x)["rougeL"].fmeasure for x in both]
-        exact = [name == caption for name, caption in both]
-        return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(scores))}
-
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     prediction = {"predict_fn": predict_fn, "output_fn": tokenizer.decode_batch}
     state = rc.fit(
@@ -84,11 +78,10 @@ def main(c: Config) -> None:
         **run.fit_arguments,
     )
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     captions = rc.predict_examples(state.model, test, **functions, **prediction)
     shown = [*zip(test, captions, strict=True)][:: -(-len(test) // 32)]
-    titles = [f"{x}\n(is {name})".replace(" with ", "\nwith ") for (_, name), x in shown]
+    titles = [f"{x}\n(is {name})" for (_, name), x in shown]
     save_pictures(run.directory / "captions.png", [image for (image, _), _ in shown], titles)
     flat = ([image.ravel() for image, _ in pairs] for pairs in (test, train))
     baseline = metric_fn(test, [train[i][1] for i in pairwise_distances_argmin(*flat)])["rouge_l"]
@@ -107,6 +100,13 @@ def read_pairs(data: str, size: int) -> list[tuple[np.ndarray, str]]:
         image = image.convert("RGBa").resize((size, size))  # transparent pixels become black
         pairs.append((np.asarray(image, np.float32)[..., :3] / 255, entry["name"].lower()))
     return pairs
+
+
+def metric_fn(pairs, captions) -> dict[str, float]:
+    both = [(name, caption) for (_, name), caption in zip(pairs, captions, strict=True)]
+    scores = [RougeScorer(["rougeL"]).score(*x)["rougeL"].fmeasure for x in both]
+    exact = [name == caption for name, caption in both]
+    return {"exact_match": float(np.mean(exact)), "rouge_l": float(np.mean(scores))}
 
 
 def split(pairs):

@@ -8,7 +8,7 @@ import _options
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, save_sample, start
+from _common import exit_if_stopped, make_optimizer, report, save_samples, start
 from _corpus import read_texts, windows
 from _plots import plot_metric
 from _tokenizers import train_tokenizer
@@ -76,7 +76,7 @@ def main(c: Config) -> None:
     sampling = {"max_new_tokens": c.seq - len(prompt), "temperature": 0.8, "key": run.key}
     new = rc.generate(state.model, prompt[None], **sampling)[0]
     text = decode([*prompt.tolist(), *new.tolist()])
-    save_sample(run.directory, text)
+    save_samples(run.directory, text)
     report(run.directory, validation_bits_per_byte=bits)
 
 

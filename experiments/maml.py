@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import confidence_95, exit_if_stopped, make_optimizer, report, start
+from _common import confidence_95, end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
-from _plots import plot_lines, plot_metric, save_predictions
+from _plots import plot_lines, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
@@ -75,8 +75,7 @@ def main(config: Config) -> None:
     evaluation = rc.Evaluation(TESTS, every=max(1, c.steps // 8), metric_fn=metric_fn, **test)
     options = data | {"loss_fn": loss_fn, "steps": c.steps, "evaluation": evaluation}
     state = rc.fit(init_fn, make_optimizer(c, len(TRAIN)), TRAIN, **options, **run.fit_arguments)
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     outputs, tests = rc.predict_examples(state.model, TESTS, **data | test), collate_fn(TESTS)
     figures, simple = metric_fn(TESTS, outputs), float(baseline(*tests))
     lines = {"MAML": (range(6), [*figures.values()][:6]), "baseline": ([0, 5], [simple] * 2)}

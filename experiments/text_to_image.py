@@ -15,10 +15,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, start
 from _glyphs import read_glyphs
 from _images import read_images
-from _plots import plot_metric, save_pictures
+from _plots import save_pictures
 from sklearn.model_selection import train_test_split
 from sklearn.svm import SVC
 
@@ -41,11 +41,7 @@ class Config:
 
 def main(c: Config) -> None:
     run = start(c, "text_to_image")
-    if c.data == "glyphs":  # examples are pairs of an image and a caption
-        examples = draw(c.names, (1, c.size, c.size))
-    else:
-        images, labels, names = read_images(c.data, c.size)
-        examples = [(x, f"an image of {names[y]}") for x, y in zip(images, labels, strict=True)]
+    examples = read_examples(c)
     classes = lambda examples: [caption.split()[-1] for _, caption in examples]
     shape, split = examples[0][0].shape, {"test_size": 0.2, "random_state": c.run.seed}
     train, test = train_test_split(examples, stratify=classes(examples), **split)
@@ -67,16 +63,8 @@ def main(c: Config) -> None:
         return {"images": 2 * np.stack(images) - 1, "words": words}
 
     def loss_fn(model, batch, key):
-        (net, average), images = model, batch["images"]
-        keys = jax.random.split(key, 3)
-        # By an angle from 0 to a right angle, images turn to noise; the velocity is predicted.
-        angle = jax.random.uniform(keys[0], (len(images),), maxval=jnp.pi / 2)
-        cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
-        noise = jax.random.normal(keys[1], images.shape)
-        # A tenth of the captions is dropped, because guidance needs predictions without caption.
-        words = jnp.where(jax.random.bernoulli(keys[2], 0.9, (len(images), 1)), batch["words"], 0)
-        velocity = jax.vmap(net)(cos * images + sin * noise, angle, words)
-        loss = jnp.mean((velocity - (cos * noise - sin * images)) ** 2)
+        net, average = model
+        loss = velocity_loss(net, batch["images"], batch["words"], key)
         return loss, {}, (net, rc.moving_average(average, net, 0.995))
 
     def predict_fn(model, batch, key):
@@ -90,26 +78,28 @@ def main(c: Config) -> None:
         return accuracy | ({"symbol_accuracy": right[new].mean()} if c.symbol else {})
 
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
-    state = rc.fit(
-        model,
-        make_optimizer(c, len(train)),
-        train,
-        **functions,
-        loss_fn=loss_fn,
-        steps=c.steps,
-        trainable=(True, False),
-        evaluation=rc.Evaluation(test, every=c.steps),
-        **run.fit_arguments,
-    )
+    options = functions | {"loss_fn": loss_fn, "steps": c.steps, "trainable": (True, False)}
+    options |= {"evaluation": rc.Evaluation(test, every=c.steps), **run.fit_arguments}
+    state = rc.fit(model, make_optimizer(c, len(train)), train, **options)
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     images = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn, key=run.key)
     pictures = [x.transpose(1, 2, 0) for x in images[:48]]
-    titles = [caption.replace(" latin ", "\nlatin ") for _, caption in test]
-    save_pictures(run.directory / "samples.png", pictures, titles)
+    save_pictures(run.directory / "samples.png", pictures, [caption for _, caption in test])
     real = metric_fn(test, [x for x, _ in test])["accuracy"]
     report(run.directory, **metric_fn(test, images), accuracy_of_real_images=real)
+
+
+def velocity_loss(net, images, words, key):
+    """By an angle from 0 to a right angle, images turn to noise; the velocity is predicted."""
+    keys = jax.random.split(key, 3)
+    angle = jax.random.uniform(keys[0], (len(images),), maxval=jnp.pi / 2)
+    cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
+    noise = jax.random.normal(keys[1], images.shape)
+    # A tenth of the captions is dropped, because guidance needs predictions without caption.
+    words = jnp.where(jax.random.bernoulli(keys[2], 0.9, (len(images), 1)), words, 0)
+    velocity = jax.vmap(net)(cos * images + sin * noise, angle, words)
+    return jnp.mean((velocity - (cos * noise - sin * images)) ** 2)
 
 
 def ddim(net, noise, words, guidance, steps):
@@ -153,6 +143,14 @@ class Denoiser(eqx.Module):
             x = x + read(jax.nn.standardize(x), words, words)
             x = x + jax.vmap(mlp)(jax.nn.standardize(x))
         return self.layers["last"](x.T.reshape(patches.shape))
+
+
+def read_examples(c: Config):
+    """Returns pairs of an image and a caption."""
+    if c.data == "glyphs":
+        return draw(c.names, (1, c.size, c.size))
+    images, labels, names = read_images(c.data, c.size)
+    return [(x, f"an image of {names[y]}") for x, y in zip(images, labels, strict=True)]
 
 
 def draw(names: str, shape: tuple[int, ...], called: str = ""):

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _common import exit_if_stopped, make_optimizer, report, start
+from _common import end_training, make_optimizer, report, save_samples, start
 from _packages import fetch
-from _plots import plot_metric
 from _published import read_tokenizer
 from _tokenizers import END, PAD, encode, train_tokenizer
 from rouge_score.rouge_scorer import RougeScorer
@@ -75,15 +74,13 @@ def main(c: Config) -> None:
     options = {"loss_fn": loss_fn, "steps": c.steps, "evaluation": rc.Evaluation(test)}
     state = rc.fit(model, optimizer, train, **functions, **options, **run.fit_arguments)
 
-    exit_if_stopped(int(state.step), c.steps)
-    plot_metric(run.directory, "loss")
+    end_training(run, state, c.steps)
     outputs = rc.predict_examples(state.model, test, **functions, predict_fn=predict_fn)
     written = [text.strip() for text in tokenizer.decode_batch([*map(np.ndarray.tolist, outputs)])]
     sources, references = zip(*test, strict=True)
-    if jax.process_index() == 0:
-        samples = zip(sources, written, references, strict=True)
-        text = "\n\n".join(f"source: {s}\nwritten: {w}\ntarget: {r}" for s, w, r in samples)
-        (run.directory / "samples.txt").write_text(text, "utf-8")
+    samples = zip(sources, written, references, strict=True)
+    text = "\n\n".join(f"source: {s}\nwritten: {w}\ntarget: {r}" for s, w, r in samples)
+    save_samples(run.directory, text)
     copied = {f"{name}_of_a_copy": x for name, x in score(sources, references).items()}
     report(run.directory, **score(written, references), **copied)
 

@@ -76,10 +76,10 @@ EXAMPLES = (
         "text_classification",
         "accuracy",
         0.5,
-        "samples.txt",
+        "samples.png",
         {"classification_regression/main.py": (179, 154)},
     ),
-    Example("text_to_text", "chrf", 70, "samples.txt", {"text_to_text/main.py": (196, 170)}),
+    Example("text_to_text", "chrf", 70, "samples.png", {"text_to_text/main.py": (196, 170)}),
     Example(
         "image_to_text", "exact_match", 0.12, "captions.png", {"image_to_text/main.py": (206, 179)}
     ),

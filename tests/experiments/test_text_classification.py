@@ -5,6 +5,7 @@ import math
 from itertools import product
 
 import pytest
+from PIL import Image
 
 
 @pytest.fixture
@@ -41,7 +42,9 @@ def test_texts_are_classified_and_rated(task, figures, module, script, monkeypat
     for sample in samples:
         target, _, text = sample.split(" | ")
         assert TEXTS[text] == (float(target) if rating else names.index(target))
-    assert (directory / "loss.png").is_file()
+    for name in ("loss.png", "samples.png"):
+        with Image.open(directory / name) as picture:
+            picture.verify()
 
 
 def test_operators_are_masked(module, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -419,18 +420,46 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
 
 def compile_call(
     fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
-) -> Callable[..., PyTree]:
+) -> "CompiledCall":
     """Compiles `fn(tree, *args)` without donating the tree."""
     placed = jax.tree.leaves(shardings)
     jitted = jax.jit(
         _flatten_arguments(fn, mesh), static_argnums=(1, 3), in_shardings=(placed, None)
     )
+    return CompiledCall(jitted, mesh)
 
-    def call(tree: PyTree, *args: PyTree) -> PyTree:
+
+class CompiledCall:
+    """What `compile_call` returns."""
+
+    def __init__(self, jitted: Any, mesh: Mesh):
+        self._jitted = jitted
+        self._mesh = mesh
+        self._last: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
+        return self._jitted(*self._split(tree, args))
+
+    def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
+        """The abstract outputs, and the last array of them, by a program that computes no other."""
+        arrays, static, given, constants = self._split(tree, args)
+        traced = self._jitted.trace(arrays, static, given, constants)
+        if id(traced.jaxpr) not in self._last:
+            self._last[id(traced.jaxpr)] = traced.jaxpr, _last_output(traced.jaxpr, self._mesh)
+        _, jitted = self._last[id(traced.jaxpr)]
+        return traced.out_info, jitted(*arrays, *given)
+
+    def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
         given, constants = split(args, numbers=True)
-        return jitted(*split(tree), place_batch(given, mesh), constants)
+        return (*split(tree), place_batch(given, self._mesh), constants)
 
-    return call
+
+def _last_output(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., Any]:
+    def compute(*arrays: Any) -> Any:
+        with traced_over(mesh):
+            return jaxpr_as_fun(jaxpr)(*arrays)[-1]
+
+    return jax.jit(compute)  # JAX leaves out what only the other outputs need
 
 
 def by_microbatches(

@@ -40,7 +40,7 @@ HostsOptions = tyro.conf.OmitArgPrefixes[Hosts]
 class Run:
     """Options of every experiment."""
 
-    mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
+    mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
     directory: Path | None = None  # directory with one directory per run; by default runs/SCRIPT
     resume: bool = False  # resume the newest run with its options; those that are given win
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)

@@ -48,7 +48,7 @@ class Config:
     name: str | None = None  # name of the model in requests; by default that of the directory
     host: str = "127.0.0.1"  # address to listen at (0.0.0.0 for all networks)
     port: int = 8000  # port to listen at
-    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
+    mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
     dtype: str = "float32"  # dtype of the weights (such as bfloat16)
     rows: int = 8  # maximum number of answers to generate at once
     waiting: int = 64  # maximum number of answers that wait; beyond it clients get status 429

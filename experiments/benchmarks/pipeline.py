@@ -3,13 +3,14 @@
     python experiments/benchmarks/pipeline.py exact
     pip install -e ".[experiments,cuda12]"
     python experiments/benchmarks/pipeline.py bytes --target a100-80gb:8
-    python experiments/benchmarks/pipeline.py meshes --model opt-66b --target a100-80gb:8x8
 
 `exact` compares losses and gradients with those of one device, on eight emulated devices, with
 dropout, masks and rematerialisation. `bytes` compiles LLaMA-7B's shapes in bfloat16, 32 x 1,024
-tokens, full rematerialisation, for devices that need not be present. `meshes` compares all meshes.
+tokens, full rematerialisation, for devices that need not be present: `a100-80gb:2x8` are two
+machines.
 """
 
+import math
 import os
 
 # JAX reads these when it is first imported; no accelerator is looked for.
@@ -38,18 +39,11 @@ from redcoast.models import (
     T5Config,
     sizes,
 )
-from redcoast_cli._workload import make_workload
 
 rc.emulate_devices(8)
 KEY, ROWS = jax.random.key(0), 32
 SMALL: dict[str, Any] = {"vocab": 256, "width": 64, "layers": 8, "heads": 4}
-WITHOUT: list[dict[str, Any]] = [{"fsdp": 8}, {"data": 2, "model": 4}]
-WITH: list[dict[str, Any]] = [
-    {"pipe": 4, "data": 2},
-    {"pipe": 8},
-    {"pipe": 4, "fsdp": 2},
-    {"pipe": 2, "data": 2, "model": 2},
-]
+STAGES: list[dict[str, Any]] = [{"pipe": 4, "data": 2}, {"pipe": 8}, {"pipe": 4, "fsdp": 2}]
 
 
 def decoded(model: Any, batch: Any, key: Any) -> jax.Array:
@@ -90,7 +84,7 @@ def exact() -> None:
     batch = {"tokens": tokens, "mask": jax.random.bernoulli(KEY, 0.8, tokens.shape)}
     print("| model | mesh | microbatches | loss | gradients |\n|---|---|---|---|---|")
     for name, (model, loss_fn) in models().items():
-        for mesh in WITH[:3]:
+        for mesh in STAGES:
             plan = rc.plan_shardings(model, rc.make_mesh(**mesh), fn=loss_fn, args=(batch, KEY))
             found = plan.verify(loss_fn, model, batch, KEY, tolerance=1e-5)
             pipeline = plan.report.program.pipeline
@@ -107,34 +101,37 @@ def bytes_(target: str) -> None:
     loss_fn = lambda model, tokens, key: cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     batch = jax.ShapeDtypeStruct((ROWS, 1024), jnp.int32)
     print(
-        "| mesh | microbatches | bubble | GB sent, plan | GB sent | GB, plan | peak GB |\n"
-        "|---|---|---|---|---|---|---|"
+        "| mesh | microbatches | bubble | GB sent, plan | GB sent | by `pipe`, plan | by `pipe` "
+        "| GB, plan | peak GB |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for mesh in (*WITHOUT, *WITH):
+    for mesh in meshes_of(math.prod(map(int, target.partition(":")[2].split("x")))):
         options: Any = {"target": target, "mesh": {"data": 1} | mesh, "suggest": False}
         run = rc.dry_run(init_fn, loss_fn, batch, optax.sgd(1e-3), **options)
         program = run.plan.report.program
-        one, sent = program.pipeline, sum(each.bytes for each in program.traffic)
+        planned = [(each.axes, each.bytes) for each in program.traffic]
+        compiled = [(each["axis"].split("+"), each["bytes"]) for each in run.report["traffic"]]
+        one = program.pipeline
         stages = f"{one.microbatches} | {one.bubble:.0%}" if one else "- | -"
-        line = (
-            f"| {written(mesh)} | {stages} | {sent / 1e9:.2f} | {(run.sent_bytes or 0) / 1e9:.2f}"
+        sent = " | ".join(
+            f"{sum(size for axes, size in found if axis is None or axis in axes) / 1e9:.2f}"
+            for axis in (None, "pipe")
+            for found in (planned, compiled)
         )
         memory = f"{program.memory.total / 1e9:.1f} | {run.memory['peak'] / 1e9:.1f}"
-        print(f"{line} | {memory} |", flush=True)
+        print(f"| {written(mesh)} | {stages} | {sent} | {memory} |", flush=True)
 
 
-def meshes(model: str, target: str, rows: int, compiled: int) -> None:
-    """Prints the table of all meshes, and the best without stages."""
-    init_fn, loss_fn, batch, optimizer = make_workload(model, 512, remat="full").arguments(rows)
-    options: Any = {"target": target, "compute_dtype": jnp.bfloat16}
-    found = rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, compiled=compiled, **options)
-    print(found, flush=True)
-    usable = found.usable_memory or float("inf")
-    fits = lambda one: one.error is None and 0 < (one.estimated_memory or 0) <= usable
-    plain = [one for one in found.candidates if "pipe" not in one.mesh and fits(one)]
-    best = min(plain, key=lambda one: one.priced_seconds or 0)
-    run = rc.dry_run(init_fn, loss_fn, batch, optimizer, mesh=best.mesh, suggest=False, **options)
-    print(f"\nThe best mesh without `pipe` that fits by the estimate:\n\n{run}", flush=True)
+def meshes_of(count: int) -> list[dict[str, int]]:
+    """Two meshes without stages, and four with them, all of `count` devices."""
+    found = [
+        {"fsdp": count},
+        {"data": count // 4, "model": 4},
+        {"pipe": 4, "data": count // 4},
+        {"pipe": 8, "data": count // 8},
+        {"pipe": 4, "fsdp": count // 4},
+        {"pipe": 2, "data": 2, "model": count // 4},
+    ]
+    return [{axis: size for axis, size in mesh.items() if size > 1} for mesh in found]
 
 
 def written(mesh: dict[str, int]) -> str:
@@ -142,27 +139,15 @@ def written(mesh: dict[str, int]) -> str:
 
 
 def main(
-    what: tyro.conf.Positional[Literal["exact", "bytes", "meshes"]] = "exact",
-    target: str = "a100-80gb:8",
-    model: str = "opt-66b",
-    rows: int = 256,
-    compiled: int = 2,
+    what: tyro.conf.Positional[Literal["exact", "bytes"]] = "exact", target: str = "a100-80gb:8"
 ) -> None:
     """Prints one of the tables.
 
     Args:
         what: The table.
-        target: The devices, as for `redcoast.dry_run`.
-        model: The model of `meshes`, as for `redcoast dry-run`.
-        rows: Its batch, in sequences of 512 tokens.
-        compiled: How many meshes are compiled.
+        target: The devices of `bytes`, as for `redcoast.dry_run`.
     """
-    if what == "exact":
-        exact()
-    elif what == "bytes":
-        bytes_(target)
-    else:
-        meshes(model, target, rows, compiled)
+    exact() if what == "exact" else bytes_(target)
 
 
 if __name__ == "__main__":

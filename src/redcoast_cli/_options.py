@@ -26,13 +26,14 @@ class DryRun:
     target: str = "a100-40gb:4"  # TPU slice (v4:4x4x4), GPUs (l4:4; h100:8x8: hosts x cards), cpu:8
     seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device and microbatch
-    mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), fsdp=4,model=2; auto: the estimated best
+    mesh: Mesh = "auto"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4; auto: the estimated best
     remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
     chunk: int | None = None  # positions whose logits are in memory at a time; by default all
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
+    compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
     json: bool = False  # print the figures as JSON instead of tables
 
 
@@ -44,7 +45,7 @@ class Plan:
     """
 
     model: Model = "llama-7b"  # a model name, or the path of a Hugging Face config.json
-    mesh: Mesh = "fsdp=8"  # such as 8, 2x4 (data x model), or fsdp=4,model=2; sizes are not -1
+    mesh: Mesh = "fsdp=8"  # such as 8, 2x4 (data x model), or pipe=2,fsdp=4; sizes are not -1
     seq: Seq = None  # sequence length in tokens; by default 1024 or the model's maximum
     batch: Batch = None  # global batch size; by default one sequence per device
     table: bool = False  # also print how each array is sharded, and why

@@ -14,6 +14,10 @@ from redcoast.core._jaxpr import iter_equations
 from redcoast.losses import cross_entropy
 from redcoast.models import (
     T5,
+    Gemma,
+    GemmaConfig,
+    GptOss,
+    GptOssConfig,
     Llama,
     LlamaConfig,
     ModernBert,
@@ -159,6 +163,41 @@ def modernbert():
     return ModernBert(config, key=jax.random.key(0))
 
 
+def gemma():
+    config = GemmaConfig(
+        vocab=64,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden=64,
+        score_cap=5.0,
+        window=8,
+        local=(True, False),
+        unroll=1,
+    )
+    return Gemma(config, key=jax.random.key(0))
+
+
+def gpt_oss():
+    """With sinks of different sizes."""
+    config = GptOssConfig(
+        vocab=64,
+        width=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        hidden=16,
+        experts=2,
+        chosen=1,
+        window=8,
+        local=(True, False),
+        unroll=1,
+    )
+    model = GptOss(config, key=jax.random.key(0))
+    return eqx.tree_at(lambda m: m.layers.sinks, model, jnp.arange(8.0).reshape(2, 4) - 3)
+
+
 @pytest.fixture
 def many(monkeypatch):
     """Sets how many pairs are many; blocks have 16 tokens."""
@@ -173,7 +212,7 @@ def batch(rows=2, seq=61):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("make", [llama, modernbert, t5])
+@pytest.mark.parametrize("make", [llama, gemma, gpt_oss, modernbert, t5])
 def test_models_use_it_if_there_are_many_pairs(many, make):
     model, found = make(), []
     for count in (1, 10**9):

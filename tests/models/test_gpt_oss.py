@@ -19,8 +19,9 @@ from decoder_checks import (
 
 from redcoast import lora
 from redcoast.models import Yarn
+from redcoast.models._attention import attend
 from redcoast.models._rotary import yarn_frequencies
-from redcoast.models.gpt_oss import GptOss, GptOssConfig, _activate, attend_with_sinks
+from redcoast.models.gpt_oss import GptOss, GptOssConfig, _activate
 from redcoast.pretrained._registry import find_family, read_config, write_config
 from redcoast.pretrained.hf import gpt_oss as hf_gpt_oss
 
@@ -81,8 +82,8 @@ def test_a_sink_takes_its_share_of_the_weights():
         scores = k[0, : query + 1, head // 2] @ q[0, query, head] / 2
         weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sinks[head]))
         expected[0, query, head] = weights @ v[0, : query + 1, head // 2]
-    args = [jnp.asarray(x, jnp.float32) for x in (q, k, v, sinks)]
-    found = jax.jit(attend_with_sinks)(*args, jnp.asarray(visible)[None])
+    *args, sinks = [jnp.asarray(x, jnp.float32) for x in (q, k, v, sinks)]
+    found = jax.jit(attend)(*args, visible=jnp.asarray(visible)[None], sinks=sinks)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 

@@ -375,6 +375,20 @@ def test_places_beyond_32_bits_are_counted():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("beams", [1, 2])
+def test_text_that_is_generated_is_that_of_one_device(beams):
+    """Each layer stays on its stage."""
+    model = Llama(LlamaConfig(**SIZES, kv_heads=2, hidden=64), key=KEY)
+    mesh = rc.make_mesh(pipe=2, data=2, model=2)
+    plan = rc.plan_shardings(model, mesh, fn=next_token, args=(batch(), KEY))
+    placed = jax.device_put(model, plan.shardings)
+    assert placed.layers.wq.sharding.spec[0] == "pipe"
+    options: Any = {"max_new_tokens": 6, "decoding": rc.Decoding(beams=beams)}
+    expected = rc.generate(model, tokens(), **options)
+    np.testing.assert_array_equal(rc.generate(placed, tokens(), **options), expected)
+
+
+@pytest.mark.thorough
 def test_a_run_is_that_of_one_device_and_resumes_on_another_mesh(tmp_path):
     """With accumulation, evaluation and checkpoints."""
     examples = np.asarray(jax.random.randint(KEY, (64, 12), 0, 64))

@@ -1,5 +1,7 @@
 """Sequences of a batch with fewer rows than devices are split over them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,29 @@ from jax.sharding import AbstractMesh
 
 import redcoast as rc
 from redcoast.losses import chunked_cross_entropy, cross_entropy
-from redcoast.models import Llama, LlamaConfig, _blockwise, _parts, _view
+from redcoast.models import (
+    Gemma,
+    GemmaConfig,
+    GptOss,
+    GptOssConfig,
+    Llama,
+    LlamaConfig,
+    _blockwise,
+    _parts,
+    _view,
+)
 
 # Arithmetic so slow that it pays to divide it.
 SLOW = rc.Hardware(flops=1e8, memory=1e9)
-CONFIG = LlamaConfig(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64, unroll=1)
+SIZES: dict[str, Any] = {
+    "vocab": 64,
+    "width": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "unroll": 1,
+}
+CONFIG = LlamaConfig(**SIZES, hidden=64)
 
 
 @pytest.fixture
@@ -59,6 +79,27 @@ def test_losses_and_gradients_are_those_of_one_device(blocks, fn, rows, sizes):
     plan = planned(fn, mesh, rows, model)
     assert plan.compute.tokens == (rows < sizes[0] * sizes[1])
     plan.verify(fn, model, batch(rows), tolerance=1e-5)
+
+
+def gemma():
+    near: dict[str, Any] = {"local": (True, False), "window": 8, "score_cap": 5.0}
+    return Gemma(GemmaConfig(**SIZES, hidden=64, **near), key=jax.random.key(0))
+
+
+def gpt_oss():
+    near: dict[str, Any] = {"local": (True, False), "window": 8, "remat": "full"}
+    config = GptOssConfig(**SIZES, hidden=16, experts=4, chosen=2, **near)
+    return GptOss(config, key=jax.random.key(0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [gemma, gpt_oss])
+def test_layers_with_and_without_a_window_are_split(blocks, make):
+    """They are a scan in which each layer chooses one of two attentions."""
+    mesh, model = rc.make_mesh(data=2, fsdp=2, model=2), make()
+    plan = planned(chunked, mesh, 1, model)
+    assert plan.compute.tokens
+    plan.verify(chunked, model, batch(1), tolerance=1e-5)
 
 
 def test_a_row_of_packed_texts_is_split_and_exact(blocks):

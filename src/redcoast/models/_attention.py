@@ -1,5 +1,6 @@
 """Token positions, attention masks and scaled dot-product attention."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -114,6 +115,7 @@ def attend(
     bias: Float[Array, "#batch heads queries keys"] | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     rate: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
@@ -131,19 +133,22 @@ def attend(
     - `bias`: added to the scores.
     - `scale`: the factor of the scores, `1 / sqrt(head_dim)` by default.
     - `softcap`: a soft cap of the scores, `softcap * tanh(scores / softcap)`.
+    - `sinks`: the score of one more key of each head, which has no value and which all queries see
+        (Xiao et al., 2023, <https://arxiv.org/abs/2309.17453>).
     - `rate`, `key`: dropout rate of the attention weights, and its PRNG key; no dropout without a
         key.
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     view = _as_view(visible, q.shape[1], k.shape[1])
     # Over a sequence that is split, cuDNN's kernel would need all queries on one device.
-    plain = bias is None and softcap is None and (key is None or rate == 0) and not _is_split(q)
-    if plain and _has_kernel(q, k, v) and _has_small_mask(view, q, k):
+    plain = bias is None and softcap is None and sinks is None and (key is None or rate == 0)
+    if plain and not _is_split(q) and _has_kernel(q, k, v) and _has_small_mask(view, q, k):
         return _attend_in_kernel(q, k, v, visible if view is None else view, scale)
     if view is not None:
         options: Any = {"scale": scale, "softcap": softcap, "rate": rate, "key": key}
+        options["sinks"] = sinks
         blocks = lambda q, k, v, view, bias: attend_in_blocks(q, k, v, view, bias=bias, **options)
-        alike = bias is None and (key is None or rate == 0)
+        alike = bias is None and sinks is None and (key is None or rate == 0)
         return in_parts(blocks, q, k, v, view, bias, alike=alike)
     if isinstance(visible, View):
         visible = visible.visible(q.shape[1], k.shape[1])
@@ -165,8 +170,39 @@ def attend(
     # The smallest finite number instead of -inf: queries that see no key must not get NaN.
     seen = jnp.expand_dims(visible, range(1, scores.ndim - 2))
     scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
-    weights = dropout(jax.nn.softmax(scores).astype(q.dtype), rate, key)
+    weights = jax.nn.softmax(scores) if sinks is None else _softmax_with(sinks, scores)
+    weights = dropout(weights.astype(q.dtype), rate, key)
     return jnp.einsum(f"bn{g}st,btnk->bsn{g}k", weights, v).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _softmax_with(sinks: Array, scores: Array) -> Array:
+    """The softmax over the keys and one more, whose weight is left out."""
+    sinks = sinks.astype(scores.dtype).reshape(1, *scores.shape[1:-2], 1, 1)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+
+
+def attend_near(
+    q: Float[Array, "batch queries heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
+    *,
+    local: Bool[Array, ""],
+    visible: Sequence[Visible],
+    **options: Any,
+) -> Float[Array, "batch queries heads value_dim"]:
+    """Attention of a layer that has a window if it is `local`, in a scan over both kinds of layers.
+
+    `visible` is what queries see without and with the window. The other arguments are those of
+    `attend`.
+    """
+    all_, near = visible
+    if not isinstance(all_, View) and not isinstance(near, View):
+        return attend(q, k, v, visible=jnp.where(local, near, all_), **options)
+    # One of the two is computed, so that a window saves time.
+    through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
+    return jax.lax.cond(local, through(near), through(all_), q, k, v)
 
 
 def _is_split(q: Array) -> bool:

@@ -71,6 +71,7 @@ def attend_in_blocks(
     softcap: float | None = None,
     rate: float = 0.0,
     key: PRNGKeyArray | None = None,
+    sinks: Float[Array, " heads"] | None = None,
     block: int | None = None,
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention with the memory of one block of scores.
@@ -94,7 +95,12 @@ def attend_in_blocks(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     own, fixed = eqx.partition(given, eqx.is_inexact_array)
     arrays = (_pad(grouped, rows, 1), _pad(k, columns, 1), _pad(v, columns, 1))
-    out: Any = _attention(options, *arrays, own, fixed)
+    found: Any = _attention(options, *arrays, own, fixed)
+    out, log_sum = found
+    if sinks is not None:
+        # The share of all keys but the sink in the sum of the exponentials.
+        share = jax.nn.sigmoid(log_sum - sinks.astype(log_sum.dtype).reshape(1, k.shape[2], -1, 1))
+        out = (out * jnp.moveaxis(share, 3, 1)[..., None]).astype(q.dtype)
     return out[:, :queries].reshape(*q.shape[:3], v.shape[-1])
 
 
@@ -139,13 +145,17 @@ def _visible_blocks(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
-) -> Float[Array, "batch queries kv_heads groups value_dim"]:
+) -> tuple[
+    Float[Array, "batch queries kv_heads groups value_dim"],
+    Float[Array, "batch kv_heads groups queries"],
+]:
+    """The output, and the logarithm of the sum of the exponentials of each query's scores."""
     return _forward(options, q, k, v, own, fixed)[0]
 
 
 def _forward(
     options: _Options, q: Array, k: Array, v: Array, own: _Given, fixed: _Given
-) -> tuple[Array, Any]:
+) -> tuple[tuple[Array, Array], Any]:
     k, fixed = _tied(k, fixed)
     dtype = np.promote_types(q.dtype, np.float32)
     shape = (q.shape[0], *q.shape[2:4], q.shape[1])
@@ -173,14 +183,16 @@ def _forward(
     total = jnp.where(total == 0, 1, total)  # a query that sees no key gets zeros
     out = jnp.moveaxis(out / total[..., None], 3, 1).astype(q.dtype)
     out, log_sum = (checkpoint_name(x, KEPT) for x in (out, largest + jnp.log(total)))
-    return out, (q, k, v, own, fixed, out, log_sum)
+    return (out, log_sum), (q, k, v, own, fixed, out, log_sum)
 
 
-def _backward(options: _Options, kept: Any, out_grad: Array) -> tuple[Any, ...]:
+def _backward(options: _Options, kept: Any, grads: tuple[Array, Array]) -> tuple[Any, ...]:
+    out_grad, sum_grad = grads
     q, k, v, own, fixed, out, log_sum = kept
     k, fixed = _tied(k, fixed)
     dtype = log_sum.dtype
     slope = jnp.einsum("bsngd,bsngd->bngs", out.astype(dtype), out_grad.astype(dtype))
+    slope = slope - sum_grad
     zeros = lambda x: jnp.zeros(x.shape, dtype)
     # One block of keys after the other: sums in a wide dtype are needed only for one of them.
     pairs = np.asarray(sorted(options.pairs, key=lambda pair: pair[::-1]), np.int32)

@@ -61,12 +61,5 @@ def see(
     return visible
 
 
-def as_pairs(
-    visible: View | Bool[Array, "#batch #queries keys"], queries: int, keys: int
-) -> Bool[Array, "#batch #queries #keys"]:
-    """Returns the array of all pairs, for layers that choose between several of them."""
-    return visible.visible(queries, keys) if isinstance(visible, View) else visible
-
-
 def has_many_pairs(queries: int, keys: int) -> bool:
     return queries * keys >= MANY_PAIRS

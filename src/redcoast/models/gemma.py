@@ -7,6 +7,7 @@ rotary base for the layers with a window).
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -15,14 +16,21 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, real_tokens, wide
+from ._attention import (
+    Mask,
+    attend,
+    attend_near,
+    causal_view,
+    count_positions,
+    real_tokens,
+    wide,
+)
 from ._basic import look_up, normal, output_scale
 from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_rates
 from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
-from ._view import as_pairs
 
 
 @dataclass(frozen=True)
@@ -191,9 +199,7 @@ class Gemma(eqx.Module):
             positions = count_positions(real, segments)
         windows = (None, self.config.window)
         visible = [causal_view(real, segments=segments, window=window) for window in windows]
-        length = tokens.shape[1]
-        seen = [as_pairs(view, length, length) for view in visible]
-        return self._run(tokens, positions, seen, None, key)[0]
+        return self._run(tokens, positions, visible, None, key)[0]
 
     def decode(
         self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
@@ -202,9 +208,7 @@ class Gemma(eqx.Module):
         cache = admit(cache, tokens.shape, mask)
         windows = (None, self.config.window)
         views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
-        length = cache.mask.shape[1]
-        seen = [as_pairs(visible, tokens.shape[1], length) for _, visible in views]
-        return self._run(tokens, views[0][0], seen, cache, None)
+        return self._run(tokens, views[0][0], [visible for _, visible in views], cache, None)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
@@ -221,15 +225,15 @@ class Gemma(eqx.Module):
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
         angles = [rotary_angles(positions, f, wide(x.dtype)) for f in _frequencies(c)]
-        kinds = list(zip(angles, visible, strict=True))
 
         def layer_fn(x, cache, inputs, index, key):
             layer, local = inputs
-            # Layers with and without a window are scanned together, so each selects its own mask
-            # and angles.
-            turns, seen = jax.tree.map(lambda all, near: jnp.where(local, near, all), *kinds)
+            # Layers with and without a window are scanned together, so each selects its angles.
+            turns = jax.tree.map(lambda all, near: jnp.where(local, near, all), *angles)
+            near = partial(attend_near, local=local, visible=visible)
+            attend_fn = near if any(c.local) else partial(attend, visible=visible[0])
             y = _norm(x, layer.attention_norm, c)
-            y, cache = _attention(layer, y, turns, seen, cache, index, key, c)
+            y, cache = _attention(layer, y, turns, attend_fn, cache, index, key, c)
             x = x + _norm(y, layer.attention_post_norm, c)
             y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), "gelu_new")
             return x + _norm(y, layer.mlp_post_norm, c), cache
@@ -260,7 +264,7 @@ def _norm(x, scale, config):
     return (y * scale).astype(x.dtype)
 
 
-def _attention(layer, x, angles, visible, cache, index, key, config):
+def _attention(layer, x, angles, attend_fn, cache, index, key, config):
     c = config
     q = _norm(product("bsd,dhk->bshk", x, layer.wq), layer.q_norm, c)
     k = _norm(product("bsd,dhk->bshk", x, layer.wk), layer.k_norm, c)
@@ -268,5 +272,5 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
     cache, k, v = extend(cache, index, rotate(k, angles), v)
     options = {"softcap": c.score_cap, "rate": c.attention_dropout, "key": key}
     scale = float((c.score_scale or c.head_dim) ** -0.5)
-    out = attend(rotate(q, angles), k, v, visible=visible, scale=scale, **options)
+    out = attend_fn(rotate(q, angles), k, v, scale=scale, **options)
     return product("bshk,hkd->bsd", out, layer.wo), cache

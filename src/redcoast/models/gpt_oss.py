@@ -2,26 +2,32 @@
 some layers."""
 
 import functools as ft
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, as_array, causal_view, count_positions, real_tokens, wide
+from ._attention import (
+    Mask,
+    as_array,
+    attend,
+    attend_near,
+    causal_view,
+    count_positions,
+    real_tokens,
+    wide,
+)
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
 from ._checks import check_config, check_heads, check_rates, drop_default_head_size
-from ._dropout import dropout
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts, router_loss
 from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
 from ._scan import Remat, scan_layers
-from ._view import as_pairs
 
 # The gain of the sigmoid in the experts.
 _GAIN = 1.702
@@ -165,8 +171,6 @@ class GptOssLayers(eqx.Module):
 class GptOss(eqx.Module):
     """The GPT-OSS decoder (OpenAI, 2025, <https://arxiv.org/abs/2508.10925>).
 
-    Attention with sinks computes an array of all pairs of a query and a key, for any length.
-
     ```python
     config = GptOssConfig(vocab=256, width=128, layers=4, heads=4, kv_heads=2, hidden=128)
     model = GptOss(config, key=jax.random.key(0))
@@ -231,9 +235,8 @@ class GptOss(eqx.Module):
             positions = count_positions(real, segments)
         windows = (None, self.config.window)
         visible = [causal_view(real, segments=segments, window=window) for window in windows]
-        length = tokens.shape[1]
-        real, seen = as_array(real), [as_pairs(view, length, length) for view in visible]
-        x, _, (count, probability) = self._run(tokens, real, positions, seen, None, key)
+        real = as_array(real)
+        x, _, (count, probability) = self._run(tokens, real, positions, visible, None, key)
         return x, router_loss(count, probability, self.config.chosen)
 
     def decode(
@@ -243,8 +246,7 @@ class GptOss(eqx.Module):
         cache = admit(cache, tokens.shape, mask)
         windows = (None, self.config.window)
         views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
-        length = cache.mask.shape[1]
-        seen = [as_pairs(visible, tokens.shape[1], length) for _, visible in views]
+        seen = [visible for _, visible in views]
         real = as_array(real_tokens(tokens.shape, mask))
         x, cache, _ = self._run(tokens, real, views[0][0], seen, cache, None)
         return x, cache
@@ -257,10 +259,10 @@ class GptOss(eqx.Module):
         def layer_fn(x, carry, inputs, index, key):
             layer, local = inputs
             cache, *use = carry
-            # Layers with and without a window are scanned together.
-            seen = jnp.where(local, visible[1], visible[0])
+            near = ft.partial(attend_near, local=local, visible=visible)
+            attend_fn = near if any(c.local) else ft.partial(attend, visible=visible[0])
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            y, cache = _attention(layer, y, angles, seen, cache, index, key, c)
+            y, cache = _attention(layer, y, angles, attend_fn, cache, index, key, c)
             x = x + y
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router, layer.router_bias)
@@ -285,38 +287,12 @@ def _angles(config, positions, dtype):
     return cos * c.rope_scaling.amplitude, sin * c.rope_scaling.amplitude
 
 
-def _attention(layer, x, angles, visible, cache, index, key, config):
+def _attention(layer, x, angles, attend_fn, cache, index, key, config):
     q, (k, v) = queries(layer, x), keys_values(layer, x)
     cache, k, v = extend(cache, index, rotate(k, angles), v)
-    rate = config.attention_dropout
-    out = attend_with_sinks(rotate(q, angles), k, v, layer.sinks, visible, rate=rate, key=key)
+    options = {"sinks": layer.sinks, "rate": config.attention_dropout, "key": key}
+    out = attend_fn(rotate(q, angles), k, v, **options)
     return outputs(layer, out), cache
-
-
-def attend_with_sinks(
-    q: Float[Array, "batch queries heads head_dim"],
-    k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
-    sinks: Float[Array, " heads"],
-    visible: Bool[Array, "#batch #queries keys"],
-    *,
-    rate: float = 0.0,
-    key: PRNGKeyArray | None = None,
-) -> Float[Array, "batch queries heads head_dim"]:
-    """Scaled dot-product attention in which each head has one more key, without a value, whose
-    score is learned: the sink of the head (Xiao et al., 2023, <https://arxiv.org/abs/2309.17453>).
-    """
-    kv_heads = k.shape[2]
-    grouped = (q / math.sqrt(q.shape[-1])).reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
-    scores = jnp.einsum("bsngk,btnk->bngst", grouped, k).astype(wide(q.dtype))
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    sink = sinks.astype(scores.dtype).reshape(1, kv_heads, -1, 1, 1)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
-    top = jax.lax.stop_gradient(top)
-    weights = jnp.exp(scores - top)
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))
-    weights = dropout(weights.astype(q.dtype), rate, key)
-    return jnp.einsum("bngst,btnk->bsngk", weights, v).reshape(q.shape)
 
 
 def _mlp(layer, limit, x):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, attend, count_positions, full_view, real_tokens, wide
+from ._attention import Mask, attend_near, count_positions, full_view, real_tokens, wide
 from ._basic import (
     ACTIVATIONS,
     activate_gated,
@@ -25,7 +25,6 @@ from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan import Remat, scan_layers
-from ._view import View
 
 
 @dataclass(frozen=True)
@@ -345,12 +344,7 @@ def _attention(layer, x, angles, views, local, key, config):
     q, (k, v) = queries(layer, x), keys_values(layer, x)
     q, k = rotate(q, angles), rotate(k, angles)
     options = {"rate": config.attention_dropout, "key": weights_key}
-    if isinstance(views[0], View):
-        # One of the two is computed, so that a window saves time.
-        through = lambda view: lambda q, k, v: attend(q, k, v, visible=view, **options)
-        out = jax.lax.cond(local, through(views[1]), through(views[0]), q, k, v)
-    else:
-        out = attend(q, k, v, visible=jnp.where(local, views[1], views[0]), **options)
+    out = attend_near(q, k, v, local=local, visible=views, **options)
     return dropout(outputs(layer, out), config.attention_dropout, key)
 
 

@@ -51,7 +51,10 @@ class Deal:
         stages = self.pipeline.stages
         x = jnp.reshape(x, (stages, x.shape[0] // stages, *x.shape[1:]))
         if rows is None:
-            return self._copies(self._with_spec(x, PIPE, None, *spec), (None, *spec))
+            # Gradients are summed over the copies to the sharding of the parameters, which with
+            # `fsdp` takes a reduce-scatter. A constraint without `fsdp` would take an all-reduce.
+            x = self._with_spec(x, PIPE, *[P.UNCONSTRAINED] * (x.ndim - 1))
+            return self._copies(x, (None, *spec))
         # (parts, microbatches, stages, ...)
         return self.staged(jnp.moveaxis(self._divide(x, rows + 1), 2, 0))
 

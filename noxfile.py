@@ -224,3 +224,23 @@ def bench_redco(session: nox.Session) -> None:
     session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6")
     for script in ("step.py", "trainers.py"):
         session.run("python", f"experiments/benchmarks/{script}", *session.posargs)
+
+
+@nox.session
+def bench_torch_step(session: nox.Session) -> None:
+    """The processor time of training steps against torch, eager and compiled."""
+    install(session)
+    session.install(*REFERENCE)
+    script, against = "experiments/benchmarks/step.py", ("torch", "torch-compile")
+    session.run("python", script, "--against", *against, *session.posargs)
+
+
+@nox.session
+def bench_levanter(session: nox.Session) -> None:
+    """The processor time of training steps against Levanter, whose wheel lacks two packages."""
+    install(session)
+    session.install("levanter==1.2.dev1644", "haliax==1.4.dev453", "jax==0.10.2")
+    session.install("gitpython", "chex")
+    script = "experiments/benchmarks/step.py"
+    against = ("levanter-scan", "levanter-loop", "levanter-remat")
+    session.run("python", script, "--against", *against, *session.posargs)

@@ -18,7 +18,8 @@ import numpy as np
 import optax
 import redco
 import tyro
-from step import OURS, VOCAB, deepen, flax_model
+from rivals import VOCAB, flax_model
+from step import OURS, deepen
 
 import redcoast as rc
 

@@ -195,7 +195,9 @@ def test_in_the_evaluation_after_a_hundred_steps(tmp_path, name):
     assert saved(tmp_path) == [100]
 
 
-@pytest.mark.parametrize(("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("augmented", "when"), [(True, 1), (True, 9), (False, 1), (False, 3), (False, 4)]
+)
 def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augmented, when):
     """Raised by a call in training, where examples are augmented, or in evaluation."""
     calls = iter(range(1, 10**6))
@@ -220,6 +222,9 @@ def test_errors_of_collate_fn_say_for_which_examples_and_where(tmp_path, augment
     elif when == 1:
         assert "before the first step" in found
         assert not saved(tmp_path)
+    elif when == 3:
+        assert "in the evaluation of one batch after the first step" in found
+        assert saved(tmp_path) == [1]
     else:
         assert "in the evaluation after step 12" in found
         assert saved(tmp_path) == [12]

@@ -82,6 +82,24 @@ def test_the_rehearsal_goes_on_to_the_first_batch_with_weight():
     assert math.isfinite(log["eval/loss"])
 
 
+def test_only_weights_are_computed_before_the_first_step_and_one_batch_after_it():
+    seen = []
+
+    def noting(name):
+        def loss(model, batch, key):
+            mean = jax.lax.stop_gradient(jnp.mean(jax.vmap(model)(batch["x"])))
+            note = lambda x: seen.append(name) or x
+            mean = jax.pure_callback(note, jax.ShapeDtypeStruct((), mean.dtype), mean)
+            loss, aux = masked_loss(model, batch, key)
+            return loss + 0 * mean, aux
+
+        return loss
+
+    evaluation = rc.Evaluation(known(*[True] * 64), loss_fn=noting("eval"), every=4)
+    fit(**{**MASKED, "loss_fn": noting("train")}, evaluation=evaluation)
+    assert seen == ["train", "eval", *["train"] * 3, *["eval"] * 4]
+
+
 def test_an_evaluation_that_loses_its_weight_later_does_not_end_the_run(caplog):
     """Where the weight depends on the model, no rehearsal can know."""
 

@@ -22,6 +22,7 @@ class Static:
     def __init__(self, structure: Any, leaves: tuple[Any, ...]):
         self.structure = structure
         self.leaves = leaves  # `None`, which is not a leaf, in the place of each array
+        self.only_arrays = all(leaf is None for leaf in leaves)
         self._hash: int | None = None
 
     def __hash__(self) -> int:
@@ -55,6 +56,8 @@ def split(tree: PyTree, *, numbers: bool = False) -> tuple[list[Any], Static]:
 
 def join(arrays: list[Any], static: Static) -> PyTree:
     """The inverse of `split`."""
+    if static.only_arrays:
+        return static.structure.unflatten(arrays)
     rest = iter(arrays)
     return static.structure.unflatten(
         [next(rest) if leaf is None else leaf for leaf in static.leaves]

@@ -141,8 +141,9 @@ def abstract_array(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
 def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:
     """The sharding that `place_batch` gives an array; `None` leaves the array where it is."""
     # On a single CPU device, jitted functions take NumPy arrays without a copy.
-    alone = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if not isinstance(x, kinds) or not np.ndim(x) or (alone and isinstance(x, np.ndarray)):
+    host = isinstance(x, np.ndarray)
+    alone = host and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    if alone or not isinstance(x, kinds) or not np.ndim(x):
         # Process-local arrays, such as a key, have to be replicated over all devices.
         return NamedSharding(mesh, P()) if _is_local(x) else None
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) and not isinstance(x, jax.Array):

@@ -27,7 +27,7 @@ from ..distributed._kv_store import agree, is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
-from ..train._compile import compile_call
+from ..train._compile import CompiledCall, compile_call
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
@@ -212,7 +212,7 @@ def _plan(
     return plan, itertools.chain([first], batches)
 
 
-def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> Callable[..., Any]:
+def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCall:
     """A compiled `(model, batch, key) -> (means, weight)`."""
     check_compute_dtype(compute_dtype)
     return _compile(_evaluation, plan, loss_fn=loss_fn, compute_dtype=compute_dtype)
@@ -220,7 +220,7 @@ def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> Callable[..
 
 def compile_prediction(
     predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
-) -> Callable[..., Any]:
+) -> CompiledCall:
     """A compiled `(model, batch, key) -> predictions`."""
     check_compute_dtype(compute_dtype)
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
@@ -229,7 +229,7 @@ def compile_prediction(
     return _compile(_prediction_to_read, plan, **options, over=plan.mesh, gather=gather)
 
 
-def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> Callable[..., Any]:
+def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> CompiledCall:
     """Compiles `fn(model, batch, key, **options)`, once for the same functions, plan and options.
 
     The first of the options is the user's function.
@@ -242,7 +242,7 @@ def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> Callable[...
     key = (fn, name, *others, tuple(leaves), structure, plan.mesh, plan.compute)
     mesh, constrain = plan.mesh, plan.constrain
 
-    def make(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def make(functions: Sequence[Callable[..., Any]]) -> CompiledCall:
         given = {name: constrain(functions[0]), **dict(others)}
         return compile_call(ft.partial(fn, **given), shardings, mesh)
 
@@ -288,23 +288,26 @@ def run_evaluation(
     return _means(sums, total)
 
 
-def try_evaluation(
-    evaluation: Callable[..., Any],
+def weighted_metrics(
+    evaluation: CompiledCall,
     model: PyTree,
     batches: Iterable[Loaded],
     key: PRNGKeyArray | None = None,
-) -> dict[str, float]:
-    """The means over the first of the batches that has any weight.
+) -> list[str]:
+    """The names of the metrics, if any of the batches has a weight.
+
+    The evaluation is traced, and of its values only the weights are computed, up to the first that
+    is not 0.
 
     **Raises:**
 
-    `ValueError` if none has.
+    `ValueError` if all are.
     """
     rows = 0
     for batch in batches:
-        sums, total = _sum_up(evaluation, model, [batch], key)
-        if total:
-            return _means(sums, total)
+        (means, _), weight = evaluation.last(model, batch.arrays, _default(key))
+        if float(weight):
+            return list(means)
         rows += batch.rows
     raise ValueError(
         f"The {rows} examples of the evaluation have a total `weight` of 0, so there is nothing to "

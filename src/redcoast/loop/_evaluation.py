@@ -22,6 +22,7 @@ from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
+from ..train._compile import CompiledCall
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn
 from ..train._predict import PredictFn
@@ -31,7 +32,7 @@ from ._evaluate import (
     compile_prediction,
     run_evaluation,
     run_prediction,
-    try_evaluation,
+    weighted_metrics,
 )
 
 logger = logging.getLogger("redcoast")
@@ -104,8 +105,8 @@ class CompiledEvaluation:
 
     evaluation: Evaluation
     mesh: Mesh
-    mean_loss: Callable[..., Any] | None
-    prediction: Callable[..., Any] | None
+    mean_loss: CompiledCall | None
+    prediction: CompiledCall | None
 
     @hide_frames
     def __call__(
@@ -132,13 +133,19 @@ class CompiledEvaluation:
         each = len([*chunks(examples, self.evaluation.batch_size, batch_shards(self.mesh))])
         return each * ((self.mean_loss is not None) + (self.prediction is not None))
 
-    def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> dict[str, float]:
-        """The metrics of one batch: for the loss, of the first batch that has any weight."""
-        metrics: dict[str, float] = {}
+    def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> list[str]:
+        """The names of the metrics. The loss is traced, and predictions are made for one batch."""
+        names: list[str] = []
         if self.mean_loss is not None:
             with contextlib.closing(self._batches()) as batches:
-                metrics = try_evaluation(self.mean_loss, model, batches, key)
-        return metrics | self._compared(model, key, 1, metrics)
+                names = weighted_metrics(self.mean_loss, model, batches, key)
+        return names + list(self._compared(model, key, 1, dict.fromkeys(names, 0.0)))
+
+    def try_loss(self, model: PyTree, key: PRNGKeyArray | None = None) -> None:
+        """Computes the loss of one batch."""
+        if self.mean_loss is not None:
+            with contextlib.closing(self._batches()) as batches:
+                run_evaluation(self.mean_loss, model, [next(batches)], key, strict=False)
 
     def _compared(
         self,

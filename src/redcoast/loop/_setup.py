@@ -186,7 +186,7 @@ def prepare_evaluation(
     checkpoints: Checkpoints | None,
     compute_dtype: Any,
 ) -> CompiledEvaluation | None:
-    """The compiled evaluation of a run, tried on one batch.
+    """The compiled evaluation of a run, after its loss was traced and its metrics were tried.
 
     So a mistake in it shows before an epoch is spent.
     """
@@ -195,7 +195,7 @@ def prepare_evaluation(
         compiled = compile_evaluation(evaluation, plan, compute_dtype=compute_dtype)
         with noting("Raised in the evaluation of one batch before the first step."):
             warn_if_coupled(evaluation, plan, state.model, data, compute_dtype)
-            names = list(compiled.rehearse(state.model, state.key))
+            names = compiled.rehearse(state.model, state.key)
     if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
         have = ", ".join(names) or "none, because there is no `evaluation`"
         raise ValueError(

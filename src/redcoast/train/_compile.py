@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -101,12 +102,13 @@ def compile_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The jitted step for states of one structure."""
+    """The jitted steps for states of one structure."""
 
-    jitted: Any
+    static: Static
     shardings: list[NamedSharding]  # of the state's arrays
     outer: Any  # the structure of the state above its frozen modules
     counts: list[int | None]  # of the arrays in each leaf of `outer`; `None` if it is an array
+    jitted: dict[Static, Any]  # by the constants of the other arguments
 
 
 class CompiledStep:
@@ -120,33 +122,32 @@ class CompiledStep:
         # Caches the partition of the last returned state, because partitioning a tree of many
         # modules costs more than a small step. Weak references identify its frozen modules and the
         # arrays outside of them. What can be changed in place is taken apart again.
-        self._last: tuple[list[_Part], Any, Static] | None = None
-        self._checked: set[tuple[Static, Static]] = set()
+        self._last: tuple[list[_Part], _Program] | None = None
+        self._constants: Static | None = None  # of the last call
+        self._checked: set[Any] = set()  # jitted steps
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
         given, constants = self._split_arguments(args)
-        arrays, static, own = self._split_state(state)
-        program = self._program(state, static)
+        arrays, program, own = self._split_state(state)
+        jitted = self._jitted(program, constants)
         if any(map(is_deleted, arrays)) or any(map(is_deleted, given)):
             _refuse_donated(state, args)
         kept = given
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         given = [place_array(x, self._mesh) for x in given]
-        if (static, constants) not in self._checked:
-            traced = program.jitted.trace(
-                list(map(abstract_array, arrays, program.shardings)), static, given, constants
-            )
+        if jitted not in self._checked:
+            traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
             refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
-            self._checked.add((static, constants))
+            self._checked.add(jitted)
             kept = [*given, *traced.jaxpr.consts]  # arrays that the step closes over stay valid
         arrays = separate(arrays, kept, distinct=own)
         if not own:
             arrays = list(map(_put, arrays, program.shardings))
-        arrays, aux = program.jitted(arrays, static, given, constants)
-        state = join(arrays, static)
-        self._remember(state, arrays, static)
+        arrays, aux = jitted(arrays, given)
+        state = join(arrays, program.static)
+        self._remember(state, arrays, program)
         if isinstance(aux, PackedMetrics):  # it has no constants, and its step may be short
             return state, aux
         is_constant = lambda x: isinstance(x, _Constant)
@@ -158,7 +159,7 @@ class CompiledStep:
         """A step for another loop, with the same programs."""
         other = copy.copy(self)
         # The other loop has other arrays, which may share memory with those of the program.
-        other._checked, other._last = set(), None
+        other._checked, other._last, other._constants = set(), None, None
         return other
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:
@@ -168,44 +169,46 @@ class CompiledStep:
     def trace(self, state: PyTree, /, *args: PyTree) -> jax.stages.Traced:
         """Traces the step, like the method of a jitted function."""
         given, constants = self._split_arguments(args)
-        arrays, static, _ = self._split_state(state)
-        program = self._program(state, static)
-        traced = program.jitted.trace(
-            list(map(abstract_array, arrays, program.shardings)),
-            static,
-            abstract_batch(given, self._mesh),
-            constants,
+        arrays, program, _ = self._split_state(state)
+        traced = self._jitted(program, constants).trace(
+            list(map(abstract_array, arrays, program.shardings)), abstract_batch(given, self._mesh)
         )
         refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
         return traced
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
         given, constants = split(args, numbers=True)
-        _check_hashable(constants, lambda: args)
-        return given, constants
+        last = self._constants
+        if last is None or (constants.structure, constants.leaves) != (last.structure, last.leaves):
+            _check_hashable(constants, lambda: args)
+            self._constants = last = constants
+        return given, last
 
-    def _split_state(self, state: PyTree) -> tuple[list[Any], Static, bool]:
-        """Returns the state's arrays, its static part, and whether the last call returned them."""
+    def _split_state(self, state: PyTree) -> tuple[list[Any], _Program, bool]:
+        """Returns the state's arrays, its program, and whether the last call returned them."""
         if self._last is not None:
-            parts, outer, static = self._last
-            if (arrays := _known_arrays(parts, outer, state)) is not None:
-                return arrays, static, True
+            parts, program = self._last
+            if (arrays := _known_arrays(parts, program.outer, state)) is not None:
+                return arrays, program, True
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
-        return arrays, static, False
+        return arrays, self._program(state, static), False
 
     def _program(self, state: PyTree, static: Static) -> _Program:
         if static not in self._programs:
             shardings = _match_shardings(self._shardings, state)
-            alike = [p for p in self._programs.values() if p.shardings == shardings]
-            jitted = alike[0].jitted if alike else _jitted_step(self._step, shardings)
             parts, outer = jax.tree.flatten(state, is_leaf=_is_frozen_module)
             counts = [None if isinstance(x, ARRAYS) else len(split(x)[0]) for x in parts]
-            self._programs[static] = _Program(jitted, shardings, outer, counts)
+            self._programs[static] = _Program(static, shardings, outer, counts, {})
         return self._programs[static]
 
-    def _remember(self, state: PyTree, arrays: list[Any], static: Static) -> None:
-        program, rest = self._programs[static], iter(arrays)
+    def _jitted(self, program: _Program, constants: Static) -> Any:
+        if constants not in program.jitted:
+            program.jitted[constants] = _jitted_step(self._step, program, constants)
+        return program.jitted[constants]
+
+    def _remember(self, state: PyTree, arrays: list[Any], program: _Program) -> None:
+        rest = iter(arrays)
         parts: list[_Part] = []
         forget = lambda _: parts.clear()
         for x, count in zip(program.outer.flatten_up_to(state), program.counts, strict=True):
@@ -215,7 +218,7 @@ class CompiledStep:
                 parts.append((weakref.ref(x, forget), list(it.islice(rest, count))))
             else:
                 parts.append((lambda x=x: x, []))
-        self._last = (parts, program.outer, static)
+        self._last = (parts, program)
 
 
 # A reference to a module, an array or a constant of the last returned state, and its arrays: those
@@ -239,12 +242,12 @@ def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | 
     return arrays
 
 
-def _jitted_step(step: Callable[..., Any], shardings: list[NamedSharding]) -> Any:
+def _jitted_step(step: Callable[..., Any], program: _Program, constants: Static) -> Any:
+    # Static arguments of a jitted function would be hashed and compared at each call.
     return jax.jit(
-        step,
-        static_argnums=(1, 3),
-        in_shardings=(shardings, None),
-        out_shardings=(shardings, None),
+        lambda arrays, given: step(arrays, program.static, given, constants),
+        in_shardings=(program.shardings, None),
+        out_shardings=(program.shardings, None),
         donate_argnums=0,
     )
 
@@ -419,18 +422,46 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
 
 def compile_call(
     fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
-) -> Callable[..., PyTree]:
+) -> "CompiledCall":
     """Compiles `fn(tree, *args)` without donating the tree."""
     placed = jax.tree.leaves(shardings)
     jitted = jax.jit(
         _flatten_arguments(fn, mesh), static_argnums=(1, 3), in_shardings=(placed, None)
     )
+    return CompiledCall(jitted, mesh)
 
-    def call(tree: PyTree, *args: PyTree) -> PyTree:
+
+class CompiledCall:
+    """What `compile_call` returns."""
+
+    def __init__(self, jitted: Any, mesh: Mesh):
+        self._jitted = jitted
+        self._mesh = mesh
+        self._last: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
+        return self._jitted(*self._split(tree, args))
+
+    def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
+        """The abstract outputs, and the last array of them, by a program that computes no other."""
+        arrays, static, given, constants = self._split(tree, args)
+        traced = self._jitted.trace(arrays, static, given, constants)
+        if id(traced.jaxpr) not in self._last:
+            self._last[id(traced.jaxpr)] = traced.jaxpr, _last_output(traced.jaxpr, self._mesh)
+        _, jitted = self._last[id(traced.jaxpr)]
+        return traced.out_info, jitted(*arrays, *given)
+
+    def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
         given, constants = split(args, numbers=True)
-        return jitted(*split(tree), place_batch(given, mesh), constants)
+        return (*split(tree), place_batch(given, self._mesh), constants)
 
-    return call
+
+def _last_output(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., Any]:
+    def compute(*arrays: Any) -> Any:
+        with traced_over(mesh):
+            return jaxpr_as_fun(jaxpr)(*arrays)[-1]
+
+    return jax.jit(compute)  # JAX leaves out what only the other outputs need
 
 
 def by_microbatches(

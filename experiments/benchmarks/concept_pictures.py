@@ -115,6 +115,10 @@ QUESTIONS = (
         ("Are there links of high bandwidth between", "2, 4 or 8 of the devices?"),
         ("rc.make_mesh(data=1, fsdp=-1, model=4)", "FSDP, and tensor parallelism over fast links"),
     ),
+    Question(
+        ("Are the layers a jax.lax.scan, and does a stage", "fit with one microbatch in it?"),
+        ("rc.make_mesh(data=1, fsdp=-1, pipe=4)", "FSDP, and a pipeline over slow links"),
+    ),
 )
 LAST = ("Rematerialise layers, use bfloat16, or more devices:", "see Out of memory")
 

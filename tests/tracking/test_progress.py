@@ -3,6 +3,7 @@ import inspect
 import io
 import itertools
 import logging
+import os
 import sys
 import time
 
@@ -132,6 +133,19 @@ def test_epoch_is_shown_where_there_is_room(clock, monkeypatch):
         assert ("epoch 2.4" in file.screen()[-1]) == shown
         assert "loss 0.5" in file.screen()[-1]
         assert max(map(len, file.screen())) <= columns
+
+
+def test_bar_on_a_terminal_that_reports_no_width():
+    reader, writer = os.openpty()  # 0 rows and 0 columns
+    with os.fdopen(reader, "rb", buffering=0) as screen, os.fdopen(writer, "w") as file:
+        with progress(10, file=file) as bar:
+            bar.evaluating(4)
+            bar.advance()
+            bar.update(10, {"loss": 0.5}, 8)
+        lines = screen.read(10_000).decode().split("\r")
+    assert any(line.startswith("evaluating 0/4 |") for line in lines)
+    assert any(line.startswith("step 10/10 |") and "loss 0.5" in line for line in lines)
+    assert max(map(len, map(str.strip, lines))) == 79
 
 
 def test_evaluation_has_its_own_bar(clock):

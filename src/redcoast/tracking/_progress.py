@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -277,7 +278,7 @@ def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
         total=total_steps,
         initial=start,
         file=file,
-        dynamic_ncols=True,
+        **_size(file),
         bar_format=layout if total_steps is not None else "step {n_fmt}{postfix}",
         postfix="compiling",
         colour="green" if has_colours(file) else None,
@@ -290,11 +291,20 @@ def _evaluation_bar(batches: int, file: Stream) -> Any:
     return tqdm(
         total=batches,
         file=file,
-        dynamic_ncols=True,
+        **_size(file),
         bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left",
         leave=False,
         position=0,
     )
+
+
+def _size(file: Stream) -> dict[str, Any]:
+    """Options of a bar: it follows the width of the terminal. Consoles without one report 0."""
+    try:
+        unknown = os.get_terminal_size(file.fileno()).columns == 0
+    except (OSError, ValueError):  # not a terminal
+        unknown = False
+    return {"ncols": 79, "nrows": 24} if unknown else {"dynamic_ncols": True}
 
 
 def _clock(seconds: float) -> str:

@@ -54,6 +54,7 @@ SETTINGS = {
 read = lambda **changes: find_family({**SETTINGS, **changes}, "It")[1]
 
 
+@pytest.mark.thorough
 def test_coordinates_change_only_in_training_and_within_their_bounds():
     points = jnp.array([[1.0, -1.0], [0.5, 0.5]])
     assert _changed(points, CONFIG, None) is points

@@ -4,6 +4,7 @@ This is the command `redcoast dry-run`, and the dry runs of the paper's Table 1.
 
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
     python experiments/dry_run.py --model config.json --target l4 --smallest
+    python experiments/dry_run.py --model opt-66b --target a100-80gb:8x8 --compare
     python experiments/dry_run.py --table1
 """
 
@@ -36,8 +37,8 @@ def main(c: Config) -> None:
         if parts := chosen(c) & {"rows", "columns"}:
             refuse(f"--rows and --columns need --table1: leave out {written(parts)}.")
         return _dry_run.main(c)
-    if c.smallest or c.longest:
-        refuse("Only one of --smallest, --longest and --table1 can be used.")
+    if c.smallest or c.longest or c.compare:
+        refuse("Only one of --smallest, --longest, --compare and --table1 can be used.")
     if other := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
         refuse(f"--table1 has its own models and settings: leave out {written(other)}.")
     with _dry_run.refusing():

@@ -3,12 +3,11 @@
     python experiments/benchmarks/pipeline.py exact
     pip install -e ".[experiments,cuda12]"
     python experiments/benchmarks/pipeline.py bytes --target a100-80gb:8
-    python experiments/benchmarks/pipeline.py meshes --model opt-66b --target a100-80gb:8x8
 
 `exact` compares losses and gradients with those of one device, on eight emulated devices, with
 dropout, masks and rematerialisation. `bytes` compiles LLaMA-7B's shapes in bfloat16, 32 x 1,024
 tokens, full rematerialisation, for devices that need not be present: `a100-80gb:2x8` are two
-machines, of which the stages are the halves. `meshes` compares all meshes.
+machines.
 """
 
 import math
@@ -40,7 +39,6 @@ from redcoast.models import (
     T5Config,
     sizes,
 )
-from redcoast_cli._workload import make_workload
 
 rc.emulate_devices(8)
 KEY, ROWS = jax.random.key(0), 32
@@ -136,46 +134,20 @@ def meshes_of(count: int) -> list[dict[str, int]]:
     return [{axis: size for axis, size in mesh.items() if size > 1} for mesh in found]
 
 
-def meshes(model: str, target: str, rows: int, compiled: int) -> None:
-    """Prints the table of all meshes, and the best without stages."""
-    init_fn, loss_fn, batch, optimizer = make_workload(model, 512, remat="full").arguments(rows)
-    options: Any = {"target": target, "compute_dtype": jnp.bfloat16}
-    found = rc.suggest_mesh(init_fn, loss_fn, batch, optimizer, compiled=compiled, **options)
-    print(found, flush=True)
-    usable = found.usable_memory or float("inf")
-    fits = lambda one: one.error is None and 0 < (one.estimated_memory or 0) <= usable
-    plain = [one for one in found.candidates if "pipe" not in one.mesh and fits(one)]
-    best = min(plain, key=lambda one: one.priced_seconds or 0)
-    run = rc.dry_run(init_fn, loss_fn, batch, optimizer, mesh=best.mesh, suggest=False, **options)
-    print(f"\nThe best mesh without `pipe` that fits by the estimate:\n\n{run}", flush=True)
-
-
 def written(mesh: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def main(
-    what: tyro.conf.Positional[Literal["exact", "bytes", "meshes"]] = "exact",
-    target: str = "a100-80gb:8",
-    model: str = "opt-66b",
-    rows: int = 256,
-    compiled: int = 2,
+    what: tyro.conf.Positional[Literal["exact", "bytes"]] = "exact", target: str = "a100-80gb:8"
 ) -> None:
     """Prints one of the tables.
 
     Args:
         what: The table.
-        target: The devices, as for `redcoast.dry_run`.
-        model: The model of `meshes`, as for `redcoast dry-run`.
-        rows: Its batch, in sequences of 512 tokens.
-        compiled: How many meshes are compiled.
+        target: The devices of `bytes`, as for `redcoast.dry_run`.
     """
-    if what == "exact":
-        exact()
-    elif what == "bytes":
-        bytes_(target)
-    else:
-        meshes(model, target, rows, compiled)
+    exact() if what == "exact" else bytes_(target)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +39,9 @@ class Attempt:
 def main(c: DryRun) -> None:
     """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
     with refusing():
+        if c.compare:
+            found = compare(c)
+            raise SystemExit(0 if any(one.fits for one in found) else 1)
         found = answer(c)
     print(json.dumps(found.report, indent=1) if c.json else found.run)
     raise SystemExit(0 if found.fits else 1)
@@ -92,6 +96,37 @@ def longest(c: DryRun) -> Attempt:
     return found[most or min(found)]
 
 
+def compare(c: DryRun) -> list[Attempt]:
+    """Prints the estimates of all meshes, and dry runs of the best with and without stages."""
+    if c.mesh != "auto" or c.smallest or c.longest:
+        refuse("--compare tries all meshes: leave out --mesh, --smallest and --longest.")
+    target = parse_target(c.target)
+    workload = make_workload(c.model, c.seq, remat=c.remat, chunk=c.chunk)
+    arguments = workload.arguments(rows_of(c, target))
+    found = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
+    usable = found.usable_memory or math.inf
+    foretold = lambda one: (one.estimated_memory or math.inf) <= usable
+    fits = lambda one: foretold(one) if one.fits is None else one.fits
+    meshes = [one.mesh for one in found.candidates if one.error is None and fits(one)]
+    best = {  # the candidates are sorted
+        kind: next((mesh for mesh in meshes if ("pipe" in mesh) == (kind == "with")), None)
+        for kind in ("with", "without")
+    }
+    runs = {
+        kind: attempt(replace(c, mesh=_written(mesh)), target, c.seq)
+        for kind, mesh in best.items()
+        if mesh
+    }
+    if c.json:
+        candidates = [asdict(one) for one in found.candidates]
+        print(json.dumps({"meshes": candidates, "runs": [x.report for x in runs.values()]}))
+        return [*runs.values()]
+    print(found)
+    for kind, one in runs.items():
+        print(f"\nThe best mesh {kind} stages:\n\n{one.run}")
+    return [*runs.values()]
+
+
 def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False) -> Attempt:
     """A dry run, which is also reported in a line on stderr.
 
@@ -101,9 +136,7 @@ def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False
     workload = make_workload(c.model, seq, remat=c.remat, chunk=c.chunk)
     rows = rows_of(c, target)
     mesh = None if c.mesh == "auto" else mesh_sizes(c.mesh)
-    # None and not "float32": the library never suggests lowering a dtype that was given.
-    dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
-    options: dict[str, Any] = {"accumulate": c.accumulate, "compute_dtype": dtype}
+    options = _step_options(c)
     if suggest or mesh is not None:
         options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
         run = rc.dry_run(*workload.arguments(rows), **options)
@@ -114,6 +147,12 @@ def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False
     settings |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}
     print(_line(run, settings), *workload.notes, file=sys.stderr, flush=True)
     return Attempt(run, settings)
+
+
+def _step_options(c: DryRun) -> dict[str, Any]:
+    # None and not "float32": the library never suggests lowering a dtype that was given.
+    dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
+    return {"accumulate": c.accumulate, "compute_dtype": dtype}
 
 
 def rows_of(c: DryRun, target: Target) -> int:
@@ -127,10 +166,14 @@ def rows_of(c: DryRun, target: Target) -> int:
 
 
 def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
+    mesh = _written(run.mesh, ", ")
     length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
     sizes = f"{peak_gib(run.report)} of {gib(run.memory['usable'])} GiB"
     return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
+
+
+def _written(mesh: Mapping[str, int], between: str = ",") -> str:
+    return between.join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def gib(size: float) -> str:

@@ -33,6 +33,7 @@ class DryRun:
     chunk: int | None = None  # positions whose logits are in memory at a time; by default all
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
+    compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
     json: bool = False  # print the figures as JSON instead of tables
 
 

@@ -181,6 +181,21 @@ def fitting(config_json, monkeypatch, first, others, usable=None):
     return asked
 
 
+@pytest.mark.thorough
+def test_the_best_meshes_with_and_without_stages_are_compared(config_json, capsys):
+    options = {"model": str(config_json), "target": "cpu:4", "seq": 16, "batch": 8}
+    assert dry_run(compare=True, json=True, **options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"pipe" in one["mesh"] for one in found["meshes"]} == {True, False}
+    assert ["pipe" in run["mesh"] for run in found["runs"]] == [True, False]
+    assert dry_run(compare=True, **options) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        "is the best of .*The best mesh with stages:.*The best mesh without", out, re.S
+    )
+
+
+@pytest.mark.thorough
 def test_other_meshes_are_compiled_if_the_cheapest_does_not_fit(config_json, monkeypatch):
     ask = functools.partial(fitting, config_json, monkeypatch)
     assert ask(10, {1: 12, 4: 8}) == [None]
@@ -201,6 +216,7 @@ def test_other_meshes_are_compiled_if_the_cheapest_does_not_fit(config_json, mon
         ({"model": "nowhere/config.json"}, "no config.json at that path"),
         ({"smallest": True, "longest": True}, "Only one of"),
         ({"smallest": True, "mesh": "fsdp=2"}, "leave out --mesh"),
+        ({"compare": True, "mesh": "fsdp=2"}, "leave out --mesh"),
         ({"mesh": "fsdp:2"}, "data=1,fsdp=4,model=2, .* but is fsdp:2"),
         ({"mesh": "stage=2"}, "but is stage=2"),
         ({"target": "v9:2x2"}, "no target 'v9:2x2'"),

@@ -35,7 +35,7 @@ SPLIT = COLUMNS | {"wo": -3, "down": -2, "shared_down": -2, "embed": -2}
 STATES = ("x", "steps", "steps_bias", "conv_x", "conv_x_bias", "log_decay", "skip", "inner_norm")
 EXPERTS = ("gate", "up", "down")  # with a dimension of experts where they have four
 BIASES_OF_EXPERTS = ("gate_bias", "up_bias", "down_bias")
-MESHES = ({"data": 2, "model": 4}, {"data": 1, "fsdp": 2, "model": 4})
+MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "model": 4}, {"data": 1, "fsdp": 2, "model": 4})
 
 
 def main(families: tuple[str, ...] = (), rows: int = 16, length: int = 64) -> None:

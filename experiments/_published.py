@@ -43,9 +43,13 @@ def _converted(weights: Path) -> Any:
     from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     try:
-        return AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
+        found = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         raise SystemExit(f"{weights} has no tokenizer that can be read: {error}") from error
+    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+    if found.get_vocab_size(with_added_tokens=False) < 10:
+        raise SystemExit(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
+    return found
 
 
 def chat_template(weights: Path) -> Callable[..., str]:

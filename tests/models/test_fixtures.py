@@ -14,6 +14,7 @@ import redcoast as rc
 # One of most families; OPT, Mixtral and the captioner have tests of their own against NumPy.
 FEW = ["bart", "bert labels", "gemma2 capped low", "gpt2", "gptj", "llama", "olmo2"]
 FEW += ["modernbert biases", "dinov2 registers", "dinov2 gated", "siglip unequal"]
+FEW += ["dinov3 gated"]
 FEW += ["smollm3 listed", "qwen3 moe", "phi3 short", "gpt oss rounded", "t5", "vit labels"]
 FEW += ["deepseek v3 yarn", "mamba2", "whisper"]
 

@@ -168,3 +168,10 @@ def test_tables_name_every_array():
 def test_values_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("name", ["segments", "positions"])
+def test_texts_in_one_row_are_refused(name):
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=f"does not take `{name}`.*one text into each row"):
+        make()(tokens, **{name: tokens})

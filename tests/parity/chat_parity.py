@@ -7,8 +7,12 @@ import json
 import sys
 
 import pytest
+from huggingface_hub import ModelCard
 from paths import EXPERIMENTS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from redcoast.pretrained._card import make_card
 
 sys.path.append(str(EXPERIMENTS))
 published = importlib.import_module("_published")
@@ -62,3 +66,36 @@ def test_tokenizers_are_those_of_transformers(tmp_path):
     text = "Ein Gitter, naïve 🎈"
     theirs = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids
     assert published.read_tokenizer(tmp_path).encode(text, add_special_tokens=False).ids == theirs
+
+
+def test_tokenizers_of_other_forms_are_converted(tmp_path):
+    """Such as the `vocab.json` and `merges.txt` of older models, without a `tokenizer.json`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, **options)
+    tokenizer.train_from_iterator(["ein Gitter, noch ein Gitter"] * 20, trainer)
+    tokenizer.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    text = "noch ein Gitter, naïve \U0001f388"
+    found = published.read_tokenizer(tmp_path)
+    ids = found.encode(text, add_special_tokens=False).ids
+    assert ids == tokenizer.encode(text).ids
+    assert len(ids) < len(text.encode())  # merges are used
+    assert found.decode(ids) == text
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(SystemExit, match="no tokenizer that can be read"):
+        published.read_tokenizer(tmp_path)
+
+
+def test_cards_are_read_by_the_hubs_library():
+    facts = {"license": "other", "license_name": "of its own", "datasets": ["a/b"], "steps": 3}
+    text = make_card(facts, {"architectures": ["GPT2LMHeadModel"]}, "It", 5)
+    data = ModelCard(text).data
+    assert (data.license, data.license_name) == ("other", "of its own")
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert (data.datasets, data.tags) == (["a/b"], ["redcoast"])

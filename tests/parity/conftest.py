@@ -1,12 +1,18 @@
 """As in the other tests, but quicker to compile, and with libraries that may warn."""
 
 import os
+from pathlib import Path
 
 import agreement
 import pytest
 
 # Of what a session takes, most is the compiler's time, and half of that goes to making fast code.
 os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+def pytest_addoption(parser):
+    text = "A file to which what each test has found is added; the table is then of the whole file."
+    parser.addoption("--agreement", type=Path, help=text)
 
 
 def pytest_configure(config):
@@ -16,7 +22,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Sends what a test has recorded with its report, which may go to another process."""
+    """Sends what a test has recorded with its report, which may go to another process, and writes
+    it at once, so that a run that is interrupted can go on."""
     report = yield
     if call.when == "call":
         found = [*agreement.measured]
@@ -27,13 +34,23 @@ def pytest_runtest_makereport(item, call):
             kind = case.model.config_class.model_type if case else item.path.stem
             found.append((kind, "failed", 1))
         report.user_properties.append(("agreement", found))
+        if path := item.config.getoption("agreement"):
+            agreement.write(path, item.nodeid, found)
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
-    reports = [x for kind in ("passed", "failed") for x in terminalreporter.stats.get(kind, ())]
-    properties = [pair for report in reports for pair in report.user_properties]
-    entries = [tuple(entry) for name, found in properties if name == "agreement" for entry in found]
+def found_by(report):
+    properties = [pair for pair in report.user_properties if pair[0] == "agreement"]
+    return [tuple(entry) for _, found in properties for entry in found]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if path := config.getoption("agreement"):
+        entries = agreement.read(path)
+    else:
+        kinds = ("passed", "failed")
+        reports = [x for kind in kinds for x in terminalreporter.stats.get(kind, ())]
+        entries = [entry for report in reports for entry in found_by(report)]
     if entries:
         terminalreporter.section("agreement with transformers")
         terminalreporter.write_line(agreement.table(entries))

@@ -64,6 +64,7 @@ READ = {
     "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
     "modernbert": (MODERNBERT_CASES[0], {"target_modules": ["Wqkv", "Wi", "Wo"]}),
     "dinov2": (DINOV2_CASES[2], {"target_modules": ["q_proj", "o_proj", "fc1"]}),
+    "dinov2 gated": (DINOV2_CASES[1], {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
@@ -85,6 +86,7 @@ WRITTEN = {
     "experts": (MIXTRAL, ["wq", "gate", "up", "down"]),
     "parts": (PHI3, ["wq", "wk", "wv", "gate"]),
     "gpt oss": (GPT_OSS_CASES[0], ["wq", "wv", "wo"]),
+    "dinov2 gated": (DINOV2_CASES[1], ["wv", "gate", "up", "down"]),
     "vit": (VIT, ["wv", "wo", "up", "down"]),
 }
 

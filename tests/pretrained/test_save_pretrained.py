@@ -35,6 +35,8 @@ from redcoast.models import (
     DeepseekV3Config,
     Dinov2,
     Dinov2Config,
+    Dinov3,
+    Dinov3Config,
     GPT2Config,
     GPTJConfig,
     GptOss,
@@ -181,6 +183,10 @@ FAMILIES = {
     "dinov2": (
         Dinov2,
         Dinov2Config(width=64, layers=2, heads=8, image=32, patch=8, registers=2, gated=True),
+    ),
+    "dinov3": (
+        Dinov3,
+        Dinov3Config(width=64, layers=2, heads=8, hidden=96, image=32, patch=8, gated=True),
     ),
     "siglip": (
         Siglip,

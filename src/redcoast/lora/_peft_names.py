@@ -17,10 +17,11 @@ def live_table(model: Any) -> dict[str, Tensor]:
     have other names than in files."""
     hf = hf_names(model.config)
     rename = getattr(hf, "module_name", str)
+    split = getattr(hf, "split_modules", lambda config: {})(model.config)
     return {
         path: Tensor(rename(tensor.name), tensor.pattern, **dict(tensor.fixed))
         for path, tensor in hf.tensors(model.config).items()
-    }
+    } | split
 
 
 def is_in(name: str, modules: Sequence[str]) -> bool:

@@ -15,6 +15,8 @@ from .deepseek_v3 import DeepseekV3 as DeepseekV3
 from .deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from .dinov2 import Dinov2 as Dinov2
 from .dinov2 import Dinov2Config as Dinov2Config
+from .dinov3 import Dinov3 as Dinov3
+from .dinov3 import Dinov3Config as Dinov3Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
@@ -48,6 +50,12 @@ from .sizes import dinov2_base as dinov2_base
 from .sizes import dinov2_giant as dinov2_giant
 from .sizes import dinov2_large as dinov2_large
 from .sizes import dinov2_small as dinov2_small
+from .sizes import dinov3_7b as dinov3_7b
+from .sizes import dinov3_base as dinov3_base
+from .sizes import dinov3_huge_plus as dinov3_huge_plus
+from .sizes import dinov3_large as dinov3_large
+from .sizes import dinov3_small as dinov3_small
+from .sizes import dinov3_small_plus as dinov3_small_plus
 from .sizes import gemma2_2b as gemma2_2b
 from .sizes import gemma2_9b as gemma2_9b
 from .sizes import gemma2_27b as gemma2_27b

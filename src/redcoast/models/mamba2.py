@@ -185,6 +185,8 @@ class Mamba2(eqx.Module):
         tokens: Integer[Array, "batch seq"],
         *,
         mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position.
@@ -194,21 +196,35 @@ class Mamba2(eqx.Module):
         - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
         - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
           of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`, `positions`: must be None: the states go through the whole row.
         - `key`: has no effect, since there is no dropout.
+
+        **Raises:**
+
+        `ValueError` if there are `segments` or `positions`.
         """
-        return self.unembed(self.hidden(tokens, mask=mask, key=key))
+        hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
+        return self.unembed(hidden)
 
     def hidden(
         self,
         tokens: Integer[Array, "batch seq"],
         *,
         mask: Mask | None = None,
+        segments: Integer[Array, "batch seq"] | None = None,
+        positions: Integer[Array, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
         The arguments are those of `__call__`.
         """
+        if segments is not None or positions is not None:
+            name = "positions" if segments is None else "segments"
+            raise ValueError(
+                f"A Mamba-2 does not take `{name}`, because its states go from each token to all "
+                "later ones of its row. Put one text into each row, and pad it with `mask`."
+            )
         return self._run(tokens, as_array(real_tokens(tokens.shape, mask)), None)[0]
 
     def init_cache(self, batch: int, length: int) -> Mamba2Cache:

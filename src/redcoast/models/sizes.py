@@ -15,6 +15,7 @@ from .bart import Bart, BartConfig
 from .bert import Bert, BertConfig
 from .deepseek_v3 import DeepseekV3, DeepseekV3Config
 from .dinov2 import Dinov2, Dinov2Config
+from .dinov3 import Dinov3, Dinov3Config
 from .gemma import Gemma, GemmaConfig
 from .gpt2 import GPT2, GPT2Config
 from .gpt_oss import GptOss, GptOssConfig
@@ -64,6 +65,7 @@ _CONFIGS: dict[Any, Any] = {
     ViT: ViTConfig,
     Whisper: WhisperConfig,
     Dinov2: Dinov2Config,
+    Dinov3: Dinov3Config,
     Siglip: SiglipConfig,
 }
 
@@ -282,6 +284,15 @@ dinov2_small = _named(Dinov2, 384, 12, 6)
 dinov2_base = _named(Dinov2, 768, 12, 12)
 dinov2_large = _named(Dinov2, 1024, 24, 16)
 dinov2_giant = _named(Dinov2, 1536, 40, 24, gated=True)
+dinov3_small = _named(Dinov3, 384, 12, 6, 1536)
+dinov3_small_plus = _named(Dinov3, 384, 12, 6, 1536, gated=True, activation="silu")
+dinov3_base = _named(Dinov3, 768, 12, 12, 3072)
+dinov3_large = _named(Dinov3, 1024, 24, 16, 4096)
+dinov3_huge_plus = _named(Dinov3, 1280, 32, 20, 5120, gated=True, activation="silu")
+dinov3_7b = _named(
+    Dinov3, 4096, 40, 32, 8192,
+    gated=True, activation="silu", q_bias=False, v_bias=False,
+)
 
 siglip_base = _named(
     Siglip, SiglipImageConfig(768, 12, 12, 3072),

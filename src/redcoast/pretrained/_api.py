@@ -93,8 +93,9 @@ def save_pretrained(
         of the tokenizer, the chat template and the processor are copied.
     - `card`: facts about the model and its training, such as `{"license": "apache-2.0", "steps":
         100, "final_loss": 2.1}`. They are written as a model card, a `README.md` that Hugging
-        Face's hub reads: `license`, `language`, `datasets`, `base_model`, `metrics`, `tags` and
-        `pipeline_tag` as its front matter, all others as a table.
+        Face's hub reads: `license`, `license_name`, `license_link`, `language`, `datasets`,
+        `base_model`, `metrics`, `tags` and `pipeline_tag` as its front matter, all others as a
+        table.
     - `max_file_bytes`: the maximum size of one file of tensors, in bytes. A tensor that is larger
         has a file of its own.
 

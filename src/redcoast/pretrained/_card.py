@@ -6,7 +6,8 @@ from typing import Any
 
 CARD = "README.md"
 # What Hugging Face's hub reads from the front matter; all else is said in the text.
-FRONT = ("base_model", "datasets", "language", "license", "metrics", "pipeline_tag", "tags")
+FRONT = ("base_model", "datasets", "language", "license", "license_link", "license_name", "metrics")
+FRONT += ("pipeline_tag", "tags")
 _TASKS = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",

@@ -12,6 +12,7 @@ from .hf import (
     captioner,
     deepseek_v3,
     dinov2,
+    dinov3,
     gemma,
     gpt2,
     gpt_oss,
@@ -38,7 +39,7 @@ class Family:
     - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
       its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
-      `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
+      `split_modules`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
     - `types`: the values of `model_type` in a `config.json`.
     """
 
@@ -54,6 +55,7 @@ FAMILIES = (
     Family(models.Captioner, models.CaptionerConfig, captioner, ("vision-encoder-decoder",)),
     Family(models.DeepseekV3, models.DeepseekV3Config, deepseek_v3, ("deepseek_v3",)),
     Family(models.Dinov2, models.Dinov2Config, dinov2, ("dinov2", "dinov2_with_registers")),
+    Family(models.Dinov3, models.Dinov3Config, dinov3, ("dinov3_vit",)),
     Family(models.Gemma, models.GemmaConfig, gemma, ("gemma", "gemma2", "gemma3_text")),
     Family(models.GPT2, models.GPT2Config, gpt2, ("gpt2",)),
     Family(models.GptOss, models.GptOssConfig, gpt_oss, ("gpt_oss",)),

@@ -21,7 +21,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "deberta-v2": ("bert", "attention with separate contents and positions"),
     "deepseek_v2": ("deepseek_v3", "routing by the softmax of the scores"),
     "deit": ("vit", "a token for distillation"),
-    "dinov3_vit": ("dinov2_with_registers", "rotary positions"),
+    "dinov3_convnext": ("dinov3_vit", "convolutions in place of attention"),
     "distilbert": ("bert", "embeddings without token types"),
     "electra": ("bert", "an embedding narrower than the layers"),
     "exaone4": ("llama", "normalisation after each sublayer, and layers without rotation"),

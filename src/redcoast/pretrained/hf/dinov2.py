@@ -157,6 +157,15 @@ def module_name(name: str) -> str:
     return name
 
 
+def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
+    """Maps arrays to their tensors in a model of `transformers` 5, where one tensor of the files is
+    of several modules."""
+    if not config.gated:
+        return {}
+    mlp = (f"{_kind(config)}." if config.head else "") + "encoder.layer.{layer}.mlp."
+    return _pair_of("layers/gate", mlp + "gate_proj") | _pair_of("layers/up", mlp + "up_proj")
+
+
 def duplicates(config: Dinov2Config) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:

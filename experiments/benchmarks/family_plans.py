@@ -1,0 +1,190 @@
+"""The communication of the families of `redcoast.models`, planned and by Megatron's shardings.
+
+Small models are compiled for meshes of 8 emulated CPU devices, and the bytes that a device sends in
+a step of the loss and its gradients are read from the compiled programs. Megatron's shardings
+(arXiv:1909.08053) split heads, hidden features and the vocabulary over `model`. Of a mixture of
+experts, they split either the hidden features of all experts or the experts; the better counts.
+Of a Mamba-2, they split the heads, and gather the inputs and outputs of the states, which all heads
+share.
+
+    python experiments/benchmarks/family_plans.py
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import tyro
+from architectures import Case
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from traffic.columns import Layout, also_shard, batch_shardings, redcoast
+from traffic.measure import measure_layout
+
+import redcoast as rc
+from redcoast import models
+from redcoast.losses import cross_entropy, pairwise_sigmoid
+
+# The dimension that is split, from the end.
+COLUMNS = dict.fromkeys(("wq", "wk", "wv", "bq", "bk", "bv"), -2)
+COLUMNS |= dict.fromkeys(("up", "gate", "up_bias", "gate_bias", "head", "sinks"), -1)
+COLUMNS |= dict.fromkeys(("shared_gate", "shared_up"), -1)
+SPLIT = COLUMNS | {"wo": -3, "down": -2, "shared_down": -2, "embed": -2}
+STATES = ("x", "steps", "steps_bias", "conv_x", "conv_x_bias", "log_decay", "skip", "inner_norm")
+EXPERTS = ("gate", "up", "down")  # with a dimension of experts where they have four
+BIASES_OF_EXPERTS = ("gate_bias", "up_bias", "down_bias")
+MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "model": 4}, {"data": 1, "fsdp": 2, "model": 4})
+
+
+def main(families: tuple[str, ...] = (), rows: int = 16, length: int = 64) -> None:
+    """Prints a table of the megabytes that a device sends.
+
+    Args:
+        families: Names of the table's rows; all by default.
+        rows: Rows of a batch.
+        length: Tokens in a row.
+    """
+    rc.emulate_devices(8)
+    cases = make_cases(rows, length)
+    print("| model | mesh | redcoast, MB | Megatron, MB | ratio |\n|---|---|---:|---:|---:|")
+    for name in families or cases:
+        for axes in MESHES:
+            mesh = rc.make_mesh(**axes)
+            ours = measure(cases[name], mesh, redcoast(cases[name], mesh))
+            theirs = min(measure(cases[name], mesh, x) for x in written(cases[name], mesh))
+            sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+            print(
+                f"| {name} | {sizes} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |",
+                flush=True,
+            )
+
+
+def measure(case: Case, mesh: Mesh, layout: Layout) -> float:
+    """The megabytes that a device sends."""
+    return measure_layout(case, mesh, layout, "")["sent_bytes"] / 1e6
+
+
+def written(case: Case, mesh: Mesh) -> list[Layout]:
+    """Megatron's shardings; two for a mixture of experts. Large arrays are split over `fsdp`."""
+    params = case.abstract_params()
+    names = [path[-1].name for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    choices = (False, True) if "router" in names else (False,)
+    return [by_hand(case, mesh, params, experts=choice) for choice in choices]
+
+
+def by_hand(case: Case, mesh: Mesh, params: Any, *, experts: bool) -> Layout:
+    states = "log_decay" in [p[-1].name for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    dims = SPLIT | (dict.fromkeys(STATES, -1) if states else {})
+
+    def place(path: Any, array: Any) -> NamedSharding:
+        name = path[-1].name
+        stack = int(any(getattr(entry, "name", "") in ("layers", "dense") for entry in path))
+        dim = dims.get(name)
+        of_experts = (name in EXPERTS and array.ndim == 4) or (
+            name in BIASES_OF_EXPERTS and array.ndim == 3
+        )
+        if of_experts and experts:
+            dim = 1 - array.ndim
+        if name in ("q_norm", "k_norm") and array.ndim == 3:  # of all heads
+            dim = -2
+        return NamedSharding(mesh, spec_of(array.shape, dim, stack, mesh.shape))
+
+    shardings = jax.tree.map_with_path(place, params)
+    return Layout(shardings, batch_shardings(case, mesh), case.loss)
+
+
+def spec_of(shape: tuple[int, ...], dim: int | None, stack: int, mesh: Mapping[str, int]) -> P:
+    spec = P()
+    if dim is not None and shape[dim] % mesh["model"] == 0:
+        spec = P(*("model" if d == len(shape) + dim else None for d in range(len(shape))))
+    return also_shard(spec, shape, stack, "fsdp", mesh["fsdp"]) if mesh["fsdp"] > 1 else spec
+
+
+def make_cases(rows: int, length: int) -> dict[str, Case]:
+    text = jax.random.randint(jax.random.key(0), (rows, length), 0, 4096)
+    images = jax.random.normal(jax.random.key(1), (rows, 3, 64, 64))
+    sounds = jax.random.normal(jax.random.key(2), (rows, 80, 128))
+    sizes: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "hidden": 1024}
+    words: dict[str, Any] = {"vocab": 4096, **sizes}
+    grouped: dict[str, Any] = words | {"kv_heads": 4}
+    experts: dict[str, Any] = grouped | {"hidden": 512, "experts": 8}
+    latent: dict[str, Any] = {"expert_hidden": 256, "dense_layers": 1, "experts": 8, "groups": 1}
+    latent |= {"chosen": 2, "chosen_groups": 1, "q_rank": 64, "kv_rank": 64}
+    latent |= {"plain_size": 32, "rope_size": 16, "value_size": 32}
+    states: dict[str, Any] = {"vocab": 4096, "width": 256, "layers": 4, "heads": 16, "state": 32}
+    image: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "image": 64, "patch": 8}
+    gemma: dict[str, Any] = {"local": (True, True, True, False), "window": 32, "tied": True}
+    siglip = models.SiglipConfig(
+        models.SiglipImageConfig(**image, hidden=1024),
+        models.SiglipTextConfig(**words, positions=length),
+    )
+    labels: dict[str, Any] = {"head": "classification", "labels": 10}
+    m = models
+    configs: dict[str, tuple[Any, Any, Any, Any]] = {
+        "Phi-3": (m.Phi3, m.Phi3Config(**grouped), text, of_text),
+        "OLMo-2": (
+            m.Llama,
+            m.LlamaConfig(**grouped, qk_norm=True, output_norms=True),
+            text,
+            of_text,
+        ),
+        "SmolLM3": (
+            m.Llama,
+            m.LlamaConfig(**grouped, rope_layers=(True, True, True, False), tied=True),
+            text,
+            of_text,
+        ),
+        "Gemma 3": (
+            m.Gemma,
+            m.GemmaConfig(**grouped, head_dim=32, qk_norm=True, post_norms=True, **gemma),
+            text,
+            of_text,
+        ),
+        "Qwen3-MoE": (m.Mixtral, m.MixtralConfig(**experts, qk_norm=True), text, of_text),
+        "GPT-OSS": (m.GptOss, m.GptOssConfig(**experts), text, of_text),
+        "DeepSeek-V3": (m.DeepseekV3, m.DeepseekV3Config(**words, **latent), text, of_text),
+        "Mamba-2": (m.Mamba2, m.Mamba2Config(**states, head_size=32), text, of_text),
+        "ModernBERT": (m.ModernBert, m.ModernBertConfig(**words, head="masked"), text, of_text),
+        "DINOv2": (m.Dinov2, m.Dinov2Config(**image, **labels), images, of_labels),
+        "DINOv2, gated": (
+            m.Dinov2,
+            m.Dinov2Config(**image, gated=True, **labels),
+            images,
+            of_labels,
+        ),
+        "SigLIP": (m.Siglip, siglip, (images, text), of_pairs),
+        "Whisper": (
+            m.Whisper,
+            m.WhisperConfig(**words, decoder_layers=4, frames=128, positions=length),
+            (sounds, text),
+            of_both,
+        ),
+    }
+    return {name: make_case(name, *parts) for name, parts in configs.items()}
+
+
+def make_case(name: str, model: Any, config: Any, batch: Any, loss: Callable[..., Any]) -> Case:
+    init = lambda key: eqx.filter(model(config, key=key), eqx.is_array)
+    return Case(name, "transformer", init, loss, lambda: batch)
+
+
+def of_text(model: Any, tokens: Any, key: Any) -> jax.Array:
+    return cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
+
+
+def of_labels(model: Any, pixels: Any, key: Any) -> jax.Array:
+    return cross_entropy(model(pixels), jnp.zeros(pixels.shape[0], jnp.int32))
+
+
+def of_pairs(model: Any, batch: Any, key: Any) -> jax.Array:
+    return pairwise_sigmoid(model(*batch))
+
+
+def of_both(model: Any, batch: Any, key: Any) -> jax.Array:
+    return cross_entropy(model(*batch)[:, :-1], batch[1][:, 1:])
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,343 @@
+"""The DINOv3 encoder: as DINOv2 with registers, but with rotary positions of the patches in place
+of learned ones, and gated layers of another size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ._attention import attend, full_view
+from ._basic import activate_gated, check_activation, layer_norm, small_normal
+from ._checks import check_config, check_heads, check_rates
+from ._dropout import dropout, split_key
+from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._rotary import rotate
+from ._scan import Remat, scan_layers
+
+
+@dataclass(frozen=True)
+class Dinov3Config:
+    """The configuration of a `Dinov3`.
+
+    **Arguments:**
+
+    - `width`, `layers`, `heads`, `hidden`: the size of the residual stream, the number of layers,
+      the number of heads and the hidden size of the feed-forward network.
+    - `image`, `patch`: the height and width of the images of pretraining and of patches, in pixels.
+      Images of any other size can be encoded, too.
+    - `channels`: the number of channels of an image.
+    - `registers`: the number of register tokens.
+    - `gated`: whether the feed-forward network has a gate.
+    - `activation`: the activation function of the feed-forward network, or of its gate, by its name
+      in `config.json` files.
+    - `rope_base`: the base of the wavelengths of rotary embeddings.
+    - `shift`, `jitter`, `rescale`: in training, the coordinates of the patches, which are between
+      -1 and 1, are shifted by at most `shift`, and multiplied by at most `jitter`, both separately
+      for rows and columns; and by at most `rescale`. None disables it.
+    - `norm_eps`: added to the variance in layer norms.
+    - `q_bias`, `k_bias`, `v_bias`, `o_bias`, `mlp_bias`: whether Q, K, V, the output of attention
+      and the feed-forward network have biases.
+    - `layer_scale`: the initial scale of the outputs of sublayers.
+    - `attention_dropout`, `path_dropout`: the dropout rates of the attention weights, and of all
+      that a sublayer adds to an image (stochastic depth).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    image: int = 224
+    patch: int = 16
+    channels: int = 3
+    registers: int = 4
+    gated: bool = False
+    activation: str = "gelu"
+    rope_base: int | float = 100.0
+    shift: int | float | None = None
+    jitter: int | float | None = None
+    rescale: int | float | None = 2.0
+    norm_eps: int | float = 1e-5
+    q_bias: bool = True
+    k_bias: bool = False
+    v_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+    layer_scale: int | float = 1.0
+    attention_dropout: int | float = 0.0
+    path_dropout: int | float = 0.0
+    remat: Remat = "none"
+    unroll: int | None = None
+
+    def __post_init__(self):
+        sizes = "width layers heads hidden image patch channels registers"
+        check_config(self, *sizes.split())
+        check_heads(self)
+        check_activation(self.activation)
+        check_rates(self, "attention_dropout", "path_dropout")
+        if self.image % self.patch:
+            raise ValueError(
+                f"`image` must be a multiple of `patch`, but {self.image} is not a multiple of "
+                f"{self.patch}."
+            )
+        if self.head_dim % 4:
+            raise ValueError(
+                "The head size must be a multiple of 4, a half of it for rows and the other for "
+                f"columns, but is {self.head_dim}."
+            )
+        if self.shift is not None and self.shift < 0:
+            raise ValueError(f"`shift` must not be negative, but is {self.shift}.")
+        for name in ("jitter", "rescale"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value}.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+class Dinov3Layers(eqx.Module):
+    """The parameters of all layers, stacked along their first dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    attention_norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"] | None
+    attention_scale: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+    gate: Float[Array, "layers width hidden"] | None
+    gate_bias: Float[Array, "layers hidden"] | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"] | None
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"] | None
+    mlp_scale: Float[Array, "layers width"]
+
+    def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
+        stream, heads = (c.layers, c.width), (c.heads, c.head_dim)
+        into, features = (*stream, c.hidden), (c.layers, c.hidden)
+        zeros = lambda shape, wanted: jnp.zeros(shape) if wanted else None
+        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *heads)) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (c.layers, *heads, c.width))
+        wanted = (c.q_bias, c.k_bias, c.v_bias)
+        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), bias) for bias in wanted)
+        self.bo = zeros(stream, c.o_bias)
+        self.attention_scale, self.mlp_scale = (jnp.full(stream, c.layer_scale, float),) * 2
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.gate = small_normal(gate, into) if c.gated else None
+        self.gate_bias = zeros(features, c.gated and c.mlp_bias)
+        self.up, self.up_bias = small_normal(up, into), zeros(features, c.mlp_bias)
+        self.down = small_normal(down, (c.layers, c.hidden, c.width))
+        self.down_bias = zeros(stream, c.mlp_bias)
+
+
+class Dinov3(eqx.Module):
+    """The DINOv3 encoder (Siméoni et al., 2025, <https://arxiv.org/abs/2508.10104>).
+
+    ```python
+    config = Dinov3Config(width=128, layers=4, heads=4, hidden=512, image=32, patch=8)
+    model = Dinov3(config, key=jax.random.key(0))
+    hidden = model(jnp.zeros((8, 3, 32, 32)))  # (8, 21, 128)
+    maps = model.features(jnp.zeros((8, 3, 48, 32)), [2, 4])  # two of (8, 6, 4, 128)
+    ```
+    """
+
+    patch_embed: Float[Array, "channels rows columns width"]
+    patch_bias: Float[Array, " width"]
+    cls_token: Float[Array, " width"]
+    mask_token: Float[Array, " width"]
+    register_tokens: Float[Array, "registers width"]
+    layers: Dinov3Layers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    config: Dinov3Config = eqx.field(static=True)
+
+    def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
+        """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
+        three standard deviations; biases and the mask token 0, and norm scales 1."""
+        c = config
+        keys = jax.random.split(key, 4)
+        self.patch_embed = small_normal(keys[0], (c.channels, c.patch, c.patch, c.width))
+        self.patch_bias = jnp.zeros(c.width)
+        self.cls_token = small_normal(keys[1], (c.width,))
+        self.mask_token = jnp.zeros(c.width)
+        self.register_tokens = small_normal(keys[2], (c.registers, c.width))
+        self.layers = Dinov3Layers(c, key=keys[3])
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        self.config = config
+
+    def __call__(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        *,
+        mask: None = None,
+        masked: Bool[Array, "batch patches"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch tokens features"]:
+        """Returns the hidden states of images after the final norm: first that of the class token,
+        then those of the registers, then those of the patches, row by row.
+
+        **Arguments:**
+
+        - `pixels`: images with the channels first, normalised in the same way as those that the
+          weights were trained on. Their height and width are any multiples of the patch size.
+        - `mask`: must be None, since images have no padding.
+        - `masked`: which patches are replaced by the mask token, row by row.
+        - `key`: PRNG key for dropout and for the changes of coordinates in training. Without it,
+          both are disabled.
+
+        **Raises:**
+
+        `ValueError` if the images have other channels than the configuration, or no whole number of
+        patches.
+        """
+        return self._norm(self._run(pixels, masked, (), key)[0])
+
+    def features(
+        self,
+        pixels: Float[Array, "batch channels height width"],
+        layers: Sequence[int],
+        *,
+        normalise: bool = True,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "batch rows columns features"], ...]:
+        """Returns maps of the patches' hidden states after some layers, for tasks such as
+        segmentation.
+
+        **Arguments:**
+
+        - `pixels`, `key`: as in `__call__`.
+        - `layers`: after how many layers each map is taken; 0 is the embeddings. `transformers`
+          names these `stem`, `stage1` and so on.
+        - `normalise`: whether the final norm is applied to each map.
+
+        **Raises:**
+
+        `ValueError` if there are no such layers.
+        """
+        c = self.config
+        if odd := [n for n in layers if not 0 <= n <= c.layers]:
+            raise ValueError(
+                f"`layers` has {odd[0]}, but the model has {c.layers} layers. Pass numbers from 0 "
+                f"to {c.layers}."
+            )
+        _, maps = self._run(pixels, None, tuple(layers), key)
+        grid = [size // c.patch for size in pixels.shape[2:]]
+        ready = (self._norm(x) if normalise else x for x in maps)
+        return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in ready)
+
+    def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
+        return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
+
+    def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
+        """The hidden states, and those after so many layers."""
+        c = self.config
+        position_key, key = split_key(key, 2)
+        x = self._embed(pixels, masked)
+        grid = tuple(size // c.patch for size in pixels.shape[2:])
+        angles = _angles(c, grid, x.dtype, position_key)
+        visible = full_view(np.ones((1, x.shape[1]), bool))
+
+        def layer_fn(x, maps, layer, index, key):
+            keys = split_key(key, 3)
+            y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
+            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            q, k = rotate(q, angles), rotate(k, angles)
+            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
+            x = _add(x, outputs(layer, y), layer.attention_scale, c, keys[1])
+            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            x = _add(x, _mlp(layer, y, c), layer.mlp_scale, c, keys[2])
+            found = zip(wanted, maps, strict=True)
+            return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
+
+        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        return scan_layers(layer_fn, x, self.layers, cache=(x,) * len(wanted), **options)
+
+    def _embed(self, pixels: Array, masked: Any) -> Float[Array, "batch tokens width"]:
+        c = self.config
+        if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
+            raise ValueError(
+                f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
+                f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
+            )
+        rows, columns = (size // c.patch for size in pixels.shape[2:])
+        # A product over patches, not a convolution, so that every dimension can be sharded.
+        x = pixels.astype(self.patch_embed.dtype)
+        x = x.reshape(-1, c.channels, rows, c.patch, columns, c.patch)
+        x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)
+        x = x.reshape(-1, rows * columns, c.width)
+        if masked is not None:
+            x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
+        first = jnp.concatenate([self.cls_token[None], self.register_tokens])
+        first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
+        return jnp.concatenate([first, x], axis=1)
+
+
+def _angles(config: Dinov3Config, grid: tuple[int, ...], dtype: Any, key: Any) -> Any:
+    """The cosines and sines for all tokens: half of each head's pairs rotate with the row of a
+    patch, and half with its column. The class token and the registers are not rotated."""
+    c = config
+    # The centres of the patches, between -1 and 1.
+    centres = [(2 * np.arange(size) + 1) / size - 1 for size in grid]
+    points = np.stack(np.meshgrid(*centres, indexing="ij"), axis=-1).reshape(-1, 2)
+    points = _changed(jnp.asarray(points, jnp.float32), c, key)
+    frequencies = 2 * np.pi * float(c.rope_base) ** -(np.arange(0, c.head_dim, 4) / c.head_dim)
+    angles = points[:, :, None] * jnp.asarray(frequencies, jnp.float32)[None, None]
+    angles = angles.reshape(1, len(points), 1, -1)
+    angles = jnp.pad(angles, ((0, 0), (1 + c.registers, 0), (0, 0), (0, 0)))
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def _changed(points: Float[Array, "patches 2"], config: Dinov3Config, key: Any) -> Array:
+    """The coordinates of a step of training."""
+    c = config
+    if key is None:
+        return points
+    keys = jax.random.split(key, 3)
+    draw = lambda key, size, most: jax.random.uniform(key, (1, size), None, -most, most)
+    if c.shift is not None:
+        points = points + draw(keys[0], 2, c.shift).astype(points.dtype)
+    for key, size, most in ((keys[1], 2, c.jitter), (keys[2], 1, c.rescale)):
+        if most is not None:
+            points = points * jnp.exp(draw(key, size, float(np.log(most)))).astype(points.dtype)
+    return points
+
+
+def _add(x, y, scale, config, key):
+    """Adds the output of a sublayer, with its scale, to all images but those that skip it."""
+    y = y * scale[None, None]
+    if key is None or config.path_dropout == 0:
+        return x + y
+    kept = dropout(jnp.ones((x.shape[0], 1, 1), x.dtype), config.path_dropout, key)
+    return x + y * kept
+
+
+def _mlp(layer, x, config):
+    if layer.gate is None:
+        return feed_forward(layer, x, config.activation)
+    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
+    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
+    y = activate_gated(config.activation, gate, up)
+    return product("bsh,hd->bsd", y, layer.down, layer.down_bias)

@@ -1,0 +1,132 @@
+"""The settings and tensors of DINOv3 in Hugging Face's format."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...models.dinov3 import Dinov3Config
+from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._tensors import Tensor, tensor_names
+from ._labels import read_architecture
+from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, norm
+
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+    "image": "image_size",
+    "patch": "patch_size",
+    "channels": "num_channels",
+    "registers": "num_register_tokens",
+    "gated": "use_gated_mlp",
+    "activation": "hidden_act",
+    "rope_base": "rope_theta",
+    "shift": "pos_embed_shift",
+    "jitter": "pos_embed_jitter",
+    "rescale": "pos_embed_rescale",
+    "norm_eps": "layer_norm_eps",
+    "q_bias": "query_bias",
+    "k_bias": "key_bias",
+    "v_bias": "value_bias",
+    "o_bias": "proj_bias",
+    "mlp_bias": "mlp_bias",
+    "layer_scale": "layerscale_value",
+    "attention_dropout": "attention_dropout",
+    "path_dropout": "drop_path_rate",
+}
+_HEADS = {"DINOv3ViTModel": None, "DINOv3ViTBackbone": None}
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        "image_size": 224,
+        "patch_size": 16,
+        "num_channels": 3,
+        "num_register_tokens": 0,
+        "use_gated_mlp": False,
+        "hidden_act": "gelu",
+        "rope_theta": 100.0,
+        "pos_embed_shift": None,
+        "pos_embed_jitter": None,
+        "pos_embed_rescale": 2.0,
+        "layer_norm_eps": 1e-5,
+        "query_bias": True,
+        "key_bias": False,
+        "value_bias": True,
+        "proj_bias": True,
+        "mlp_bias": True,
+        "layerscale_value": 1.0,
+        "attention_dropout": 0.0,
+        "drop_path_rate": 0.0,
+    }
+    # Settings of backbones, which `features` takes as arguments.
+    ignored = "apply_layernorm reshape_hidden_states out_features out_indices stage_names"
+    c = read_settings(settings, defaults, {"model_type": ("dinov3_vit",)}, tuple(ignored.split()))
+    read_architecture(settings, _HEADS, next(iter(_HEADS)))
+    for name in ("image_size", "patch_size"):
+        if isinstance(c[name], list):
+            if len({*c[name]}) > 1:
+                raise ValueError(f"`{name}` is {c[name]}, but only squares are implemented.")
+            c[name] = c[name][0]
+    return read_fields(c, _NAMES)
+
+
+def write(config: Dinov3Config) -> dict[str, Any]:
+    kind = {"architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit"}
+    return write_fields(config, _NAMES) | kind
+
+
+def tensors(config: Dinov3Config) -> dict[str, Tensor]:
+    """Maps each array to its published tensors."""
+    c, layer = config, "layer.{layer}."
+    embeddings, patch = "embeddings.", "embeddings.patch_embeddings."
+    kernel = "width channels rows columns -> channels rows columns width"
+    found = {
+        "patch_embed": Tensor(patch + "weight", kernel),
+        "patch_bias": Tensor(patch + "bias", VECTOR),
+        "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
+        "mask_token": Tensor(embeddings + "mask_token", "1 1 width -> width"),
+        "register_tokens": Tensor(embeddings + "register_tokens", "1 tokens width -> tokens width"),
+        **norm("layers/attention_norm", layer + "norm1"),
+        "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
+        **norm("layers/mlp_norm", layer + "norm2"),
+        "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
+        **norm("norm", "norm"),
+    }
+    for letter in "qkv":
+        name = f"{layer}attention.{letter}_proj"
+        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, heads=c.heads)
+        if getattr(c, f"{letter}_bias"):
+            found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, heads=c.heads)
+    out = layer + "attention.o_proj"
+    found["layers/wo"] = Tensor(out + ".weight", OUT_OF_HEADS, heads=c.heads)
+    if c.o_bias:
+        found["layers/bo"] = Tensor(out + ".bias", VECTOR)
+    for leaf in ("gate", "up", "down") if c.gated else ("up", "down"):
+        name = f"{layer}mlp.{leaf}_proj"
+        found[f"layers/{leaf}"] = Tensor(name + ".weight", TURNED)
+        if c.mlp_bias:
+            found[f"layers/{leaf}_bias"] = Tensor(name + ".bias", VECTOR)
+    return found
+
+
+def module_name(name: str) -> str:
+    """Returns the name that a tensor of the files has in a model of `transformers` 5."""
+    before, found, after = name.rpartition("layer.")
+    return f"{before}model.layer.{after}" if found and not before.endswith("model.") else name
+
+
+def duplicates(config: Dinov3Config) -> dict[str, str]:
+    """Maps other names under which a file may hold a tensor to the tensor's own name."""
+    table = tensors(config).values()
+    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
+    return {module_name(name): name for name in names if module_name(name) != name}
+
+
+def example_inputs(config: Dinov3Config, rows: int) -> tuple[Any, ...]:
+    """Returns abstract inputs for planning."""
+    shape = (rows, config.channels, config.image, config.image)
+    return (jax.ShapeDtypeStruct(shape, jnp.float32),)

@@ -25,6 +25,8 @@ from traffic.measure import measure_layout
 
 import redcoast as rc
 from redcoast import models
+from redcoast.dryrun._devices import target_devices
+from redcoast.dryrun._target import parse_target
 from redcoast.losses import cross_entropy, pairwise_sigmoid
 
 # The dimension that is split, from the end.
@@ -38,20 +40,24 @@ BIASES_OF_EXPERTS = ("gate_bias", "up_bias", "down_bias")
 MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "model": 4}, {"data": 1, "fsdp": 2, "model": 4})
 
 
-def main(families: tuple[str, ...] = (), rows: int = 16, length: int = 64) -> None:
+def main(
+    families: tuple[str, ...] = (), target: str = "cpu:8", rows: int = 16, length: int = 64
+) -> None:
     """Prints a table of the megabytes that a device sends.
 
     Args:
         families: Names of the table's rows; all by default.
+        target: The devices, as for `redcoast.dry_run`.
         rows: Rows of a batch.
         length: Tokens in a row.
     """
     rc.emulate_devices(8)
+    devices = target_devices(parse_target(target)).devices
     cases = make_cases(rows, length)
     print("| model | mesh | redcoast, MB | Megatron, MB | ratio |\n|---|---|---:|---:|---:|")
     for name in families or cases:
         for axes in MESHES:
-            mesh = rc.make_mesh(**axes)
+            mesh = rc.make_mesh(**axes, devices=devices)
             ours = measure(cases[name], mesh, redcoast(cases[name], mesh))
             theirs = min(measure(cases[name], mesh, x) for x in written(cases[name], mesh))
             sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)

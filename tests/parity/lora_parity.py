@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from agreement import record
+from deepseek_v3_parity import CASES as DEEPSEEK_CASES
 from dinov2_parity import CASES as DINOV2_CASES
 from gpt2_parity import CASES as GPT2_CASES
 from gpt_oss_parity import CASES as GPT_OSS_CASES
@@ -62,6 +63,7 @@ READ = {
     "smollm3": (SMOLLM3, {"target_modules": BOTH}),
     "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
     "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
+    "deepseek v3": (DEEPSEEK_CASES[0], {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]}),
     "modernbert": (MODERNBERT_CASES[0], {"target_modules": ["Wqkv", "Wi", "Wo"]}),
     "dinov2": (DINOV2_CASES[2], {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "dinov2 gated": (DINOV2_CASES[1], {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),

@@ -111,9 +111,9 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session
 def launchers(session: nox.Session) -> None:
-    """Jobs of torchrun and Open MPI on this machine alone, and recipes for clusters."""
+    """Jobs of torchrun, Open MPI and Ray on this machine alone, and recipes for clusters."""
     install(session, "tests")
-    session.install(REFERENCE[0], "kubeflow==0.5.0")
+    session.install(REFERENCE[0], "kubeflow==0.5.0", "ray[train]==2.60.*")
     debian(session, "mpirun", "openmpi-bin")
     session.run("pytest", "tests/launchers", "-o", "python_files=jobs_*.py", *session.posargs)
 

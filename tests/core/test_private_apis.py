@@ -30,6 +30,7 @@ NAMES = [
     (JAX_EXTEND, "Jaxpr.replace", "sharding/constrain/_verify.py"),
     (JAX_EXTEND, "JaxprEqn.replace", "sharding/constrain/_verify.py"),
     (JAX_EXTEND, "jaxpr_as_fun", "sharding/constrain/_verify.py"),
+    (JAX_EXTEND, "jaxpr_as_fun", "train/_compile.py"),
 ]
 
 

@@ -5,6 +5,7 @@
 import importlib
 import json
 import sys
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -74,7 +75,7 @@ def test_tokenizers_of_other_forms_are_converted(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    options: Any = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
     trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, **options)
     tokenizer.train_from_iterator(["ein Gitter, noch ein Gitter"] * 20, trainer)
     tokenizer.model.save(str(tmp_path))
@@ -95,7 +96,7 @@ def test_tokenizers_of_other_forms_are_converted(tmp_path):
 def test_cards_are_read_by_the_hubs_library():
     facts = {"license": "other", "license_name": "of its own", "datasets": ["a/b"], "steps": 3}
     text = make_card(facts, {"architectures": ["GPT2LMHeadModel"]}, "It", 5)
-    data = ModelCard(text).data
+    data: Any = ModelCard(text).data
     assert (data.license, data.license_name) == ("other", "of its own")
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert (data.datasets, data.tags) == (["a/b"], ["redcoast"])

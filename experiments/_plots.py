@@ -13,6 +13,7 @@ import numpy as np
 import redcoast as rc
 
 matplotlib.use("Agg")  # there may be no display
+from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
@@ -96,8 +97,13 @@ def plot_lines(file: Path, xlabel: str, ylabel: str, lines: Mapping[str, Any]) -
 
 
 def draw_text(file: Path, text: str, columns: int = 110) -> None:
-    """Draws text in a font of fixed width; long lines are cut off."""
+    """Draws text in a font of fixed width; long lines are cut off.
+
+    Characters that the font does not have, such as those that an untrained model writes, become �.
+    """
+    known = font_manager.get_font(font_manager.findfont("monospace")).get_charmap()
     lines = [x if len(x) <= columns else x[: columns - 1] + "…" for x in text.splitlines()]
+    lines = ["".join(x if ord(x) in known else "\ufffd" for x in line) for line in lines]
     figure = plt.figure()
     figure.text(0, 0, "\n".join(lines), family="monospace", fontsize=8, parse_math=False)
     figure.savefig(file, dpi=150, bbox_inches="tight")

@@ -451,3 +451,10 @@ def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
     ((_, step, pictures, texts, figures),) = found
     assert (step, texts, figures) == (60, {"samples": "Some <text>."}, {"accuracy": 0.5})
     assert [path.name for path in pictures] == ["run.png"]
+
+
+def test_text_with_characters_that_the_font_lacks_is_drawn(script, tmp_path):
+    """Untrained models write such characters. matplotlib's warning would be an error here."""
+    script("_plots").draw_text(tmp_path / "samples.png", "written: \x0e\x1b 漢 $x$\n" + "a" * 200)
+    with Image.open(tmp_path / "samples.png") as picture:
+        assert np.asarray(picture.convert("L")).min() < 128

@@ -194,6 +194,9 @@ def fit(
     return state
 
 
+_TRIED = "Raised in the evaluation of one batch after the first step."
+
+
 def _loop(
     state: TrainState,
     data: Batches,
@@ -218,12 +221,6 @@ def _loop(
         reader.write({f"eval/{name}": value for name, value in metrics.items()}, number)
         return metrics
 
-    def try_evaluation(at: Step) -> None:
-        note = "Raised in the evaluation of one batch after the first step."
-        assert measure is not None
-        with noting(note), rescue(doubtful=()):
-            measure.try_loss(at.state.model, at.state.key)
-
     def save(metrics: dict[str, float]) -> None:
         if done is not None:
             reader.flush()
@@ -243,7 +240,8 @@ def _loop(
             later = stop and not saver.keeps_best
             metrics = evaluate() if measure and due and not later else {}
             if measure and number == first + 1 and not (due or stop):
-                try_evaluation(done)  # compiled while the devices take the step
+                with noting(_TRIED), rescue(doubtful=()):
+                    measure.try_loss(done.state.model, done.state.key)  # while the step is taken
             due = bool(due and later)
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)

@@ -1,7 +1,6 @@
 """The DINOv3 encoder: as DINOv2 with registers, but with rotary positions of the patches in place
 of learned ones, and gated layers of another size."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ._attention import attend, full_view
 from ._basic import activate_gated, check_activation, layer_norm, small_normal
 from ._checks import check_config, check_heads, check_rates
-from ._dropout import dropout, split_key
+from ._dropout import split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._patches import add_scaled
 from ._rotary import rotate
 from ._scan import Remat, scan_layers
 
@@ -174,6 +174,8 @@ class Dinov3(eqx.Module):
     norm_shift: Float[Array, " width"]
     config: Dinov3Config = eqx.field(static=True)
 
+    from ._patches import features
+
     def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
         three standard deviations; biases and the mask token 0, and norm scales 1."""
@@ -215,39 +217,6 @@ class Dinov3(eqx.Module):
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
-    def features(
-        self,
-        pixels: Float[Array, "batch channels height width"],
-        layers: Sequence[int],
-        *,
-        normalise: bool = True,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch rows columns features"], ...]:
-        """Returns maps of the patches' hidden states after some layers, for tasks such as
-        segmentation.
-
-        **Arguments:**
-
-        - `pixels`, `key`: as in `__call__`.
-        - `layers`: after how many layers each map is taken; 0 is the embeddings. `transformers`
-          names these `stem`, `stage1` and so on.
-        - `normalise`: whether the final norm is applied to each map.
-
-        **Raises:**
-
-        `ValueError` if there are no such layers.
-        """
-        c = self.config
-        if odd := [n for n in layers if not 0 <= n <= c.layers]:
-            raise ValueError(
-                f"`layers` has {odd[0]}, but the model has {c.layers} layers. Pass numbers from 0 "
-                f"to {c.layers}."
-            )
-        _, maps = self._run(pixels, None, tuple(layers), key)
-        grid = [size // c.patch for size in pixels.shape[2:]]
-        ready = (self._norm(x) if normalise else x for x in maps)
-        return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in ready)
-
     def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
         return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
 
@@ -266,9 +235,9 @@ class Dinov3(eqx.Module):
             q, (k, v) = queries(layer, y), keys_values(layer, y)
             q, k = rotate(q, angles), rotate(k, angles)
             y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
-            x = _add(x, outputs(layer, y), layer.attention_scale, c, keys[1])
+            x = add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
             y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
-            x = _add(x, _mlp(layer, y, c), layer.mlp_scale, c, keys[2])
+            x = add_scaled(x, _mlp(layer, y, c), layer.mlp_scale, c, keys[2])
             found = zip(wanted, maps, strict=True)
             return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
 
@@ -323,15 +292,6 @@ def _changed(points: Float[Array, "patches 2"], config: Dinov3Config, key: Any) 
         if most is not None:
             points = points * jnp.exp(draw(key, size, float(np.log(most)))).astype(points.dtype)
     return points
-
-
-def _add(x, y, scale, config, key):
-    """Adds the output of a sublayer, with its scale, to all images but those that skip it."""
-    y = y * scale[None, None]
-    if key is None or config.path_dropout == 0:
-        return x + y
-    kept = dropout(jnp.ones((x.shape[0], 1, 1), x.dtype), config.path_dropout, key)
-    return x + y * kept
 
 
 def _mlp(layer, x, config):

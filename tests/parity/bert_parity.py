@@ -12,9 +12,11 @@ from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
+    RobertaForTokenClassification,
     RobertaModel,
 )
 
@@ -28,8 +30,10 @@ CASES = [
     Case("bert masked", BertForMaskedLM, SIZES | {"vocab_size": 51, "hidden_act": "gelu_new"}),
     Case("bert labels", BertForSequenceClassification, SIZES | {"num_labels": 5}),
     Case("bert regression", BertForSequenceClassification, SIZES | {"num_labels": 1}),
+    Case("bert tokens", BertForTokenClassification, SIZES | {"num_labels": 5}),
     Case("roberta masked", RobertaForMaskedLM, ROBERTA | {"pad_token_id": 2, "hidden_act": "relu"}),
     Case("roberta labels", RobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
+    Case("roberta tokens", RobertaForTokenClassification, ROBERTA | {"num_labels": 3}),
 ]
 PAIRS = [
     Case("bert", BertModel, SIZES | {"type_vocab_size": 3}),

@@ -63,7 +63,8 @@ def test_labels_of_tokens(kind):
     """Those of a token depend on its hidden state alone, and padding changes nothing."""
     model = make(Bert, BERT, pooler=True) if kind == "bert" else make(ModernBert, MODERN)
     found = with_head(model, labels=["O", "B", "I"], of_tokens=True, key=KEY)
-    assert found.config.head == "tokens" and getattr(found.config, "pooler", False) is False
+    assert found.config.head == "tokens"
+    assert not getattr(found.config, "pooler", False)
     padded, mask = jnp.pad(TOKENS, ((0, 0), (2, 0))), jnp.pad(TOKENS * 0 + 1, ((0, 0), (2, 0)))
     logits = eqx.filter_jit(lambda model, tokens, mask: model(tokens, mask=mask))
     assert logits(found, TOKENS, None).shape == (*TOKENS.shape, 3)

@@ -92,7 +92,7 @@ def with_head(
       dropped; its pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
     - `of_tokens`: whether each token has labels, such as the entity that it belongs to, and not
-        each row. Images have no tokens.
+      each row. Images have no tokens.
     - `key`: PRNG key for the new parameters.
 
     **Returns:**

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,7 +20,9 @@ from decoder_checks import (
     make_model,
     make_tokens,
 )
+from jax.sharding import PartitionSpec as P
 
+import redcoast as rc
 from redcoast.models._moe import mix_experts, router_loss
 from redcoast.models.mixtral import Mixtral, MixtralConfig
 from redcoast.pretrained._registry import read_config, write_config
@@ -174,6 +177,22 @@ def test_experts_are_split():
     plan = check_split(make(vocab=256, width=64, hidden=64, chosen=2))
     specs = plan.shardings.layers
     assert all("model" in specs_of.spec for specs_of in (specs.gate, specs.up, specs.down))
+
+
+def test_a_router_is_whole_where_experts_are_split():
+    """Also if it is trained with the loss that combines counts of experts with its scores."""
+    config = MixtralConfig(4096, 256, 1, heads=8, kv_heads=4, hidden=512, experts=8)
+    model: Any = eqx.filter_eval_shape(Mixtral, config, key=jax.random.key(0))
+
+    def loss(model, tokens):
+        hidden, router_loss = model.hidden_and_router_loss(tokens)
+        return jnp.mean(jax.nn.logsumexp(model.unembed(hidden), axis=-1)) + router_loss
+
+    tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    mesh = rc.make_mesh(data=2, model=4)
+    layers = rc.plan_shardings(model, mesh, fn=loss, args=(tokens,)).shardings.layers
+    assert layers.gate.spec == layers.down.spec == P(None, "model")
+    assert layers.router.spec == P()
 
 
 def test_token_outside_the_vocabulary_gives_nan():

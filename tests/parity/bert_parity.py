@@ -18,6 +18,7 @@ from transformers import (
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
     RobertaModel,
+    XLMRobertaForSequenceClassification,
 )
 
 from redcoast import load_pretrained
@@ -33,6 +34,7 @@ CASES = [
     Case("bert tokens", BertForTokenClassification, SIZES | {"num_labels": 5}),
     Case("roberta masked", RobertaForMaskedLM, ROBERTA | {"pad_token_id": 2, "hidden_act": "relu"}),
     Case("roberta labels", RobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
+    Case("xlm-roberta labels", XLMRobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
     Case("roberta tokens", RobertaForTokenClassification, ROBERTA | {"num_labels": 3}),
 ]
 PAIRS = [

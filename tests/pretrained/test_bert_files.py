@@ -70,6 +70,11 @@ def test_published_settings_are_read():
     assert read_config(BertConfig, no_head) == dataclasses.replace(bert, head=None, pooler=True)
 
 
+def test_xlm_roberta_is_read_as_a_roberta():
+    names = {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForMaskedLM"]}
+    assert read_config(BertConfig, ROBERTA | names) == read_config(BertConfig, ROBERTA)
+
+
 @pytest.mark.parametrize("head", [None, "masked", "pretraining", "classification", "tokens"])
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_settings_are_read_back(kind, head):

@@ -38,6 +38,9 @@ _HEADS = {
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
+    if settings.get("model_type") == "xlm-roberta":  # a RoBERTa but for its name and tokenizer
+        names = [name.removeprefix("XLM") for name in settings.get("architectures") or ()]
+        settings = settings | {"model_type": "roberta", "architectures": names}
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
     defaults = {

@@ -27,7 +27,7 @@ from .loop._evaluate import predict_examples as predict_examples
 from .loop._evaluation import Evaluation as Evaluation
 from .loop._evaluation import compile_evaluation as compile_evaluation
 from .loop._fit import fit as fit
-from .loop._setup import run_info as run_info
+from .loop._run_config import run_info as run_info
 from .loop._steps import Step as Step
 from .loop._steps import training_steps as training_steps
 from .loop._stop import stop_on_signal as stop_on_signal

@@ -74,7 +74,8 @@ def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel=name.replace("_", " "))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if len(lines[f"eval/{name}"][0]):
+        axes.legend()
 
 
 def spans_a_decade(values: np.ndarray) -> bool:

@@ -13,6 +13,7 @@ from _cells import beyond_text, gib, paper_table, peak_gib, read_cells, write_ce
 import redcoast as rc
 from redcoast.dryrun._target import parse_target
 from redcoast_cli._fitting import dry_run_to_fit
+from redcoast_cli._options import Maybe
 from redcoast_cli._usage import refuse
 from redcoast_cli._workload import make_workload
 
@@ -27,7 +28,7 @@ class Row:
     seq: int
     target: str
     half: str
-    usable: int | None = None  # bytes of memory on a device, instead of the target's
+    usable: Maybe[int] = None  # bytes of memory on a device, instead of the target's
 
 
 ROWS = (

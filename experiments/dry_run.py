@@ -2,9 +2,10 @@
 
 This is the command `redcoast dry-run`, and the dry runs of the paper's Table 1.
 
+Examples:
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
     python experiments/dry_run.py --model config.json --target l4 --smallest
-    python experiments/dry_run.py --model opt-66b --target a100-80gb:8x8 --compare
+    python experiments/dry_run.py --model opt-66b --target h100:8x8 --compare
     python experiments/dry_run.py --table1
 """
 

@@ -15,11 +15,12 @@ from _tokenizers import train_tokenizer
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
-    text: Path | None = None  # file or folder of text; by default Python's standard library
+    text: Maybe[Path] = None  # file or folder of text; by default Python's standard library
     tokenizer: Literal["bytes", "bpe"] = "bytes"  # bytes, or byte-pair encoding trained on the text
     vocab: int = 4096  # vocabulary size of the bpe tokenizer
     width: int = 128  # size of the residual stream

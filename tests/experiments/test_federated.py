@@ -22,9 +22,11 @@ METHODS = ("fedavg", "fedadam", "scaffold")
 FEATURES, CLASSES = 5, 3
 
 
-@pytest.mark.integration
-def test_a_run_is_compared_with_centralised_training(experiment, config, tmp_path):
-    experiment.main(config(method="scaffold", stragglers=0.5))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_a_run_is_compared_with_centralised_training(mesh, experiment, config, tmp_path):
+    experiment.main(config(mesh, method="scaffold", stragglers=0.5))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     assert results.keys() == {"accuracy", "centralised_accuracy"}

@@ -17,7 +17,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jax.sharding import Mesh
 
 import redcoast as rc
-from redcoast.loop._setup import introduce
+from redcoast.loop._printing import introduce
 from redcoast_cli._usage import mesh_sizes, refuse
 
 

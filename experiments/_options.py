@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from redcoast_cli._usage import wrapped
+from redcoast_cli._usage import wrap_paragraphs
 
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 STYLE = (tyro.conf.DisallowNone,)
@@ -102,7 +102,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 def description(doc: str | None, script: Path) -> str:
     """The text of a script, with an example of its use."""
-    text = wrapped(doc or "")
+    text = wrap_paragraphs(doc or "")
     if f"{script.name} " in text:
         return text
     example = f"python {sys.argv[0]} --local-devices 8 --mesh 2x4"

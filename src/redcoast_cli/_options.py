@@ -12,7 +12,7 @@ Batch = Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])]
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRunCommand:
     """Compiles a training step for accelerators that you do not have, and prints what it needs.
 
     It reports whether the step fits, the memory on each device, the communication between devices,
@@ -38,7 +38,7 @@ class DryRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Plans how a model's training step is sharded over a mesh, and prints the plan.
 
     Nothing is compiled, and no accelerator is needed. Memory and communication are estimates.
@@ -53,6 +53,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Doctor:
+class DoctorCommand:
     """Prints versions, devices, compilers and W&B's mode, and the commands that install what is
     missing."""

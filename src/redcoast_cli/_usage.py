@@ -12,7 +12,7 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def wrapped(text: str) -> str:
+def wrap_paragraphs(text: str) -> str:
     """Wraps the paragraphs of a help text to 79 columns; indented ones stay as they are."""
     parts = inspect.cleandoc(text).split("\n\n")
     # tyro joins the lines of a paragraph, unless they begin with a space.

@@ -12,7 +12,7 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
-from redcoast.tracking._run import RunInfo
+from redcoast.tracking._loggers import RunInfo
 from redcoast.tracking._wandb import _END as END
 from redcoast.tracking._wandb import wandb_logger
 

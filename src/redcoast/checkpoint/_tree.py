@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import several
 from ..core._frames import hide_frames
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
     ARRAYS,

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import PyTree
 
 from ._errors import noting, several
-from ._frames import Last, is_hidden
+from ._frames import LastNote, is_hidden
 from ._pytree import show_path
 
 MOST = 1000  # examples that are compared
@@ -50,7 +50,7 @@ def calling(
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             found += [_sentence(what, x) for what, x in given.items()]
             found += _hints(error, name, given.get("batch"))
-        return [f"Raised by `{name}`{where}.", *([Last("\n".join(found))] if found else [])]
+        return [f"Raised by `{name}`{where}.", *([LastNote("\n".join(found))] if found else [])]
 
     return noting(notes)
 

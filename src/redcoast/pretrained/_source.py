@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ._files import file_inside
 from ._lazy_tensor import Source, Stored
 from ._safetensors import read_safetensors

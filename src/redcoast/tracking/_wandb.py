@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from ._run import Metrics, RunInfo, code_version, join_run, say
+from ._loggers import Metrics, RunInfo, code_version, join_run, say
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")

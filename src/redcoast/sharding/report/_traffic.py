@@ -31,7 +31,7 @@ from ..solver._strategy import (
     used_axes,
 )
 from ..tree._overrides import spec_axes
-from ..tree._rows import Row
+from ..tree._plan_rows import Row
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._text import grouped, shortened

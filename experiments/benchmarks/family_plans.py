@@ -28,7 +28,7 @@ from traffic.measure import measure_layout
 import redcoast as rc
 from redcoast import models
 from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 from redcoast.losses import cross_entropy, pairwise_sigmoid
 
 # The dimension that is split, from the end.

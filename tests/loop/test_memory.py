@@ -8,7 +8,7 @@ from problem import make_model
 from test_errors import EXAMPLES, ONE, fit, notes, saved
 
 import redcoast as rc
-from redcoast.loop import _errors as _memory
+from redcoast.loop import _error_notes as _memory
 from redcoast.loop import _fit
 from redcoast.loop._evaluation import CompiledEvaluation
 from redcoast.loop._setup import starting_state

@@ -20,17 +20,18 @@ from ..data._collate import CollateFn
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..sharding import Plan
+from ..tracking._loggers import all_loggers, shows_progress
 from ..tracking._metrics import Log, MetricsReader, metrics_reader
-from ..tracking._run import all_loggers, shows_progress
 from ..train._compile import by_microbatches
 from ..train._loss import LossFn
-from ..train._plan import verify_step
-from ..train._reuse import reused_step
+from ..train._plan_step import verify_step
+from ..train._reused_steps import reused_step
 from ..train._step import TrainState
 from ._consistency import check_agreement
-from ._errors import explained_memory, noted_checkpoint, rescued
+from ._error_notes import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
 from ._nonfinite import explain_batch, explain_step
+from ._printing import announce, conclude, describe_run, introduce
 from ._run_config import run_of_fit
 from ._setup import (
     best_mesh,
@@ -42,7 +43,6 @@ from ._setup import (
 )
 from ._steps import Step, training_steps
 from ._stop import stop_on_signal
-from ._summary import announce, conclude, describe, introduce
 
 logger = logging.getLogger("redcoast")
 
@@ -146,7 +146,7 @@ def fit(
     with watching(), saver.locked(), contextlib.ExitStack() as stack:
         abstract, key, create = starting_state(model_or_state, optimizer, key, **given)
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
-        describe(abstract, data, evaluation, compute_dtype, quiet=quiet)
+        describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)

@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 from ..data._batches import Batches
 from ..sharding import Plan
 from ..sharding.report._data import PlannedArray
-from ..tracking._run import RunInfo, code_version
+from ..tracking._loggers import RunInfo, code_version
 from ..train._loss import LossFn
 from ..train._step import TrainState
-from ._summary import precision_of
+from ._printing import precision_of
 from ._utilisation import seconds_at_peak
 
 

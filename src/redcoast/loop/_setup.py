@@ -23,8 +23,8 @@ from ..distributed._arrays import place_tree, put
 from ..sharding import Plan
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
-from ..train._plan import check_coupling
-from ..train._reuse import reused_plan as plan_step
+from ..train._plan_step import check_coupling
+from ..train._reused_steps import reused_plan as plan_step
 from ..train._step import TrainState, create_split, init_state, state_of, with_loss_scale
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core._rows import most_of_rows
+from ..core._most_of_rows import most_of_rows
 from ._attention import wide
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.

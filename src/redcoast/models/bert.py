@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import product
-from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
+from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
 from ._heads import Linear, MaskedHead, check_labels, first_token
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 Head = Literal["masked", "pretraining", "classification", "tokens"]
 
@@ -229,7 +229,7 @@ class Bert(eqx.Module):
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
-            x = x + attention(layer, x, visible, c, attention_key)
+            x = x + encoder_attention(layer, x, visible, c, attention_key)
             x = attention_norm(layer, x, c.norm_eps)
             x = x + mlp(layer, x, c, mlp_key)
             return mlp_norm(layer, x, c.norm_eps), cache

@@ -19,12 +19,12 @@ from ._basic import (
     output_scale,
     small_normal,
 )
-from ._checks import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
 from ._rotary import rotary_angles, rotary_frequencies, rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

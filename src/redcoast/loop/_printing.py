@@ -12,7 +12,7 @@ from ..data._batches import Batches
 from ..data._sources import count_examples
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
-from ..tracking._run import say, say_once
+from ..tracking._loggers import say, say_once
 from ..tracking._terminal import show_directory
 from ..train._step import TrainState
 from ._evaluation import Evaluation
@@ -36,7 +36,7 @@ def program_line() -> str:
     return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
 
 
-def describe(
+def describe_run(
     state: TrainState,
     data: Batches,
     evaluation: Evaluation | None,
@@ -52,14 +52,14 @@ def describe(
     if data.steps is None:
         parts.append(f"batches {of_batches}")
     else:
-        parts.append(f"{data.steps:,} steps {of_batches}")
+        parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
         if data.epochs is not None:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
             parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
     if evaluation is not None and (count := count_examples(evaluation.examples)):
         parts.append(f"{count:,} to evaluate")
-    say(wrapped("Data", ", ".join(parts)))
-    say(wrapped("Precision", precision_of(state, compute_dtype)))
+    say(_wrapped("Data", ", ".join(parts)))
+    say(_wrapped("Precision", precision_of(state, compute_dtype)))
 
 
 def precision_of(state: TrainState, compute_dtype: Any) -> str:
@@ -76,7 +76,7 @@ def _floats(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
-def wrapped(label: str, text: str) -> str:
+def _wrapped(label: str, text: str) -> str:
     """A line of the summary, in the columns of the plan's."""
     return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
 

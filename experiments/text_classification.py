@@ -91,9 +91,9 @@ def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
         path = minilm() if str(c.weights) == "minilm" else c.weights
         encoder = rc.load_pretrained(path, dtype=jnp.float32)
         return read_tokenizer(path), with_head(encoder, labels=names, key=key)
-    sizes = BertConfig(1000, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
-    new = lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
-    return train_tokenizer(texts, 1000), new
+    tokenizer = train_tokenizer(texts, vocab := 8000 if c.task == "regression" else 1000)
+    sizes = BertConfig(vocab, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
+    return tokenizer, lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
 
 
 def read_data(name: str):

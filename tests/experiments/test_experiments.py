@@ -200,6 +200,29 @@ def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
     assert 0 < bits < 0.8 * history[-1]["eval/loss"] / np.log(2)
 
 
+@pytest.mark.seconds(10)  # a whole run
+def test_images_are_classified_in_a_short_run(script, short, tmp_path, capsys):
+    # The batch divides the 360 images of the evaluation, which saves a compilation.
+    small = {"channels": 4, "batch_size": 72, "steps": 2}
+    one = script("_options").Run(mesh="1", directory=tmp_path)
+    module = script("image_classification")
+    module.main(module.Config(**small, run=one))
+    directory = only_run(tmp_path)
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    assert [entry["step"] for entry in history] == [1, 2]
+    assert all(math.isfinite(entry["loss"]) for entry in history)
+    results = json.loads((directory / "results.json").read_text())
+    assert results == {"accuracy": history[-1]["eval/accuracy"]}
+    # A row for each class: precision, recall, F1 and the number of images.
+    output = capsys.readouterr().out
+    rows = re.findall(r"^ +\d(?: +[01]\.\d\d){3} +(\d+)$", output, re.MULTILINE)
+    assert len(rows) == 10
+    assert sum(map(int, rows)) == 360
+    for name in ("loss.png", "predictions.png"):
+        with Image.open(directory / name) as picture:
+            picture.verify()
+
+
 def test_resuming_without_a_run_exits_with_a_message(script, tmp_path):
     with pytest.raises(SystemExit, match="There is no run to resume"):
         script("_common").run_directory(tmp_path, resume=True, config=None)

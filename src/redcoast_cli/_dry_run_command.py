@@ -168,14 +168,14 @@ def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
 
 
 def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
-    mesh = _written(run.mesh, ", ")
+    mesh = _written({axis: size for axis, size in run.mesh.items() if size > 1}) or "one device"
     length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
     sizes = f"{peak_gib(run.report)} of {in_gib(run.memory['usable'])} GiB"
     return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
 
 
-def _written(mesh: Mapping[str, int], between: str = ",") -> str:
-    return between.join(f"{axis}={size}" for axis, size in mesh.items())
+def _written(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def in_gib(size: float) -> str:

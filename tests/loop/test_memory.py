@@ -54,7 +54,9 @@ def test_out_of_memory_before_the_first_step_is_explained_too(monkeypatch, name)
 
     if name == "starting_state":
         made = starting_state
-        monkeypatch.setattr(_fit, name, lambda *args, **options: (*made(*args)[:2], fail))
+        monkeypatch.setattr(
+            _fit, name, lambda *args, **options: (*made(*args, **options)[:2], fail)
+        )
     else:
         monkeypatch.setattr(CompiledEvaluation, name, fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ran out of memory. On the mesh"):

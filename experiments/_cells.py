@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redcoast_cli._dry_run import gib, peak_gib, refused
+from redcoast_cli._dry_run_command import in_gib, peak_gib, refused
 
 Cell = dict[str, Any]
 KEY = ("model", "column")
@@ -96,7 +96,7 @@ def _peak(cell: Cell | None) -> str:
     """The peak memory, the usable memory and the mesh."""
     if cell is None:
         return "-"
-    return f"{peak_gib(cell)} of {gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
+    return f"{peak_gib(cell)} of {in_gib(cell['usable'])}, {mesh_text(cell['mesh'])}"
 
 
 def sent_bytes(cell: Cell) -> int | None:

@@ -15,7 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from redcoast_cli._usage import wrapped
+from redcoast_cli._options import Maybe
+from redcoast_cli._usage import wrap_help
 
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
 STYLE = (tyro.conf.DisallowNone,)
@@ -27,10 +28,10 @@ FAST = ("tyro", "redcoast_cli._options")
 class Hosts:
     """Options for several processes that run one script together; see docs/hosts.md."""
 
-    coordinator: str | None = None  # host:port of process 0; by default from the launcher
-    processes: int | None = None  # number of processes; by default from the launcher
-    process_id: int | None = None  # index of this process, from 0; by default from the launcher
-    local_devices: int | None = None  # number of CPU devices to emulate in each process
+    coordinator: Maybe[str] = None  # host:port of process 0; by default from the launcher
+    processes: Maybe[int] = None  # number of processes; by default from the launcher
+    process_id: Maybe[int] = None  # index of this process, from 0; by default from the launcher
+    local_devices: Maybe[int] = None  # emulate this many CPU devices in each process
 
 
 HostsOptions = tyro.conf.OmitArgPrefixes[Hosts]
@@ -41,7 +42,7 @@ class Run:
     """Options of every experiment."""
 
     mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
-    directory: Path | None = None  # directory with one directory per run; by default runs/SCRIPT
+    directory: Maybe[Path] = None  # directory with one directory per run; by default runs/SCRIPT
     resume: bool = False  # resume the newest run with its options; those that are given win
     wandb: bool = False  # log to Weights & Biases (to a local file without an account)
     tensorboard: bool = False  # write event files for TensorBoard to the run's directory
@@ -102,11 +103,10 @@ def _convert(kind: Any, value: Any) -> Any:
 
 def description(doc: str | None, script: Path) -> str:
     """The text of a script, with an example of its use."""
-    text = wrapped(doc or "")
+    text = wrap_help(doc or "")
     if f"{script.name} " in text:
         return text
-    example = f"python {sys.argv[0]} --local-devices 8 --mesh 2x4"
-    return f"{text}\n\nExample:\n    {example}"
+    return f"{text}\n\nExample:\n    python {sys.argv[0]} --local-devices 8 --mesh 2x4"
 
 
 def resume_command() -> str:

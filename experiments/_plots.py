@@ -15,7 +15,7 @@ import redcoast as rc
 matplotlib.use("Agg")  # there may be no display
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 
 def plot_metric(directory: Path, name: str) -> float:
@@ -71,10 +71,14 @@ def draw_metric(axes: Any, history: Sequence[Mapping[str, Any]], name: str) -> N
         axes.plot(*lines[f"eval/{name}"], "o-", color="C1", markersize=3, label="validation")
     if spans_a_decade(np.concatenate([lines[name][1], lines[f"eval/{name}"][1]])):
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel=name.replace("_", " "))
     axes.grid(alpha=0.3)
-    axes.legend()
+    if len(lines[f"eval/{name}"][0]):
+        axes.legend()
 
 
 def spans_a_decade(values: np.ndarray) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _cells import beyond_text, gib, paper_table, peak_gib, read_cells, write_cell
+from _cells import beyond_text, in_gib, paper_table, peak_gib, read_cells, write_cell
 
 import redcoast as rc
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 from redcoast_cli._fitting import dry_run_to_fit
+from redcoast_cli._options import Maybe
 from redcoast_cli._usage import refuse
 from redcoast_cli._workload import make_workload
 
@@ -27,7 +28,7 @@ class Row:
     seq: int
     target: str
     half: str
-    usable: int | None = None  # bytes of memory on a device, instead of the target's
+    usable: Maybe[int] = None  # bytes of memory on a device, instead of the target's
 
 
 ROWS = (
@@ -106,5 +107,5 @@ def in_order(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _outcome(cell: dict[str, Any]) -> str:
-    sizes = f"{peak_gib(cell)} of {gib(cell['usable'])} GiB"
+    sizes = f"{peak_gib(cell)} of {in_gib(cell['usable'])} GiB"
     return f"{sizes}, {cell['compile_seconds']:.0f} s to compile"

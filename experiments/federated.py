@@ -23,6 +23,7 @@ from _plots import plot_lines, plot_metric, plt, save_predictions
 from jax.flatten_util import ravel_pytree
 
 import redcoast as rc
+from redcoast_cli._options import Maybe
 from redcoast_cli._usage import refuse
 
 
@@ -36,7 +37,7 @@ class Config:
     local_steps: int = 10  # number of gradient steps of a client in a round
     local_batch: int = 16  # number of images in a gradient step of a client, drawn with replacement
     local_rate: float = 0.1  # learning rate of the clients
-    server_rate: float | None = None  # learning rate of the server: by default 1, 0.01 for fedadam
+    server_rate: Maybe[float] = None  # learning rate of the server: by default 1, 0.01 for fedadam
     stragglers: float = 0.0  # probability that a client does only a random number of local steps
     width: int = 64  # width of the hidden layer
     steps: int = 100  # number of rounds

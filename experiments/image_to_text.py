@@ -21,12 +21,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import redcoast as rc
 from redcoast import losses
 from redcoast.models import Captioner, CaptionerConfig, GPT2Config, ViTConfig
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
     data: Literal["characters", "emoji"] = "characters"  # of matplotlib's fonts, or of npm (62 MB)
-    weights: Path | None = None  # Hugging Face directory of a ViT and GPT-2 captioner to fine-tune
+    weights: Maybe[Path] = None  # Hugging Face directory of a ViT and GPT-2 captioner to fine-tune
     size: int = 32  # height and width of the images, in pixels (that of the weights, if given)
     width: int = 64  # size of the residual streams of a new model
     layers: int = 2  # number of layers of the encoder and of the decoder of a new model

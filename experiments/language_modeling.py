@@ -15,11 +15,12 @@ from _tokenizers import train_tokenizer
 
 import redcoast as rc
 from redcoast.models import Llama, LlamaConfig
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
-    text: Path | None = None  # file or folder of text; by default Python's standard library
+    text: Maybe[Path] = None  # file or folder of text; by default Python's standard library
     tokenizer: Literal["bytes", "bpe"] = "bytes"  # bytes, or byte-pair encoding trained on the text
     vocab: int = 4096  # vocabulary size of the bpe tokenizer
     width: int = 128  # size of the residual stream
@@ -55,20 +56,12 @@ def main(c: Config) -> None:
 
     # `fit` plans the model before creating it, so it may be larger than the memory of a device.
     sizes = LlamaConfig(vocab, c.width, c.layers, c.heads, c.kv_heads, 32 * round(c.width / 12))
+    init_fn = lambda key: Llama(sizes, key=key)
     optimizer = make_optimizer(c, len(train), b2=0.95, weight_decay=0.1)
-    state = rc.fit(
-        lambda key: Llama(sizes, key=key),
-        optimizer,
-        train,
-        collate_fn=np.stack,
-        loss_fn=loss_fn,
-        batch_size=c.batch_size,
-        steps=c.steps,
-        evaluation=rc.Evaluation(valid, every=max(1, c.steps // 4)),
-        accumulate=c.accumulate,
-        compute_dtype=jnp.dtype(c.dtype),
-        **run.fit_arguments,
-    )
+    evaluation = rc.Evaluation(valid, every=max(1, c.steps // 4))
+    options = {"loss_fn": loss_fn, "batch_size": c.batch_size, "accumulate": c.accumulate}
+    options |= {"steps": c.steps, "evaluation": evaluation, "compute_dtype": jnp.dtype(c.dtype)}
+    state = rc.fit(init_fn, optimizer, train, collate_fn=np.stack, **options, **run.fit_arguments)
 
     exit_if_stopped(int(state.step), c.steps)
     bits = plot_metric(run.directory, "bits_per_byte")

@@ -17,6 +17,7 @@ from _plots import plot_lines, save_predictions
 from sklearn.neighbors import KNeighborsClassifier as KNN
 
 import redcoast as rc
+from redcoast_cli._options import Maybe
 
 TESTS, TRAIN = range(600), range(600, 10**9)  # the numbers of tasks
 SCRIPTS = {"latin": TRAIN, "greek": TRAIN, "cyrillic": TESTS, "armenian": TESTS, "georgian": TESTS}
@@ -27,13 +28,13 @@ DEFAULTS = {False: (10, 0.02, 3000), True: (1, 1.0, 300)}  # for sinusoids, for 
 class Config:
     glyphs: bool = False  # few-shot classification of characters instead of sinusoids
     ways: int = 5  # number of classes of a task of glyphs
-    shots: int | None = None  # examples to learn from: by default 10, or 1 of each class of glyphs
+    shots: Maybe[int] = None  # examples to learn from: by default 10, or 1 of each class of glyphs
     queries: int = 5  # other examples of a task (class) to be judged by; sinusoids' tests have 100
     first_order: bool = False  # leave out second derivatives, which is cheaper
     inner_steps: int = 1  # gradient steps on a task in training; tests report 0 to 5 of them
-    inner_rate: float | None = None  # learning rate of these: by default 0.02, or 1 for glyphs
+    inner_rate: Maybe[float] = None  # learning rate of these: by default 0.02, or 1 for glyphs
     batch_size: int = 32  # global batch size in tasks
-    steps: int | None = None  # number of training steps: by default 3000, or 300 for glyphs
+    steps: Maybe[int] = None  # number of training steps: by default 3000, or 300 for glyphs
     learning_rate: float = 3e-3  # peak learning rate after the warmup
     run: _options.RunOptions = field(default_factory=_options.Run)
 

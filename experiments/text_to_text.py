@@ -21,13 +21,14 @@ from sklearn.model_selection import train_test_split
 
 import redcoast as rc
 from redcoast.models import T5, Bart, BartConfig, T5Config, shift_right
+from redcoast_cli._options import Maybe
 
 
 @dataclass(frozen=True)
 class Config:
     data: Literal["characters", "bible"] = "characters"  # names to parts, or old to new English
     model: Literal["t5", "bart"] = "t5"  # architecture (without weights)
-    weights: Path | None = None  # Hugging Face directory to fine-tune
+    weights: Maybe[Path] = None  # Hugging Face directory to fine-tune
     seq: int = 32  # maximum length in tokens (use about 64 for the bible)
     vocab: int = 1000  # vocabulary size of the tokenizer (without weights)
     width: int = 96  # size of the residual stream, a multiple of 32 (without weights)

@@ -3,7 +3,8 @@
     python experiments/benchmarks/acting.py
 
 The policy is replicated over emulated devices, as training leaves it, or copied to one device, as
-docs/loops.md recommends for acting. Training needs all devices; sixteen observations do not.
+docs/howto/own_data.md recommends for acting. Training needs all devices; sixteen observations do
+not.
 """
 
 import statistics

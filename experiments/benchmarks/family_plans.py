@@ -1,7 +1,9 @@
 """The communication of the families of `redcoast.models`, planned and by Megatron's shardings.
 
 Small models are compiled for meshes of 8 emulated CPU devices, and the bytes that a device sends in
-a step of the loss and its gradients are read from the compiled programs. Megatron's shardings
+a step of the loss and its gradients are read from the compiled programs. By default, plans split
+all large arrays in storage, and gather those that Megatron keeps whole on every device; with a
+budget of memory, they are whole too where this sends less. Megatron's shardings
 (arXiv:1909.08053) split heads, hidden features and the vocabulary over `model`. Of a mixture of
 experts, they split either the hidden features of all experts or the experts; the better counts.
 Of a Mamba-2, they split the heads, and gather the inputs and outputs of the states, which all heads
@@ -26,7 +28,7 @@ from traffic.measure import measure_layout
 import redcoast as rc
 from redcoast import models
 from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 from redcoast.losses import cross_entropy, pairwise_sigmoid
 
 # The dimension that is split, from the end.
@@ -37,13 +39,14 @@ SPLIT = COLUMNS | {"wo": -3, "down": -2, "shared_down": -2, "embed": -2}
 STATES = ("x", "steps", "steps_bias", "conv_x", "conv_x_bias", "log_decay", "skip", "inner_norm")
 EXPERTS = ("gate", "up", "down")  # with a dimension of experts where they have four
 BIASES_OF_EXPERTS = ("gate_bias", "up_bias", "down_bias")
+BUDGET = 2**34  # bytes on a device: far more than any of the models needs
 MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "model": 4}, {"data": 1, "fsdp": 2, "model": 4})
 
 
 def main(
     families: tuple[str, ...] = (), target: str = "cpu:8", rows: int = 16, length: int = 64
 ) -> None:
-    """Prints a table of the megabytes that a device sends.
+    """Prints a table of the megabytes that a device sends, and of those of parameters it holds.
 
     Args:
         families: Names of the table's rows; all by default.
@@ -54,22 +57,26 @@ def main(
     rc.emulate_devices(8)
     devices = target_devices(parse_target(target)).devices
     cases = make_cases(rows, length)
-    print("| model | mesh | redcoast, MB | Megatron, MB | ratio |\n|---|---|---:|---:|---:|")
+    print("| model | mesh | redcoast, MB | with a budget, MB | Megatron, MB | ratios |")
+    print("|---|---|---:|---:|---:|---:|", flush=True)
     for name in families or cases:
         for axes in MESHES:
             mesh = rc.make_mesh(**axes, devices=devices)
-            ours = measure(cases[name], mesh, redcoast(cases[name], mesh))
-            theirs = min(measure(cases[name], mesh, x) for x in written(cases[name], mesh))
+            sent, held = measure(cases[name], mesh)
             sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
-            print(
-                f"| {name} | {sizes} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |",
-                flush=True,
-            )
+            cells = (f"{a:.2f} ({b:.1f})" for a, b in zip(sent, held, strict=True))
+            ratios = ", ".join(f"{one / sent[-1]:.3f}" for one in sent[:-1])
+            print(f"| {name} | {sizes} | {' | '.join(cells)} | {ratios} |", flush=True)
 
 
-def measure(case: Case, mesh: Mesh, layout: Layout) -> float:
-    """The megabytes that a device sends."""
-    return measure_layout(case, mesh, layout, "")["sent_bytes"] / 1e6
+def measure(case: Case, mesh: Mesh) -> tuple[list[float], list[float]]:
+    """The megabytes that a device sends, and those of parameters that it holds: as planned, as
+    planned with a budget, and by Megatron's shardings."""
+    take = lambda layout: measure_layout(case, mesh, layout, "")
+    by_hand = min(map(take, written(case, mesh)), key=lambda row: row["sent_bytes"])
+    rows = take(redcoast(case, mesh)), take(redcoast(case, mesh, BUDGET)), by_hand
+    sent, held = ([row[of] / 1e6 for row in rows] for of in ("sent_bytes", "param_bytes"))
+    return sent, held
 
 
 def written(case: Case, mesh: Mesh) -> list[Layout]:

@@ -30,15 +30,15 @@ from jax.sharding import PartitionSpec as P
 from traffic.columns import also_shard
 
 import redcoast as rc
-from redcoast.dryrun._compile import compile_job
+from redcoast.dryrun._compile_job import compile_job
 from redcoast.dryrun._devices import target_devices
 from redcoast.dryrun._job import Job, make_job
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import (
-    gib,
     gigabytes,
+    in_gib,
     markdown,
     mesh_text,
     peak_gib,
@@ -161,7 +161,7 @@ def line(cell: dict[str, Any]) -> list[str]:
         f"{ours / by_hand:.2f}" if ours and by_hand else "-",
         peak_gib(cell),
         # Without a number of bytes, the program was rejected and the peak is a lower bound.
-        f"{'at least ' if by_hand is None else ''}{gib(cell['by_hand']['peak'])}",
+        f"{'at least ' if by_hand is None else ''}{in_gib(cell['by_hand']['peak'])}",
     ]
 
 

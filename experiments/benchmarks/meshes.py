@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _cells import markdown
 
 from redcoast.dryrun._job import factorisations, make_job
-from redcoast.dryrun._mesh_search import choose, estimate, suggest
+from redcoast.dryrun._mesh_search import choose_mesh, estimate_mesh, suggest
 from redcoast.dryrun._place import target_place
 from redcoast_cli._workload import make_workload
 
@@ -73,8 +73,8 @@ def measure(target: str, model: str, seq: int, rows: int) -> Row:
     place = target_place(target)
     every = suggest(job, place, len(factorisations(len(place.devices))))
     known = {tuple(one.mesh.values()): one for one in every.candidates}
-    estimated = [estimate(job, place, one.mesh) for one in every.candidates]
-    suggested = choose(estimated, lambda one: known[tuple(one.mesh.values())], place, 3)
+    estimated = [estimate_mesh(job, place, one.mesh) for one in every.candidates]
+    suggested = choose_mesh(estimated, lambda one: known[tuple(one.mesh.values())], place, 3)
     return {
         "target": target,
         "model": model,

@@ -110,7 +110,7 @@ def page(notebook: Cell, name: str) -> tuple[str, dict[str, bytes]]:
                 parts.append(f"![The figure of the cell above]({file})")
     download = (
         f"To run it, [download it]({name}.ipynb), or open `docs/notebooks/{name}.ipynb` in a copy\n"
-        "of the repository, in Jupyter. What it needs is installed there by\n"
+        "of the repository, in Jupyter. Install what it needs there with\n"
         '`python -m pip install -e ".[experiments]" jupyterlab`.'
     )
     title, *rest = parts

@@ -25,7 +25,7 @@ from redcoast.core._pytree import split
 from redcoast.dryrun._chips import CHIPS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _cells import gib, markdown
+from _cells import in_gib, markdown
 
 from redcoast_cli._workload import Workload, make_workload
 
@@ -129,7 +129,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def line(result: dict[str, Any]) -> list[str]:
     predicted, reported = result["predicted"], result["reported"]
-    sizes = [gib(predicted), gib(reported), f"{predicted / reported - 1:+.1%}"]
+    sizes = [in_gib(predicted), in_gib(reported), f"{predicted / reported - 1:+.1%}"]
     model = f"{result['model']} ({result['batch']} x {result['seq']})"
     return [model, result["kind"], *sizes]
 

@@ -27,7 +27,7 @@ from .loop._evaluate import predict_examples as predict_examples
 from .loop._evaluation import Evaluation as Evaluation
 from .loop._evaluation import compile_evaluation as compile_evaluation
 from .loop._fit import fit as fit
-from .loop._setup import run_info as run_info
+from .loop._run_config import run_info as run_info
 from .loop._steps import Step as Step
 from .loop._steps import training_steps as training_steps
 from .loop._stop import stop_on_signal as stop_on_signal
@@ -42,10 +42,10 @@ from .sharding import plan_shardings as plan_shardings
 from .sharding import save_plan as save_plan
 from .tracking._jsonl import jsonl_logger as jsonl_logger
 from .tracking._jsonl import read_metrics as read_metrics
+from .tracking._loggers import console_logger as console_logger
 from .tracking._metrics import MetricsReader as MetricsReader
 from .tracking._metrics import metrics_reader as metrics_reader
 from .tracking._progress import progress_logger as progress_logger
-from .tracking._run import console_logger as console_logger
 from .tracking._run_info import RunInfo as RunInfo
 from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
 from .tracking._wandb import wandb_logger as wandb_logger
@@ -54,15 +54,15 @@ from .train._compile import compile_step as compile_step
 from .train._gradients import stop_gradient as stop_gradient
 from .train._gradients import with_gradient as with_gradient
 from .train._loss_scale import LossScale as LossScale
-from .train._plan import plan_step as plan_step
+from .train._plan_step import plan_step as plan_step
 from .train._predict import predict as predict
 from .train._prepare import Prepared as Prepared
 from .train._prepare import prepare as prepare
-from .train._scan import train_steps as train_steps
 from .train._schedule import learning_rate_schedule as learning_rate_schedule
 from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
+from .train._train_steps import train_steps as train_steps
 
 if _typing.TYPE_CHECKING:
     from . import lora as lora

@@ -3,7 +3,7 @@
 from typing import Any
 
 import redcoast as rc
-from redcoast.dryrun._target import Target
+from redcoast.dryrun._target_name import TargetDevices
 
 from ._workload import Workload, state_bytes
 
@@ -11,7 +11,12 @@ COMPILED = 2  # meshes to compile if the first does not fit; twice as many if th
 
 
 def dry_run_to_fit(
-    workload: Workload, rows: int, target: Target, *, usable: int | None = None, **options: Any
+    workload: Workload,
+    rows: int,
+    target: TargetDevices,
+    *,
+    usable: int | None = None,
+    **options: Any,
 ) -> rc.DryRun:
     """A dry run on the mesh with the lowest estimated cost; if it does not fit, on another mesh.
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from ._options import Doctor, DryRun, Plan
-from ._usage import wrapped
+from ._options import DoctorCommand, DryRunCommand, PlanCommand
+from ._usage import wrap_help
 
 EXAMPLES = """Plans, compiles and diagnoses distributed training.
 
@@ -17,8 +17,12 @@ Examples:
     redcoast dry-run --model opt-66b --target v4:4x4x4 --seq 512
     redcoast doctor
 """
-COMMANDS = {DryRun: "_dry_run", Plan: "_plan", Doctor: "_doctor"}
-NAMES = {"dry-run": DryRun, "plan": Plan, "doctor": Doctor}
+COMMANDS = {
+    DryRunCommand: "_dry_run_command",
+    PlanCommand: "_plan_command",
+    DoctorCommand: "_doctor_command",
+}
+NAMES = {"dry-run": DryRunCommand, "plan": PlanCommand, "doctor": DoctorCommand}
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
@@ -27,7 +31,7 @@ def main(args: list[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     kind = commands(whole=bool(args) and args[0] in NAMES)
     command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
-    if not isinstance(command, Doctor):
+    if not isinstance(command, DoctorCommand):
         # Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported here, because they import JAX.
@@ -40,7 +44,7 @@ def commands(*, whole: bool) -> Any:
     def named(name: str, kind: type) -> Any:
         first, _, rest = (kind.__doc__ or "").partition("\n\n")
         # tyro wraps the texts of the list of commands, but not that of a command's own help.
-        text = wrapped(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
+        text = wrap_help(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
     return Union[*(named(name, kind) for name, kind in NAMES.items())]

@@ -1,18 +1,22 @@
 """The options of the commands. This module imports no JAX, so that `--help` is fast."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+T = TypeVar("T")
+# An optional value; the text of the option says what is used by default.
+Maybe = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
+
 Model = Annotated[str, tyro.conf.arg(metavar="MODEL")]
 Mesh = Annotated[str, tyro.conf.arg(metavar="MESH")]
-Seq = Annotated[int | None, tyro.conf.arg(metavar="TOKENS")]
-Batch = Annotated[int | None, tyro.conf.arg(aliases=["--batch-size"])]
+Seq = Annotated[Maybe[int], tyro.conf.arg(metavar="TOKENS")]
+Batch = Annotated[Maybe[int], tyro.conf.arg(aliases=["--batch-size"])]
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRunCommand:
     """Compiles a training step for accelerators that you do not have, and prints what it needs.
 
     It reports whether the step fits, the memory on each device, the communication between devices,
@@ -30,7 +34,7 @@ class DryRun:
     remat: Literal["none", "dots", "full"] = "full"  # rematerialisation in the backward pass
     accumulate: int = 1  # number of microbatches for gradient accumulation
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute dtype; weights are float32
-    chunk: int | None = None  # positions whose logits are in memory at a time; by default all
+    chunk: Maybe[int] = None  # positions whose logits are in memory at a time; by default all
     smallest: bool = False  # find the smallest number of chips on which the step fits
     longest: bool = False  # find the longest sequence that fits, a multiple of 128
     compare: bool = False  # compare all meshes; compile the best with and without stages (pipe)
@@ -38,7 +42,7 @@ class DryRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Plans how a model's training step is sharded over a mesh, and prints the plan.
 
     Nothing is compiled, and no accelerator is needed. Memory and communication are estimates.
@@ -53,6 +57,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Doctor:
+class DoctorCommand:
     """Prints versions, devices, compilers and W&B's mode, and the commands that install what is
     missing."""

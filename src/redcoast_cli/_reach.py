@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement
 from math import prod
 
 from redcoast.dryrun._chips import CHIPS, Chip
-from redcoast.dryrun._target import Target, parse_target
+from redcoast.dryrun._target_name import TargetDevices, parse_target
 
 STEP = 128  # tokens; lengths are multiples of it
 MOST = 2**20  # tokens; the longest sequence to try
@@ -34,19 +34,19 @@ def read_chip(name: str) -> Chip:
     return CHIPS.get(name.strip().lower()) or parse_target(name).chip
 
 
-def sizes_of(chip: Chip) -> list[Target]:
+def sizes_of(chip: Chip) -> list[TargetDevices]:
     """The targets of a chip, from the smallest to the largest.
 
     For TPUs, the most compact slice of each size whose sides are powers of two. For GPUs, powers of
     two, in full hosts.
     """
-    found: dict[int, Target] = {}
+    found: dict[int, TargetDevices] = {}
     for one in _candidates(chip):
         found.setdefault(one.count, one)
     return [found[count] for count in sorted(found)]
 
 
-def _candidates(chip: Chip) -> Iterator[Target]:
+def _candidates(chip: Chip) -> Iterator[TargetDevices]:
     if chip.kind != "tpu":
         for count in CARDS:
             cards = min(count, chip.per_host)
@@ -59,7 +59,7 @@ def _candidates(chip: Chip) -> Iterator[Target]:
         yield from _existing(chip.name, shape)
 
 
-def _existing(chip: str, shape: tuple[int, ...]) -> Iterator[Target]:
+def _existing(chip: str, shape: tuple[int, ...]) -> Iterator[TargetDevices]:
     try:
         yield parse_target(f"{chip}:{'x'.join(map(str, shape))}")
     except ValueError:

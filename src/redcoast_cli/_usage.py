@@ -12,13 +12,14 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def wrapped(text: str) -> str:
-    """Wraps the paragraphs of a help text to 79 columns; indented ones stay as they are."""
-    parts = inspect.cleandoc(text).split("\n\n")
-    # tyro joins the lines of a paragraph, unless they begin with a space.
-    indent: Any = {"initial_indent": " ", "subsequent_indent": " "}
-    fill = lambda part: part if part.startswith(" ") else textwrap.fill(part, 79, **indent)
-    return "\n\n".join(map(fill, parts))
+def wrap_help(text: str) -> str:
+    """Wraps the prose of a help text to 79 columns, as one paragraph; examples stay as they are."""
+    prose, title, examples = inspect.cleandoc(text).partition("Examples:")
+    # tyro joins the lines of a paragraph, unless they begin with a space, and puts two empty lines
+    # before a paragraph whose first line does.
+    lines = textwrap.wrap(" ".join(prose.split()), 78)
+    first = lines[0] if len(lines) == 1 else textwrap.indent("\n".join(lines), " ")
+    return f"{first}\n\n{title}{examples}".rstrip()
 
 
 def mesh_sizes(text: str) -> dict[str, Any]:

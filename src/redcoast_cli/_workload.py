@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from redcoast import models
-from redcoast.core._json import read_json
+from redcoast.core._read_json import read_json
 from redcoast.core._tracing import abstract_key
 from redcoast.losses import chunked_cross_entropy, cross_entropy
 from redcoast.models import sizes

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import redcoast as rc
-from redcoast.core._frames import Last, tidy
+from redcoast.core._frames import LastNote, tidy
 from redcoast.distributed import _mesh
 
 SRC = str(Path(rc.__file__).parent)
@@ -59,7 +59,12 @@ def test_a_defect_of_redcoast_shows_its_frames(filtered, monkeypatch):
 
 def test_the_last_notes_come_last_and_an_error_may_be_its_own_context(filtered):
     error = ValueError("wrong")
-    for note in (Last("c"), "a", "For simplicity, JAX has removed its internal frames ...", "b"):
+    for note in (
+        LastNote("c"),
+        "a",
+        "For simplicity, JAX has removed its internal frames ...",
+        "b",
+    ):
         error.add_note(note)
     other = KeyError()
     error.__context__, other.__context__ = other, error

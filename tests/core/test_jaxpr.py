@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.core._flops import multiply_adds
 from redcoast.core._jaxpr import (
     bind_again,
     called_jaxpr,
-    evaluate,
+    evaluate_jaxpr,
     iter_equations,
     scan_operands,
     while_operands,
 )
+from redcoast.core._multiply_adds import multiply_adds
 
 X = jnp.arange(3.0)
 
@@ -29,7 +29,7 @@ def test_evaluate_computes_the_function_and_forgets_what_is_not_needed():
 
     jaxpr = jax.make_jaxpr(fn)(X).jaxpr
     env = {jaxpr.invars[0]: X}
-    found = evaluate(jaxpr, env, lambda _, equation, operands: bind_again(equation, operands))
+    found = evaluate_jaxpr(jaxpr, env, lambda _, equation, operands: bind_again(equation, operands))
     for a, b in zip(found, fn(X), strict=True):
         np.testing.assert_array_equal(a, b)
     assert list(env) == jaxpr.outvars[:1]
@@ -39,7 +39,7 @@ def test_evaluate_with_other_values():
     """The number of operations that each output depends on."""
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)) + 1.0, x))(X).jaxpr
     depth = lambda _, equation, operands: [max(operands) + 1] * len(equation.outvars)
-    assert evaluate(jaxpr, {jaxpr.invars[0]: 0}, depth, lambda literal: 0) == [3, 0]
+    assert evaluate_jaxpr(jaxpr, {jaxpr.invars[0]: 0}, depth, lambda literal: 0) == [3, 0]
 
 
 def test_equations_inside_others():

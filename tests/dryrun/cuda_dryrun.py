@@ -20,7 +20,7 @@ import redcoast as rc
 from redcoast.core._target import compiling_for, target_of
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 
 KEY = jax.random.key(0)
 CARDS = [chip.name for chip in CHIPS.values() if chip.kind == "gpu"]
@@ -79,7 +79,7 @@ COMPILER = """
 import jax
 {first}
 from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 print(target_devices(parse_target("h100:2x8")).compiler, jax.devices()[0].platform)
 """
 

@@ -17,7 +17,7 @@ import redcoast as rc
 from redcoast.core._target import target
 from redcoast.dryrun import _devices as devices
 from redcoast.dryrun._changes import can_rematerialise, find_changes, rematerialised
-from redcoast.dryrun._compile import Compiled, cause, needed_bytes
+from redcoast.dryrun._compile_job import Compiled, cause, needed_bytes
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun.hlo import collectives
 from redcoast.models import GPT2, GPT2Config

@@ -12,10 +12,10 @@ from processes import run_processes
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._job import make_job
-from redcoast.dryrun._mesh_search import cheapest, choose, estimate, suggest
+from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
 from redcoast.dryrun._mesh_table import Candidate
 from redcoast.dryrun._place import Place, hardware_of_target, target_place
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)
 
@@ -101,7 +101,9 @@ def choose_from(meshes, usable, compiled):
         Candidate(dict(zip(("data", "fsdp", "model"), mesh, strict=True)), place, estimated)
         for place, (mesh, estimated, _) in enumerate(meshes)
     ]
-    return choose(estimated, compiling, Place("made up", range(4), None, usable), compiled), tried
+    return choose_mesh(
+        estimated, compiling, Place("made up", range(4), None, usable), compiled
+    ), tried
 
 
 def test_the_cheapest_mesh_that_fits_is_chosen():
@@ -149,13 +151,13 @@ def test_a_mesh_on_which_the_compiler_fails_is_shown_but_not_chosen():
             return replace(one, error="its compiler failed: INTERNAL")
         return replace(one, seconds=1.0, peak_memory=10, fits=True)
 
-    found = choose(estimated, compiling, Place("made up", range(4), None, None), 2)
+    found = choose_mesh(estimated, compiling, Place("made up", range(4), None, None), 2)
     assert tuple(found.values()) == (2, 2, 1)
     assert sum(one.fits is True for one in found.candidates) == 2
     assert str(found).splitlines()[-1].endswith("cannot be run: its compiler failed: INTERNAL")
     failing = lambda one: replace(one, error="its compiler failed: INTERNAL")
     with pytest.raises(ValueError, match="on any mesh.*compiler failed"):
-        choose(estimated, failing, Place("made up", range(4), None, None), 2)
+        choose_mesh(estimated, failing, Place("made up", range(4), None, None), 2)
 
 
 def test_the_cheapest_mesh_without_compiling():
@@ -167,7 +169,7 @@ def test_the_cheapest_mesh_without_compiling():
     cramped = replace(place, usable=10**5)
     assert cheapest(make_job(*SMALL), cramped) == {"data": 1, "fsdp": 4, "model": 1}
     job = make_job(*SMALL)
-    estimates = [estimate(job, place, {"fsdp": 4}), estimate(job, place, {"model": 4})]
+    estimates = [estimate_mesh(job, place, {"fsdp": 4}), estimate_mesh(job, place, {"model": 4})]
     assert estimates[0].priced_seconds == estimates[1].priced_seconds
     assert [one.usual for one in estimates] == [True, False]
 

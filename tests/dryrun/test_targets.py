@@ -16,7 +16,7 @@ from redcoast.dryrun import _devices as devices_module
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import gpu_config, target_devices
 from redcoast.dryrun._links import axis_bandwidths
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 
 GPUS = [chip for chip in CHIPS.values() if chip.kind == "gpu"]
 TPUS = [chip for chip in CHIPS.values() if chip.kind == "tpu"]

@@ -17,7 +17,7 @@ import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import target_devices
 from redcoast.dryrun._links import axis_bandwidths
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 
 SMALLEST = {"v4": "2x2x1", "v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1", "tpu7x": "2x2x1"}
 LARGER = ("v4:2x2x2", "v4:4x4x4", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v5p:2x2x2", "v6e:4x4")
@@ -81,7 +81,7 @@ def test_bandwidths_equal_those_of_cpu_devices_in_their_place(sizes):
 
 COMPILER = """
 from redcoast.dryrun._devices import target_devices
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 print(len(target_devices(parse_target("v5e:2x2")).devices), flush=True)
 input()
 """

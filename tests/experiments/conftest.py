@@ -24,8 +24,18 @@ def experiment(script, request):
 @pytest.fixture
 def config(experiment, script, request, tmp_path):
     """Makes configurations with the options `SMALL` of the test module, and others."""
-    run = script("_options").Run(mesh="2x4", directory=tmp_path)
-    return lambda **options: experiment.Config(**request.module.SMALL | options, run=run)
+
+    def make(mesh="2x4", **options):
+        run = script("_options").Run(mesh=mesh, directory=tmp_path)
+        return experiment.Config(**request.module.SMALL | options, run=run)
+
+    return make
+
+
+@pytest.fixture
+def short(script, monkeypatch):
+    """For whole runs of few steps: not drawn is `run.png`, which has a test of its own."""
+    monkeypatch.setattr(script("_plots"), "plot_run", lambda directory: None)
 
 
 @pytest.fixture

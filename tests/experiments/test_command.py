@@ -13,7 +13,7 @@ import redcoast as rc
 import redcoast_cli
 from redcoast.models import LlamaConfig
 from redcoast.pretrained._registry import write_config
-from redcoast_cli import _doctor
+from redcoast_cli import _doctor_command
 
 
 def run(*args):
@@ -94,7 +94,7 @@ def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
 
 
 def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):
-    monkeypatch.setattr(_doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_doctor_command.importlib.util, "find_spec", lambda name: None)
     run("doctor")
     out = capsys.readouterr().out
     assert f"jax               {jax.__version__}" in out
@@ -105,6 +105,6 @@ def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):
 
 
 def test_doctor_says_how_wandb_runs(monkeypatch):
-    assert _doctor.wandb_mode() == "offline, by WANDB_MODE"
-    monkeypatch.setattr(_doctor.importlib.util, "find_spec", lambda name: None)
-    assert "missing: pip install" in _doctor.wandb_mode()
+    assert _doctor_command.wandb_mode() == "offline, by WANDB_MODE"
+    monkeypatch.setattr(_doctor_command.importlib.util, "find_spec", lambda name: None)
+    assert "missing: pip install" in _doctor_command.wandb_mode()

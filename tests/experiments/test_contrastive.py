@@ -13,9 +13,11 @@ def clip(script):
     return script("contrastive")
 
 
-@pytest.mark.integration
-def test_names_and_images_are_matched(clip, script, monkeypatch, tmp_path):
-    run = script("_options").Run(mesh="2x4", directory=tmp_path)
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_names_and_images_are_matched(mesh, clip, script, monkeypatch, tmp_path):
+    run = script("_options").Run(mesh=mesh, directory=tmp_path)
     # Ten names in two fonts, of which two are held out.
     few = lambda size, first_words, fonts: script("_glyphs").read_glyphs(
         size, first_words=["digit"], fonts=fonts[:2]

@@ -18,10 +18,14 @@ SMALL = {"num_envs": 8, "rollout": 4, "gradient_steps": 2, "batch_size": 16, "bu
 SMALL |= {"width": 8, "steps": 3, "warmup": 1, "episodes": 2}
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
-    experiment.main(config(on_device=on_device))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("mesh", "on_device"),
+    [("1", True), *(pytest.param("2x4", x, marks=pytest.mark.integration) for x in (True, False))],
+)
+def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, mesh, on_device):
+    experiment.main(config(mesh, on_device=on_device))
     (directory,) = tmp_path.iterdir()
     history = rc.read_metrics(directory / "metrics.jsonl")
     assert len(history) == 3

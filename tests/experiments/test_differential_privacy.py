@@ -20,9 +20,11 @@ NAME = "differential_privacy"
 SMALL = {"width": 8, "batch_size": 24, "steps": 2}
 
 
-@pytest.mark.integration
-def test_a_run_reports_accuracy_and_epsilon(experiment, config, tmp_path):
-    experiment.main(config())
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_a_run_reports_accuracy_and_epsilon(mesh, experiment, config, tmp_path):
+    experiment.main(config(mesh))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     assert results.keys() == {"accuracy", "epsilon", "delta"}

@@ -17,15 +17,21 @@ import redcoast as rc
 
 @pytest.fixture
 def config(script, tmp_path):
-    run = script("_options").Run(mesh="2x4", directory=tmp_path)
     # The batch divides the 360 images of the evaluation, which saves compilations.
     small = {"teacher_width": 16, "width": 8, "batch_size": 40, "steps": 2}
-    return lambda **options: script("distillation").Config(**small | options, run=run)
+
+    def make(mesh="2x4", **options):
+        run = script("_options").Run(mesh=mesh, directory=tmp_path)
+        return script("distillation").Config(**small | options, run=run)
+
+    return make
 
 
-@pytest.mark.integration
-def test_a_run_compares_three_networks(script, config, tmp_path):
-    script("distillation").main(config())
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_a_run_compares_three_networks(mesh, script, config, tmp_path):
+    script("distillation").main(config(mesh))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     names = {"student_accuracy", "plain_accuracy", "teacher_accuracy", "gain"}

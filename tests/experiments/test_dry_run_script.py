@@ -22,7 +22,7 @@ from paths import EXPERIMENTS
 import redcoast as rc
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_table import Candidate
-from redcoast.dryrun._target import parse_target
+from redcoast.dryrun._target_name import parse_target
 from redcoast.models import GPT2Config, LlamaConfig, ViTConfig
 from redcoast.pretrained._registry import write_config
 
@@ -103,7 +103,7 @@ def test_changes_of_the_model_are_reported(tmp_path, capsys):
 def test_float32_is_not_passed_so_that_bfloat16_can_be_suggested(
     config_json, monkeypatch, dtype, wanted
 ):
-    module, asked = script("redcoast_cli._dry_run"), []
+    module, asked = script("redcoast_cli._dry_run_command"), []
 
     def stop(*args, compute_dtype, **options):
         asked.append(compute_dtype)
@@ -115,7 +115,7 @@ def test_float32_is_not_passed_so_that_bfloat16_can_be_suggested(
 
 
 def test_the_longest_sequence_is_compiled_and_the_next_does_not_fit(config_json, monkeypatch):
-    module = script("redcoast_cli._dry_run")
+    module = script("redcoast_cli._dry_run_command")
     seen = {}
 
     def attempt(c, target, seq, *, suggest=False):
@@ -123,13 +123,13 @@ def test_the_longest_sequence_is_compiled_and_the_next_does_not_fit(config_json,
         return seen.setdefault(seq, run)
 
     monkeypatch.setattr(module, "attempt", attempt)
-    c = module.DryRun(model=str(config_json), target="cpu:2", longest=True)
+    c = module.DryRunCommand(model=str(config_json), target="cpu:2", longest=True)
     assert module.longest(c) is seen[640]
     assert not seen[768].fits
 
 
 def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
-    module = script("redcoast_cli._dry_run")
+    module = script("redcoast_cli._dry_run_command")
     tried = []
 
     def attempt(c, target, seq, *, suggest=False):
@@ -137,23 +137,25 @@ def test_the_smallest_target_is_the_first_that_fits(config_json, monkeypatch):
         return type("Run", (), {"fits": target.count >= 8, "name": target.name})()
 
     monkeypatch.setattr(module, "attempt", attempt)
-    c = module.DryRun(model=str(config_json), target="v4:4x4x4", smallest=True)
+    c = module.DryRunCommand(model=str(config_json), target="v4:4x4x4", smallest=True)
     assert module.smallest(c).name == "v4:2x2x2"
     assert tried == ["v4:2x2x1", "v4:2x2x2"]
     # Targets that cannot hold 12 bytes for each of 66 billion parameters are not compiled.
     monkeypatch.setattr(module, "attempt", lambda c, target, *_: type("Run", (), {"fits": True}))
-    large = module.DryRun(model="opt-66b", target="l4", smallest=True)
+    large = module.DryRunCommand(model="opt-66b", target="l4", smallest=True)
     assert module.state_bytes(module.make_workload("opt-66b")) > 12 * 65e9
     assert module.smallest(large).fits
     # Elsewhere a slice needs its sizes, but here they are searched for.
     tried.clear()
     monkeypatch.setattr(module, "attempt", attempt)
-    assert module.smallest(module.DryRun(model=str(config_json), target="v5e", smallest=True))
+    assert module.smallest(
+        module.DryRunCommand(model=str(config_json), target="v5e", smallest=True)
+    )
     assert tried == ["v5e:1x1", "v5e:2x2", "v5e:2x4"]
 
 
 def test_a_model_that_fits_nowhere_exits_with_1(config_json, monkeypatch, capsys):
-    module = script("redcoast_cli._dry_run")
+    module = script("redcoast_cli._dry_run_command")
     monkeypatch.setattr(module, "attempt", lambda *args: type("Run", (), {"fits": False}))
     assert dry_run(model=str(config_json), target="v5e", smallest=True) == 1
     assert "does not fit on any number of v5e" in capsys.readouterr().err
@@ -261,7 +263,7 @@ def test_invalid_options_exit_with_2(config_json, options, words, capsys):
 
 
 def test_a_compiler_error_exits_with_2(config_json, monkeypatch, capsys):
-    module = script("redcoast_cli._dry_run")
+    module = script("redcoast_cli._dry_run_command")
 
     def fail(*args, **options):
         raise RuntimeError("The compiler failed.")

@@ -15,10 +15,20 @@ NAME = "evolution"
 SMALL = {"perturbations": 16, "width": 4, "steps": 2, "episodes": 2}
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
-def test_a_run_reports_the_return(experiment, config, tmp_path, environment):
-    experiment.main(config(environment=environment))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("mesh", "environment"),
+    [
+        ("1", "CartPole-v1"),
+        *(
+            pytest.param("2x4", x, marks=pytest.mark.integration)
+            for x in ("CartPole-v1", "Pendulum-v1")
+        ),
+    ],
+)
+def test_a_run_reports_the_return(experiment, config, tmp_path, mesh, environment):
+    experiment.main(config(mesh, environment=environment))
     (directory,) = tmp_path.iterdir()
     history = rc.read_metrics(directory / "metrics.jsonl")
     assert [-x["loss"] for x in history] == [x["return"] for x in history]

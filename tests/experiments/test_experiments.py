@@ -91,10 +91,16 @@ def test_help_explains_every_option(name, script, capsys):
         fields |= options.Hosts.__dataclass_fields__
     if "run" in fields:
         fields |= options.Run.__dataclass_fields__
+    assert "(default: None)" not in text
     for field in fields.keys() - {"run", "hosts"}:  # whose fields are options themselves
         option = "--" + field.replace("_", "-")
-        # The option, its type, its description, and its default.
-        assert re.search(rf"{option}\b[^(]* [a-z]{{2,}} [^(]*\(", text), option
+        # The option, its type, its description, and its default unless the description has that.
+        rest = (
+            r" (?:(?!--).)*\b[a-z]{2,} "
+            if fields[field].default is None
+            else "[^(]* [a-z]{2,} [^(]*\\("
+        )
+        assert re.search(rf"{option}\b{rest}", text), option
 
 
 def test_help_and_wrong_options_need_no_jax():
@@ -192,6 +198,29 @@ def test_language_model_learns_byte_pairs_of_a_file(tmp_path):
     history = rc.read_metrics(next(tmp_path.glob("*/metrics.jsonl")))
     # A token has several bytes, so bits per byte are fewer than bits per token.
     assert 0 < bits < 0.8 * history[-1]["eval/loss"] / np.log(2)
+
+
+@pytest.mark.seconds(10)  # a whole run
+def test_images_are_classified_in_a_short_run(script, short, tmp_path, capsys):
+    # The batch divides the 360 images of the evaluation, which saves a compilation.
+    small = {"channels": 4, "batch_size": 72, "steps": 2}
+    one = script("_options").Run(mesh="1", directory=tmp_path)
+    module = script("image_classification")
+    module.main(module.Config(**small, run=one))
+    directory = only_run(tmp_path)
+    history = rc.read_metrics(directory / "metrics.jsonl")
+    assert [entry["step"] for entry in history] == [1, 2]
+    assert all(math.isfinite(entry["loss"]) for entry in history)
+    results = json.loads((directory / "results.json").read_text())
+    assert results == {"accuracy": history[-1]["eval/accuracy"]}
+    # A row for each class: precision, recall, F1 and the number of images.
+    output = capsys.readouterr().out
+    rows = re.findall(r"^ +\d(?: +[01]\.\d\d){3} +(\d+)$", output, re.MULTILINE)
+    assert len(rows) == 10
+    assert sum(map(int, rows)) == 360
+    for name in ("loss.png", "predictions.png"):
+        with Image.open(directory / name) as picture:
+            picture.verify()
 
 
 def test_resuming_without_a_run_exits_with_a_message(script, tmp_path):
@@ -447,7 +476,7 @@ def test_a_run_is_plotted_and_published(script, tmp_path, monkeypatch):
     (tmp_path / "run" / "tensorboard").mkdir()
     found = []
     monkeypatch.setattr(publish, "to_tensorboard", lambda *args: found.append(args))
-    publish.publish(tmp_path / "run", "project", {"accuracy": 0.5})
+    publish.publish(tmp_path / "run", {"accuracy": 0.5})
     ((_, step, pictures, texts, figures),) = found
     assert (step, texts, figures) == (60, {"samples": "Some <text>."}, {"accuracy": 0.5})
     assert [path.name for path in pictures] == ["run.png"]

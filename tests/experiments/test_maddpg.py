@@ -17,9 +17,11 @@ SMALL = {"num_envs": 8, "gradient_steps": 2, "batch_size": 16, "buffer": 400, "w
 SMALL |= {"episodes": 2, "steps": 2}
 
 
-@pytest.mark.integration
-def test_a_run_compares_critics_with_random_actions(experiment, config, tmp_path):
-    experiment.main(config())
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_a_run_compares_critics_with_random_actions(mesh, experiment, config, tmp_path):
+    experiment.main(config(mesh))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     returns = [results[f"{name}_return"] for name in ("centralised", "independent", "random")]

@@ -29,14 +29,20 @@ def experiment(script, monkeypatch):
     return maml
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("glyphs", [False, True])
-def test_a_run_reports_scores_after_each_step(experiment, config, tmp_path, monkeypatch, glyphs):
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("mesh", "glyphs"),
+    [("1", False), *(pytest.param("2x4", x, marks=pytest.mark.integration) for x in (False, True))],
+)
+def test_a_run_reports_scores_after_each_step(
+    experiment, config, tmp_path, monkeypatch, mesh, glyphs
+):
     monkeypatch.setattr(experiment, "TESTS", few := range(40))
     scripts = experiment.SCRIPTS.items()
     changed = {name: few if found == range(600) else found for name, found in scripts}
     monkeypatch.setattr(experiment, "SCRIPTS", changed)
-    experiment.main(config(glyphs=glyphs))
+    experiment.main(config(mesh, glyphs=glyphs))
     (directory,) = tmp_path.iterdir()
     results = json.loads((directory / "results.json").read_text())
     after = {f"after_{i}_steps" for i in range(6)}

@@ -15,17 +15,21 @@ SMALL = {"num_envs": 8, "rollout": 16, "minibatches": 2, "epochs": 2, "width": 8
 SMALL |= {"steps": 2}
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, on_device):
-    experiment.main(config(on_device=on_device))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("mesh", "on_device"),
+    [("1", True), *(pytest.param("2x4", x, marks=pytest.mark.integration) for x in (True, False))],
+)
+def test_a_run_learns_and_reports_the_return(experiment, config, tmp_path, mesh, on_device):
+    experiment.main(config(mesh, on_device=on_device))
     (directory,) = tmp_path.iterdir()
     history = rc.read_metrics(directory / "metrics.jsonl")
     assert len(history) == 2
     assert all(math.isfinite(x["loss"]) and not x["skipped"] for x in history)
     assert json.loads((directory / "results.json").read_text())["mean_return"] >= 8
     assert (directory / "return.png").is_file()
-    assert "data=2" in (directory / "plan.txt").read_text()
+    assert ("data=2" in (directory / "plan.txt").read_text()) == (mesh == "2x4")
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,23 @@ def module(script):
 TEXTS = {f"{a} {b} text about {c}": k % 2 for k, (a, b, c) in enumerate(product("abcd", repeat=3))}
 
 
-@pytest.mark.integration
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("task", "figures"),
     [
         ("classification", {"accuracy", "f1"}),
-        pytest.param("regression", {"spearman"}, marks=pytest.mark.thorough),
+        pytest.param("regression", {"spearman"}, marks=pytest.mark.integration),
     ],
 )
-def test_texts_are_classified_and_rated(task, figures, module, script, monkeypatch, tmp_path):
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
+def test_texts_are_classified_and_rated(mesh, task, figures, module, script, monkeypatch, tmp_path):
     options = script("_options")
     rating = task == "regression"
     data = {text: float(y) if rating else y for text, y in TEXTS.items()}
     names = ["rating"] if rating else ["even", "odd"]
     monkeypatch.setattr(module, "read_data", lambda name: (data, names))
-    run = options.Run(mesh="2x4", directory=tmp_path)
+    run = options.Run(mesh=mesh, directory=tmp_path)
     sizes = {"seq": 8, "width": 32, "layers": 1, "batch_size": 8}
     module.main(module.Config(task=task, steps=2, run=run, **sizes))
     (directory,) = tmp_path.iterdir()

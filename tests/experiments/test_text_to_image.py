@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import few_of
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
 def test_short_run_leaves_samples(mesh, script, tmp_path):
     module, options = script("text_to_image"), script("_options")
     # The batch divides the 16 images of the evaluation, which saves compilations.

@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from grids import few_of
 
 SIZES = {"seq": 8, "vocab": 300, "width": 32, "layers": 1, "tests": 8}
 
@@ -16,8 +15,9 @@ def module(script):
     return script("text_to_text")
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("mesh", few_of(["1", "2x4"], "1"))
+@pytest.mark.seconds(10)  # a whole run
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mesh", ["1", pytest.param("2x4", marks=pytest.mark.integration)])
 @pytest.mark.parametrize("beams", [None, pytest.param(2, marks=pytest.mark.thorough)])
 def test_short_run_leaves_samples(mesh, beams, module, script, monkeypatch, tmp_path):
     options = script("_options")

@@ -20,7 +20,7 @@ from generate_helpers import (
 from grids import few_of
 
 from redcoast.generate import generate
-from redcoast.generate._rows import batch_dims, reorder_rows, repeat_rows
+from redcoast.generate._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 
 ROWS, (LEFT, LEFT_MASK), (RIGHT, RIGHT_MASK) = prompts([3, 7, 1, 5])
 PROMPT: Any = {"mask": LEFT_MASK, "max_new_tokens": 8}
@@ -112,7 +112,7 @@ def cache_of(rows):
 @pytest.mark.thorough
 def test_rows_of_a_cache_are_repeated_and_reordered_as_take_would():
     cache = cache_of(3)
-    dims = batch_dims(cache, 3)
+    dims = cache_batch_dims(cache, 3)
     assert dims == (0, 0, 0, None, 0)
     several = repeat_rows(cache, dims, 2)
     parent = jnp.asarray([[1, 1], [0, 1], [1, 0]])

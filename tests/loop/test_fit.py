@@ -23,7 +23,7 @@ from problem import (
 )
 
 import redcoast as rc
-from redcoast.tracking._run import say_once
+from redcoast.tracking._loggers import say_once
 
 EXAMPLES = make_examples(200)
 

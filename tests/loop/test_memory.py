@@ -8,7 +8,7 @@ from problem import make_model
 from test_errors import EXAMPLES, ONE, fit, notes, saved
 
 import redcoast as rc
-from redcoast.loop import _errors as _memory
+from redcoast.loop import _error_notes as _memory
 from redcoast.loop import _fit
 from redcoast.loop._evaluation import CompiledEvaluation
 from redcoast.loop._setup import starting_state
@@ -54,7 +54,7 @@ def test_out_of_memory_before_the_first_step_is_explained_too(monkeypatch, name)
 
     if name == "starting_state":
         made = starting_state
-        monkeypatch.setattr(_fit, name, lambda *args: (*made(*args)[:2], fail))
+        monkeypatch.setattr(_fit, name, lambda *args, **options: (*made(*args)[:2], fail))
     else:
         monkeypatch.setattr(CompiledEvaluation, name, fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ran out of memory. On the mesh"):

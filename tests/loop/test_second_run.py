@@ -17,12 +17,12 @@ from problem import loss_fn as plain_loss
 
 import redcoast as rc
 from redcoast.loop import _evaluate
-from redcoast.train import _coupled, _reuse
+from redcoast.train import _coupled, _reused_steps
 
 EXAMPLES = make_examples(80)
 OPTIMIZER = optax.adam(1e-2)
 MESH = rc.make_mesh(data=2, fsdp=2, model=2)
-CACHES = (_reuse._PLANS, _reuse._STEPS, _evaluate._PROGRAMS, _coupled._COUPLED)
+CACHES = (_reused_steps._PLANS, _reused_steps._STEPS, _evaluate._PROGRAMS, _coupled._COUPLED)
 
 
 def counting():
@@ -183,7 +183,7 @@ def test_a_name_that_is_bound_to_another_object_compiles_again():
         assert_equal(state, fit(loss_fn=loss))
         found.append(float(jnp.sum(state.model.layers[0].weight)))
     assert len(set(found)) == 3
-    assert len(_reuse._STEPS) == 1
+    assert len(_reused_steps._STEPS) == 1
 
 
 @pytest.mark.seconds(8)

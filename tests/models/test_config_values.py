@@ -30,7 +30,7 @@ from redcoast.models import (
     ViTConfig,
     WhisperConfig,
 )
-from redcoast.models._checks import check_fields
+from redcoast.models._check_config import check_fields
 from redcoast.models._rotary import LongRope, RopeScaling
 from redcoast.pretrained._registry import hf_names, read_config, write_config
 

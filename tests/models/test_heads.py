@@ -15,10 +15,12 @@ from redcoast.models import with_head
 from redcoast.models._einsum import LowRank
 from redcoast.models.bert import Bert, BertConfig
 from redcoast.models.llama import Llama, LlamaConfig
+from redcoast.models.modernbert import ModernBert, ModernBertConfig
 from redcoast.models.vit import ViT, ViTConfig
 from redcoast.pretrained._registry import write_config
 
 BERT = BertConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24, positions=11, pad=1)
+MODERN = ModernBertConfig(vocab=VOCAB, width=16, layers=2, heads=4, hidden=24)
 VIT = ViTConfig(width=16, layers=2, heads=4, hidden=24, image=(4, 4), patch=(2, 2))
 # Keys of this kind take less to compile.
 KEY, OTHER = (jax.random.key(seed, impl="unsafe_rbg") for seed in (0, 1))
@@ -53,6 +55,23 @@ def test_one_label_is_regression():
     found = with_head(make(Bert, BERT, head="masked"), labels=1, key=KEY)
     assert logits_of(found, TOKENS).shape == (2, 1)
     assert write_config(found.config)["id2label"] == {"0": "LABEL_0"}
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.few("modernbert")
+def test_labels_of_tokens(kind):
+    """Those of a token depend on its hidden state alone, and padding changes nothing."""
+    model = make(Bert, BERT, pooler=True) if kind == "bert" else make(ModernBert, MODERN)
+    found = with_head(model, labels=["O", "B", "I"], of_tokens=True, key=KEY)
+    assert found.config.head == "tokens"
+    assert not getattr(found.config, "pooler", False)
+    padded, mask = jnp.pad(TOKENS, ((0, 0), (2, 0))), jnp.pad(TOKENS * 0 + 1, ((0, 0), (2, 0)))
+    logits = eqx.filter_jit(lambda model, tokens, mask: model(tokens, mask=mask))
+    assert logits(found, TOKENS, None).shape == (*TOKENS.shape, 3)
+    close(logits(found, padded, mask)[:, 2:], logits(found, TOKENS, None))
+    shifted = eqx.tree_at(lambda m: m.head.b, found, found.head.b + 1)
+    close(logits(shifted, TOKENS, None), logits(found, TOKENS, None) + 1)
+    assert write_config(found.config)["id2label"] == {"0": "O", "1": "B", "2": "I"}
 
 
 def test_labels_may_have_names():
@@ -101,3 +120,5 @@ def test_models_without_labels_are_refused():
         with_head(make(Llama, config), labels=2, key=KEY)
     with pytest.raises(ValueError, match="`labels` must be at least 1, but is 0"):
         with_head(make(Bert, BERT), labels=0, key=KEY)
+    with pytest.raises(ValueError, match="`of_tokens` needs an encoder of text, but a ViT has no"):
+        with_head(make(ViT, VIT), labels=2, of_tokens=True, key=KEY)

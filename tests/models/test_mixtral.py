@@ -19,7 +19,9 @@ from decoder_checks import (
     make_model,
     make_tokens,
 )
+from jax.sharding import PartitionSpec as P
 
+import redcoast as rc
 from redcoast.models._moe import mix_experts, router_loss
 from redcoast.models.mixtral import Mixtral, MixtralConfig
 from redcoast.pretrained._registry import read_config, write_config
@@ -174,6 +176,23 @@ def test_experts_are_split():
     plan = check_split(make(vocab=256, width=64, hidden=64, chosen=2))
     specs = plan.shardings.layers
     assert all("model" in specs_of.spec for specs_of in (specs.gate, specs.up, specs.down))
+
+
+def test_a_router_is_whole_where_experts_are_split():
+    """Also if it is trained with the loss that combines counts of experts with its scores."""
+    shapes = {"router": (256, 8), "up": (8, 256, 512), "down": (8, 512, 256)}
+    model = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def loss(model, x):
+        run = lambda x: jnp.tanh(x @ model["up"]) @ model["down"]
+        y, use = mix_experts(run, x, x @ model["router"], jnp.ones((1, 64), bool), chosen=2)
+        return jnp.mean(y**2) + router_loss(*use, 2)
+
+    x = jax.ShapeDtypeStruct((16, 64, 256), jnp.float32)
+    plan = rc.plan_shardings(model, rc.make_mesh(data=2, model=4), fn=loss, args=(x,))
+    assert {name: one.spec for name, one in plan.shardings.items()} == {
+        "router": P(), "up": P("model"), "down": P("model")
+    }  # fmt: skip
 
 
 def test_token_outside_the_vocabulary_gives_nan():

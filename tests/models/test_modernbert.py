@@ -130,7 +130,7 @@ def test_published_settings():
     [
         ({"layer_types": 22 * ["linear_attention"]}, "has .'linear_attention'., but only"),
         ({"global_attn_every_n_layers": 0}, "`global_attn_every_n_layers` must be at least 1"),
-        ({"architectures": ["ModernBertForTokenClassification"]}, "`architectures` is"),
+        ({"architectures": ["ModernBertForMultipleChoice"]}, "`architectures` is"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "only 'default' is"),
         ({"rope_parameters": {"rope_theta": 1.0}}, r"unknown entries \['rope_theta'\]"),
     ],

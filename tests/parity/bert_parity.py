@@ -12,10 +12,13 @@ from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
+    RobertaForTokenClassification,
     RobertaModel,
+    XLMRobertaForSequenceClassification,
 )
 
 from redcoast import load_pretrained
@@ -28,8 +31,11 @@ CASES = [
     Case("bert masked", BertForMaskedLM, SIZES | {"vocab_size": 51, "hidden_act": "gelu_new"}),
     Case("bert labels", BertForSequenceClassification, SIZES | {"num_labels": 5}),
     Case("bert regression", BertForSequenceClassification, SIZES | {"num_labels": 1}),
+    Case("bert tokens", BertForTokenClassification, SIZES | {"num_labels": 5}),
     Case("roberta masked", RobertaForMaskedLM, ROBERTA | {"pad_token_id": 2, "hidden_act": "relu"}),
     Case("roberta labels", RobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
+    Case("xlm-roberta labels", XLMRobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
+    Case("roberta tokens", RobertaForTokenClassification, ROBERTA | {"num_labels": 3}),
 ]
 PAIRS = [
     Case("bert", BertModel, SIZES | {"type_vocab_size": 3}),

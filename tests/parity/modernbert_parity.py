@@ -7,6 +7,7 @@ from harness import Case, check_outputs, check_training
 from transformers import (
     ModernBertForMaskedLM,
     ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
     ModernBertModel,
 )
 
@@ -32,6 +33,7 @@ CASES = [
         ModernBertForSequenceClassification,
         SIZES | BIASES | {"num_labels": 1, "classifier_pooling": "mean"},
     ),
+    Case("modernbert tokens", ModernBertForTokenClassification, SIZES | BIASES | {"num_labels": 5}),
     Case("modernbert", ModernBertModel, SIZES | {"global_attn_every_n_layers": 2}),
     Case("modernbert one layer", ModernBertModel, SIZES | {"num_hidden_layers": 1}),
 ]

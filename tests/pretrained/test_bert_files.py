@@ -70,7 +70,12 @@ def test_published_settings_are_read():
     assert read_config(BertConfig, no_head) == dataclasses.replace(bert, head=None, pooler=True)
 
 
-@pytest.mark.parametrize("head", [None, "masked", "pretraining", "classification"])
+def test_xlm_roberta_is_read_as_a_roberta():
+    names = {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForMaskedLM"]}
+    assert read_config(BertConfig, ROBERTA | names) == read_config(BertConfig, ROBERTA)
+
+
+@pytest.mark.parametrize("head", [None, "masked", "pretraining", "classification", "tokens"])
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_settings_are_read_back(kind, head):
     if (kind, head) == ("roberta", "pretraining"):
@@ -114,7 +119,7 @@ def test_labels_are_read_with_their_names():
         ),
         ({"tie_word_embeddings": False}, "`tie_word_embeddings` is False"),
         ({"hidden_act": "mish"}, "Unknown activation function 'mish'"),
-        ({"architectures": ["BertForTokenClassification"]}, r"is \['BertForTokenClassification'\]"),
+        ({"architectures": ["BertForMultipleChoice"]}, r"is \['BertForMultipleChoice'\]"),
         ({"architectures": ["RobertaModel"]}, "but only BertModel or BertForMaskedLM or"),
     ],
 )
@@ -170,6 +175,7 @@ def assert_same(found, model):
             {"kind": "roberta", "head": "classification"},
             ("classifier.dense.weight", "classifier.out_proj.bias"),
         ),
+        ({"kind": "roberta", "head": "tokens", "labels": 3}, ("classifier.weight",)),
     ],
 )
 def test_is_saved_under_published_names_and_read_back(changes, some, tmp_path):

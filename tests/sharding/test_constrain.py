@@ -22,6 +22,7 @@ from sharding_helpers import array, real_mesh
 
 import redcoast as rc
 from redcoast.core._jaxpr import iter_equations
+from redcoast.dryrun.hlo import collectives
 from redcoast.sharding import _from_program as layout
 
 SIZES = Sizes(batch=8, time=4, width=8, hidden=16, heads=4, experts=4, vocabulary=16)
@@ -371,3 +372,25 @@ def test_a_layout_is_given_to_each_part_of_an_array():
     rows = jnp.linspace(-1.0, 1.0, rows.size).reshape(rows.shape)
     expected = jax.grad(jax.jit(loss_fn))(weights, rows, None)
     np.testing.assert_allclose(step(weights, rows, None), expected, atol=1e-6)
+
+
+def test_what_is_concatenated_for_a_split_product_stays_whole():
+    """XLA would split cotangents of all tokens as that of the concatenation, and gather them."""
+
+    def loss_fn(model, x, key):
+        x = x + jnp.tanh(x @ model["up"]) @ model["down"]
+        x = x / (1 + jnp.abs(x))
+        read = jnp.concatenate([x[:, 0], jnp.mean(x, axis=1)], axis=-1)
+        return jnp.mean((read @ model["head"]) ** 2)
+
+    shapes = {"up": (64, 128), "down": (128, 64), "head": (128, 10)}
+    model, x = {name: array(*shape) for name, shape in shapes.items()}, array(8, 16, 64)
+    mesh = rc.make_mesh(data=2, model=4)
+    plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(x, None))
+    assert plan.shardings["head"].spec == P("model")
+    rows = NamedSharding(mesh, P("data"))
+    step = jax.jit(jax.grad(plan.constrain(loss_fn)), in_shardings=(plan.shardings, rows, None))
+    found = collectives(step.lower(model, x, None).compile().as_text(), mesh)
+    gathered = sum(one.sent_bytes for one in found if one.kind == "all-gather")
+    of_tokens = 3 * (8 // 2 * 16 * 64 // 4) * 4  # what each device would send
+    assert gathered < of_tokens / 4

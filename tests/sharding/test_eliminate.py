@@ -16,7 +16,7 @@ from redcoast.sharding.program._trace import trace
 from redcoast.sharding.solver import _eliminate as search_module
 from redcoast.sharding.solver._classes import Classes, conflicts
 from redcoast.sharding.solver._cost import Axes, Parameter, Problem, build_problem
-from redcoast.sharding.solver._eliminate import search
+from redcoast.sharding.solver._eliminate import search_groups
 from redcoast.sharding.solver._strategy import _candidates, _problem, batch_dims, follow_program
 
 MODEL, BATCH = 4, 2
@@ -54,7 +54,7 @@ def choose(program, hardware, rng):
     candidates = _candidates(program, classes, over)
     parameters = list(map(Parameter, program.parameters, sharded))
     groups, grouped = _problem(graph, classes, candidates, over, parameters, axes)
-    picked = search(grouped(hardware))
+    picked = search_groups(grouped(hardware))
     against = conflicts(graph, classes, candidates)
     alone = {one: one for one in candidates}
     problem = build_problem(graph, classes, over, parameters, alone, against, axes, hardware)
@@ -119,7 +119,7 @@ def random_costs(rng, count, widest):
 @pytest.mark.parametrize("seed", range(20))
 def test_finds_the_best_of_any_costs(seed):
     problem = random_costs(np.random.default_rng(seed), 12, widest=4)
-    picked = search(problem)
+    picked = search_groups(problem)
     assert is_allowed(problem, picked)
     assert problem.cost(picked) == pytest.approx(cheapest(problem), rel=1e-9)
 
@@ -128,7 +128,7 @@ def test_finds_the_best_of_any_costs(seed):
 def test_too_many_neighbours_cost_some_and_not_much(seed, monkeypatch):
     monkeypatch.setattr(search_module, "MAX_NEIGHBOURS", 3)
     problem = random_costs(np.random.default_rng(seed), 12, widest=2)
-    picked = search(problem)
+    picked = search_groups(problem)
     assert is_allowed(problem, picked)
     assert problem.cost(picked) <= problem.cost([])
     assert problem.cost(picked) >= cheapest(problem) * (1 - 1e-9)
@@ -136,7 +136,7 @@ def test_too_many_neighbours_cost_some_and_not_much(seed, monkeypatch):
 
 def test_where_it_makes_no_difference_nothing_is_split():
     problem = Problem([0, 1], {0: set(), 1: set()}, covers={frozenset([0]): (0.1 + 0.2, 0.3)})
-    assert search(problem) == frozenset()
+    assert search_groups(problem) == frozenset()
 
 
 def specs(plan):

@@ -83,6 +83,30 @@ def test_rows_that_look_up_in_themselves_send_nothing(fn, sizes):
     assert abs(priced - sent) < 0.02 * sent, str(plan)
 
 
+def kept(model, batch, key):
+    """Writes over a row of a table for each example, as clients do that keep their own state."""
+    new = jnp.tanh(batch["x"] @ model["out"])
+    rows, new_rows = jax.lax.stop_gradient((model["rows"], new))
+    return jnp.mean(new**2) + jnp.mean(rows.at[batch["client"]].set(new_rows))
+
+
+def differentiated(model, batch, key):
+    """The same with a gradient, which flows to the example that wrote an element."""
+    new = batch["x"] @ model["out"]
+    return jnp.mean(jnp.tanh(model["rows"].at[batch["client"]].set(new)) ** 2)
+
+
+@pytest.mark.parametrize("fn", [kept, differentiated])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_rows_that_are_written_over_are_gathered(fn, sizes):
+    """They cannot be summed, as those that are added to a table are."""
+    model = {"rows": array(64, 4096), "out": array(32, 4096)}
+    batch = {"client": jax.ShapeDtypeStruct((16,), jnp.int32), "x": array(16, 32)}
+    priced, sent, plan = planned_and_sent(fn, model, batch, real_mesh(*sizes))
+    assert priced == sent, str(plan)
+    assert "all-gathers of the batch, written by index" in plan.table()
+
+
 def repeated(step, length=6):
     """A loop that closes over weights, and in which each iteration may be the last."""
     one = lambda x: jax.lax.cond(jnp.sum(x) < 1e9, step, lambda x: x, x)

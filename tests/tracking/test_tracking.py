@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import redcoast as rc
-from redcoast.tracking import _run as _tracking
-from redcoast.tracking._progress import progress
-from redcoast.tracking._run import (
+from redcoast.tracking import _loggers as _tracking
+from redcoast.tracking._loggers import (
     RunInfo,
     all_loggers,
     code_version,
@@ -21,6 +20,7 @@ from redcoast.tracking._run import (
     shows_progress,
     start_loggers,
 )
+from redcoast.tracking._progress import progress
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_importing_does_not_import_wandb_or_tqdm():
     code = """
 import sys
 import redcoast
-from redcoast.tracking import _jsonl, _progress, _run, _wandb
+from redcoast.tracking import _jsonl, _progress, _loggers, _wandb
 _wandb.wandb_logger(project="p")
 _progress.progress(3, enabled=None, file=open("/dev/null", "w")).close()
 print(sorted({"wandb", "tqdm"} & set(sys.modules)))

@@ -12,7 +12,7 @@ import pytest
 from problem import collate_fn, loss_fn, make_examples, make_model, quiet
 
 import redcoast as rc
-from redcoast.tracking._run import RunInfo
+from redcoast.tracking._loggers import RunInfo
 from redcoast.tracking._wandb import _END as END
 from redcoast.tracking._wandb import wandb_logger
 
@@ -37,6 +37,7 @@ class FakeWandb:
             define_metric=lambda *_, **__: None,
             config=SimpleNamespace(update=self.update),
             id=arguments.get("id", "made-up"),
+            project=arguments["project"],
             disabled=False,
             offline=arguments.get("mode") == "offline",
             url="https://wandb.ai/me/p/runs/1",
@@ -171,7 +172,7 @@ def test_waiting_for_a_hanging_wandb_times_out(fake, hang, caplog, name):
     (record,) = caplog.records
     assert "W&B did not finish within 0.2 seconds" in record.message
     # If there is a run on disk, the message shows how to upload it.
-    assert ("wandb sync /runs/wandb/offline-run-1" in record.message) == (name != "init")
+    assert ("wandb sync /runs/wandb/*-made-up" in record.message) == (name != "init")
     log({"loss": 1.0}, 101)
     log.start(info())
     assert log._thread is None
@@ -224,9 +225,9 @@ def started(fake, directory=None, resumed=False, **options):
 def test_offline_without_an_account(fake, capsys):
     assert started(fake)["mode"] == "offline"
     out = capsys.readouterr().out
-    assert out.count("\n") == 1
+    assert out.count("\n") == 2
     assert "no account was found" in out
-    assert "wandb sync /runs/wandb/offline-run-1" in out
+    assert "wandb sync /runs/wandb/*-made-up" in out
 
 
 def test_online_with_a_key(fake, monkeypatch):
@@ -255,7 +256,8 @@ def test_a_requested_mode_is_kept(fake, monkeypatch):
 
 def test_run_id_is_stored_for_resuming(fake, tmp_path):
     first = started(fake, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": first["id"]}
+    kept = {"id": first["id"], "project": "lm"}
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == kept
     assert first["dir"] == str(tmp_path / "run")
     assert "resume" not in first
 
@@ -271,7 +273,7 @@ def test_resuming_without_an_id_creates_one(fake, tmp_path, content):
         (tmp_path / "wandb.json").write_text(content)
     arguments = started(fake, tmp_path, resumed=True)
     assert len(arguments["id"]) == 8
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": arguments["id"]}
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == arguments["id"]
 
 
 def test_options_of_the_user_override_defaults(fake, tmp_path, monkeypatch):
@@ -280,7 +282,7 @@ def test_options_of_the_user_override_defaults(fake, tmp_path, monkeypatch):
     )
     assert (arguments["id"], arguments["dir"], arguments["resume"]) == ("mine", "there", "must")
     assert arguments["settings"]["a"] == 1
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "mine"}
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == "mine"
     monkeypatch.setenv("WANDB_CONSOLE", "wrap")
     assert "console" not in started(fake)["settings"]
 
@@ -351,7 +353,7 @@ def test_the_logger_joins_the_run_however_it_is_passed(fake, tmp_path, how):
         assert config["run"]["mesh"] == {"data": 1, "fsdp": 1, "model": 1}
         assert config["run"]["precision"] == "float32"
         assert config["run"]["parameters"] > 0
-        assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": wandb.arguments["id"]}
+        assert json.loads((tmp_path / "wandb.json").read_text())["id"] == wandb.arguments["id"]
         ids.append(wandb.arguments["id"])
     assert ids[0] == ids[1]
     assert wandb.arguments["resume"] == "allow"
@@ -380,7 +382,7 @@ def test_metrics_logged_before_the_run_are_in_the_same_wandb_run(fake, tmp_path,
     assert wandb.logged[0] == {"tokens": 3.0, "step": 0}
     assert len(texts(wandb)) == 1
     assert wandb.arguments["config"]["run"]["batch_size"] == 16
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "made-up"}
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == "made-up"
     assert not caplog.text
     fake()
     logger({"tokens": 3.0}, 0)

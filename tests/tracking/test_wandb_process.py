@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from paths import HELPERS
 
-from redcoast.tracking._run import RunInfo
+from redcoast.tracking._loggers import RunInfo
 from redcoast.tracking._wandb import wandb_logger
 
 
@@ -97,8 +97,9 @@ def test_an_offline_run_contains_all_metrics_and_is_resumed(real_wandb, tmp_path
     real_wandb.teardown()  # waits for the process that writes the file
 
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert f"wandb sync {path.parent}\n" in capsys.readouterr().out
+    upload = capsys.readouterr().out.splitlines()[1]
     run, config, history = read_run(path)
+    assert upload == f"wandb sync {path.parents[1]}/*-{run.run_id}"
     assert (run.project, run.display_name, run.resume) == ("lm", "small", False)
     assert config["dim"] == 256
     assert (config["dtype"], config["path"], config["sizes"]) == ("bfloat16", "corpus", [1, 2])

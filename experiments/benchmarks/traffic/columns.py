@@ -29,9 +29,9 @@ class Layout:
     plan_seconds: float | None = None
 
 
-def redcoast(case: Case, mesh: Mesh) -> Layout:
+def redcoast(case: Case, mesh: Mesh, budget: int | None = None) -> Layout:
     """The planner's shardings, with its constraints on activations."""
-    plan, seconds = plan_by_dataflow(case, mesh)
+    plan, seconds = plan_by_dataflow(case, mesh, budget)
     batch = batch_shardings(case, mesh)
     return Layout(plan.shardings, batch, plan.constrain(case.loss), seconds)
 
@@ -93,10 +93,10 @@ COLUMNS: dict[str, Callable[[Case, Mesh], Layout | None]] = {
 }
 
 
-def plan_by_dataflow(case: Case, mesh: Mesh) -> tuple[Any, float]:
+def plan_by_dataflow(case: Case, mesh: Mesh, budget: int | None = None) -> tuple[Any, float]:
     params, batch, key = case.abstract_params(), abstract(case.batch()), abstract_key()
     begin = time.perf_counter()
-    plan = rc.plan_shardings(params, mesh, fn=case.loss, args=(batch, key))
+    plan = rc.plan_shardings(params, mesh, fn=case.loss, args=(batch, key), budget=budget)
     return plan, time.perf_counter() - begin
 
 

@@ -6,7 +6,7 @@ import jax
 
 import redcoast as rc
 from redcoast.dryrun import _devices as devices
-from redcoast.dryrun import _target as target
+from redcoast.dryrun import _target_name as target
 
 Platform = Literal["a100", "h100", "v4", "v5e", "cpu"]
 

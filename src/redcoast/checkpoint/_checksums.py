@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..core._json import read_json
+from ..core._read_json import read_json
 
 FILE = "checksums.json"
 # Detects corruption, not tampering. It runs at memory speed and releases the GIL.

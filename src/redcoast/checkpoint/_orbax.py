@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ._checksums import write_checksums
 
 ARRAYS = "state"

@@ -113,8 +113,8 @@ def restore_newest(
     steps = decide("the list of checkpoints", saved_steps(checkpoints))
     if steps and not checkpoints.resume:
         raise ValueError(
-            f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` asks "
-            "to begin anew. Choose another directory, or remove this one."
+            f"{checkpoints.path} holds checkpoints up to step {steps[-1]}, and `resume=False` "
+            "requests a new run. Choose another directory, or remove this one."
         )
     damaged: list[Path] = []
     for step in reversed(steps):

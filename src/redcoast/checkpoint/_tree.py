@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import several
 from ..core._frames import hide_frames
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
     ARRAYS,
@@ -293,7 +293,7 @@ def _inside(path: Path) -> str:
     steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
     if not steps:
         return _WHICH
-    return f'Its newest checkpoint is {steps[-1]}; of its parts, `subtree="model"` is the model.'
+    return f'Its newest checkpoint is {steps[-1]}. `subtree="model"` loads only the model.'
 
 
 def _if_newer(path: Path) -> str:

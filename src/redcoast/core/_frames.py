@@ -29,7 +29,7 @@ _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 
 
-class Last(str):
+class LastNote(str):
     """A note that comes after all others."""
 
 
@@ -71,7 +71,7 @@ def tidy(error: BaseException) -> None:
             each.__traceback__ = _visible(each.__traceback__)
             notes = [note for note in notes if _NOTE_OF_JAX not in note]
         if notes or hasattr(each, "__notes__"):
-            each.__notes__ = sorted(notes, key=lambda note: isinstance(note, Last))
+            each.__notes__ = sorted(notes, key=lambda note: isinstance(note, LastNote))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -92,7 +92,7 @@ def bind_again(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return list(found) if equation.primitive.multiple_results else [found]
 
 
-def evaluate(
+def evaluate_jaxpr(
     jaxpr: Jaxpr,
     env: dict[Any, T],
     handle: Callable[[int, JaxprEqn, list[T]], Sequence[T]],

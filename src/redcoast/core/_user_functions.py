@@ -1,6 +1,7 @@
 """Notes on the errors of the user's functions: what they were called with, and a hint."""
 
 import contextlib
+import dataclasses
 import itertools
 import traceback
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from ._errors import noting, several
-from ._frames import Last, is_hidden
+from ._frames import LastNote, is_hidden
 from ._pytree import show_path
 
 MOST = 1000  # examples that are compared
@@ -33,9 +34,7 @@ def describe(tree: PyTree) -> str:
     return several([f"{show_path(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
 
 
-def calling(
-    name: str, given: Mapping[str, PyTree], *, where: str = ", or in what it calls"
-) -> noting:
+def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> noting:
     """Adds notes to an error of a function: whose it is, what it was given, and what would help.
 
     **Arguments:**
@@ -50,7 +49,7 @@ def calling(
         with contextlib.suppress(Exception):  # nothing may hide the error itself
             found += [_sentence(what, x) for what, x in given.items()]
             found += _hints(error, name, given.get("batch"))
-        return [f"Raised by `{name}`{where}.", *([Last("\n".join(found))] if found else [])]
+        return [f"Raised by `{name}`{where}.", *([LastNote("\n".join(found))] if found else [])]
 
     return noting(notes)
 
@@ -79,6 +78,11 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         return [
             f"`{name}` gets a `key`. Split it into one for each example and pass those, as in "
             "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
+        ]
+    if isinstance(error, dataclasses.FrozenInstanceError):
+        return [
+            "A module cannot be changed in place. `eqx.tree_at` makes a changed copy: "
+            "`model = eqx.tree_at(lambda m: m.weight, model, weight)`."
         ]
     if not isinstance(error, TypeError | ValueError):
         return []

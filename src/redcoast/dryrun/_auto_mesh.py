@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..distributed._mesh import make_mesh
-from ..tracking._run import say
+from ..tracking._loggers import say
 from ..train._step import TrainState
 from ._job import Job
 from ._mesh_search import suggest

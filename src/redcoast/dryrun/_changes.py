@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._compile import Compiled
+from ._compile_job import Compiled
 from ._job import Job
 from ._report import Change, DryRun
 

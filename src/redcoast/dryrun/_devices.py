@@ -14,7 +14,7 @@ import jax
 from jaxlib import xla_client
 
 from ._chips import SHARE, Chip
-from ._target import Target
+from ._target_name import TargetDevices
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Devices:
     notes: tuple[str, ...]
 
 
-def target_devices(target: Target) -> Devices:
+def target_devices(target: TargetDevices) -> Devices:
     """The devices of a target, or as many CPU devices if the target's compiler is not installed.
 
     It may be called in a process that has already used JAX, whose devices do not change.
@@ -181,7 +181,7 @@ def _cpu(count: int) -> tuple[Any, ...]:
     return tuple(xla_client.make_cpu_client(num_devices=count).devices())
 
 
-def _tpu(target: Target) -> list[Any]:
+def _tpu(target: TargetDevices) -> list[Any]:
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def _environment(variables: dict[str, str], *present: str) -> Iterator[None]:
             del os.environ[name]
 
 
-def _cuda(target: Target) -> list[Any]:
+def _cuda(target: TargetDevices) -> list[Any]:
     from jax.experimental import topologies
 
     hosts, cards = target.shape

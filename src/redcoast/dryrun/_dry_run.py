@@ -21,7 +21,7 @@ from ..sharding import Plan
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._changes import find_changes
-from ._compile import Compiled, compile_job
+from ._compile_job import Compiled, compile_job
 from ._job import Job, batch_bytes, plan_job
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..core._flops import multiply_adds
 from ..core._jaxpr import called_jaxpr, open_jaxpr, scan_operands, while_operands
-from ._trip_counts import evaluate_integers, follow, trip_count, unchanged
+from ..core._multiply_adds import multiply_adds
+from ._jaxpr_trip_counts import evaluate_integers, jaxpr_trip_count, known_results, unchanged
 from .hlo._trip_counts import Value
 
 Flops = Counter[str]
@@ -74,7 +74,7 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Flops:
 
     def count(_: int, equation: JaxprEqn, known: list[Value]) -> list[Value]:
         total.update(_count_equation(equation, known))
-        return follow(equation, known)
+        return known_results(equation, known)
 
     evaluate_integers(jaxpr, inputs, count)
     return total
@@ -131,7 +131,7 @@ def _while(equation: JaxprEqn, known: list[Value]) -> Flops:
     carry = unchanged(params["body_jaxpr"], body_consts, start)
     body = _count(params["body_jaxpr"], [*body_consts, *carry])
     cond = _count(params["cond_jaxpr"], [*cond_consts, *carry])
-    trips = trip_count(equation, known)
+    trips = jaxpr_trip_count(equation, known)
     if trips is None:
         return body + cond + Counter({_OPEN: 1} if body or cond else {})
     return _times(trips, body) + _times(trips + 1, cond)

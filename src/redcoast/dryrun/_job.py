@@ -23,7 +23,7 @@ from ..sharding.tree._overrides import Override
 from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
 from ..train._loss import LossFn, evaluate_loss
-from ..train._plan import plan_step
+from ..train._plan_step import plan_step
 from ..train._precision import check_compute_dtype
 from ..train._step import TrainState, init_state, train_step
 
@@ -73,7 +73,7 @@ def make_job(
     check_compute_dtype(compute_dtype)
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     make = ft.partial(init_state, init_fn, optimizer, **given)
-    batch = abstract_batch(batch)
+    batch = batch_shapes(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
     with traced_over(_ANY_MESH):
@@ -91,7 +91,7 @@ def make_job(
     )
 
 
-def abstract_batch(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a batch, whose leaves must all have the same number of rows."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:

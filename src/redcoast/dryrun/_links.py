@@ -10,14 +10,14 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from ..distributed._mesh import make_mesh
-from ._target import Target
+from ._target_name import TargetDevices
 
 # The link between the halves of a TPU7x is six times as fast as one link between chips:
 # https://cloud.google.com/tpu/docs/tpu7x
 _BETWEEN_HALVES = 6
 
 
-def axis_bandwidths(target: Target, mesh: Mesh) -> dict[str, float]:
+def axis_bandwidths(target: TargetDevices, mesh: Mesh) -> dict[str, float]:
     """The maximum bytes per second that one device can send along each axis of a mesh.
 
     All groups of devices along an axis send at the same time. The bytes that a device sends are
@@ -56,7 +56,7 @@ class _Half:
     platform: str = "tpu"
 
 
-def _places(target: Target, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensions"]:
+def _places(target: TargetDevices, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensions"]:
     """For each device, the coordinates of its chip (TPU) or the index of its host."""
     devices = mesh.devices
     if target.chip.kind != "tpu":
@@ -68,7 +68,7 @@ def _places(target: Target, mesh: Mesh) -> Int[np.ndarray, "*mesh dimensions"]:
     return np.array(flat).reshape(*devices.shape, dimensions)
 
 
-def _halves(target: Target) -> list[Any]:
+def _halves(target: TargetDevices) -> list[Any]:
     shape = (*target.shape, 1)[:3]
     cores = target.chip.cores
     return [
@@ -84,7 +84,7 @@ def _halves(target: Target) -> list[Any]:
 
 
 def _slowest(
-    target: Target, places: Int[np.ndarray, "*mesh dimensions"], axes: tuple[int, ...]
+    target: TargetDevices, places: Int[np.ndarray, "*mesh dimensions"], axes: tuple[int, ...]
 ) -> float:
     """The lowest bandwidth of all groups of devices along some axes."""
     size = math.prod(places.shape[axis] for axis in axes)
@@ -93,7 +93,7 @@ def _slowest(
     return min(_bandwidth(target, group) for group in np.unique(groups, axis=0))
 
 
-def _bandwidth(target: Target, group: Int[np.ndarray, "n dimensions"]) -> float:
+def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) -> float:
     chip = target.chip
     places, counts = np.unique(group, axis=0, return_counts=True)
     n, apart, together = len(group), len(places), int(counts.max())
@@ -109,7 +109,7 @@ def _bandwidth(target: Target, group: Int[np.ndarray, "n dimensions"]) -> float:
     return rate if together == 1 else min(rate, within)
 
 
-def _torus(target: Target, chips: Int[np.ndarray, "chips dimensions"]) -> float:
+def _torus(target: TargetDevices, chips: Int[np.ndarray, "chips dimensions"]) -> float:
     """The bandwidth of one chip of a group over its links, along all dimensions at once."""
     total = 0.0
     for dimension, size in enumerate(target.shape):
@@ -122,7 +122,7 @@ def _torus(target: Target, chips: Int[np.ndarray, "chips dimensions"]) -> float:
     return total
 
 
-def _wraps(target: Target, size: int) -> bool:
+def _wraps(target: TargetDevices, size: int) -> bool:
     """Whether the last chip along a dimension is linked to the first.
 
     Slices of complete 4 x 4 x 4 cubes wrap around in all dimensions; two-dimensional slices only in

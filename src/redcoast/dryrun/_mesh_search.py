@@ -15,14 +15,14 @@ from ..core._target import compiling_for
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import PIPE
 from ..sharding.solver._memory import FILLED
-from ._compile import compile_job
+from ._compile_job import compile_job
 from ._job import Job, factorisations, plan_job, scanned_layers
 from ._mesh_table import Candidate, MeshSuggestion
 from ._place import Place, hardware_of_target, planner_hardware, rate_of, speeds_of
 from ._roofline import bandwidth
 
 
-def estimate(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
+def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     """The planner's estimate of time and memory on a mesh of these sizes."""
     mesh = place.mesh(sizes)
     hardware = planner_hardware(place, mesh)
@@ -102,7 +102,7 @@ def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
     compiling = ft.partial(compile_candidate, job, place)
     with compiling_for(place.device):
-        return choose(_estimate_all(job, place), compiling, place, compiled)
+        return choose_mesh(_estimate_all(job, place), compiling, place, compiled)
 
 
 def cheapest(job: Job, place: Place) -> dict[str, int]:
@@ -127,11 +127,11 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
     count = len(place.devices)
-    found = [estimate(job, place, sizes) for sizes in factorisations(count)]
+    found = [estimate_mesh(job, place, sizes) for sizes in factorisations(count)]
     layers = math.gcd(*scanned_layers(job)) if count > 1 else 0
     for stages in (n for n in range(2, layers + 1) if layers % n == 0 and count % n == 0):
         meshes = ({PIPE: stages, **sizes} for sizes in factorisations(count // stages))
-        staged = [estimate(job, place, sizes) for sizes in meshes]
+        staged = [estimate_mesh(job, place, sizes) for sizes in meshes]
         # Where a step cannot run as a pipeline, a mesh without one has the same use.
         found += [one for one in staged if one.error is None]
     return found
@@ -148,7 +148,7 @@ def _impossible(one: Candidate) -> ValueError:
     return ValueError(f"The step cannot be run on any mesh. On {one.mesh}: {one.error}")
 
 
-def choose(
+def choose_mesh(
     estimated: Sequence[Candidate],
     compiling: Callable[[Candidate], Candidate],
     place: Place,

@@ -90,13 +90,13 @@ class MeshSuggestion(Mapping[str, Any]):
         return len(self.sizes)
 
     def __str__(self) -> str:
-        return draw(self)
+        return draw_mesh_table(self)
 
 
 _HEADS = ("est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
 
 
-def draw(found: MeshSuggestion) -> str:
+def draw_mesh_table(found: MeshSuggestion) -> str:
     """The table and the sentences below it."""
     staged = any(PIPE in one.mesh for one in found.candidates)
     axes = (PIPE, *AXES) if staged else AXES

@@ -16,7 +16,7 @@ from ..sharding.solver._hardware import hardware_of
 from ._devices import target_devices
 from ._links import axis_bandwidths
 from ._roofline import peak
-from ._target import Target, parse_target
+from ._target_name import TargetDevices, parse_target
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Place:
 
     name: str
     devices: Sequence[Any]
-    target: Target | None
+    target: TargetDevices | None
     usable: int | None
     notes: tuple[str, ...] = ()
     compiler: str = ""
@@ -73,7 +73,7 @@ def attached_place() -> Place:
     return Place(f"{len(devices)} x {devices[0].device_kind}", devices, None, usable)
 
 
-def hardware_of_target(target: Target, mesh: Mesh, dtype: str = "float32") -> Hardware:
+def hardware_of_target(target: TargetDevices, mesh: Mesh, dtype: str = "float32") -> Hardware:
     """The planner's hardware constants for a target, given the bandwidths along a mesh's axes.
 
     **Arguments:**

@@ -105,9 +105,8 @@ class DryRun:
         }
 
     def __str__(self) -> str:
-        from ._report import draw
 
-        return draw(self)
+        return draw_report(self)
 
 
 _SHOWN = 8  # causes of communication
@@ -119,7 +118,7 @@ _COMPILERS = {
 }
 
 
-def draw(run: DryRun) -> str:
+def draw_report(run: DryRun) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
     devices = "1 device" if run.devices == 1 else f"{run.devices} devices"
     head = (

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import INVALID
 from ._processors import process
-from ._prompt import Mask, follow, prefill
+from ._prompt import Mask, append_tokens, prefill
 from ._request import Request
-from ._rows import batch_dims, reorder_rows, repeat_rows
 from ._sampling import is_any
 
 # Added to the scores of hypotheses that must not be selected. Finite, so that they stay ranked.
@@ -58,7 +58,7 @@ class Candidates(eqx.Module):
     ends: Bool[Array, "batch candidates"]
 
 
-def search(
+def search_beams(
     model: Any,
     tokens: Shaped[Array, "batch ..."],
     mask: Mask | None,
@@ -69,7 +69,7 @@ def search(
     prompt."""
     logits, cache, prompt = prefill(model, tokens, mask, request)
     batch, beams = logits.shape[0], request.beams
-    dims = batch_dims(cache, batch)
+    dims = cache_batch_dims(cache, batch)
     cache = repeat_rows(cache, dims, beams)
     found = _select(jnp.repeat(logits, beams, axis=0), _begin(batch, request), prompt, request)
 
@@ -79,7 +79,7 @@ def search(
     def step(carry):
         cache, found = carry
         newest = jax.lax.dynamic_index_in_dim(found.running.tokens, found.count - 1, 2, False)
-        logits, longer = follow(stepping, newest.reshape(-1), cache)
+        logits, longer = append_tokens(stepping, newest.reshape(-1), cache)
         found = _select(logits, found, prompt, request)
         return reorder_rows(longer, cache, dims, found.running.parent), found
 

@@ -15,8 +15,8 @@ from ..core._pytree import Static, join, split
 from ..distributed._arrays import place_batch, put, whole
 from ..distributed._mesh import BATCH_AXES
 from ..models._by_layer import by_layer
-from ._beam_search import search
-from ._checks import is_known
+from ._beam_search import search_beams
+from ._check_arguments import is_known
 from ._logits import INVALID
 from ._prompt import bucket, is_encoder_decoder, pad_columns
 from ._request import Request
@@ -29,7 +29,7 @@ def decode(
     """Generates tokens, padded to the size of the bucket. `stepping` is the same model, for the
     tokens after the prompt."""
     tokens, mask = jnp.asarray(tokens), None if mask is None else jnp.asarray(mask)
-    run = sample if request.beams == 1 else search
+    run = sample if request.beams == 1 else search_beams
     return run(model, tokens, mask, request, model if stepping is None else stepping)
 
 
@@ -39,7 +39,7 @@ def decode_compiled(
     """Generates tokens with a program that is compiled for a bucket of shapes."""
     arrays, static = split((model, by_layer(model)))
     prompt = prepare_prompt(model, arrays, tokens, mask)
-    return trim(_decode(arrays, static, *prompt, request), int(request.limit))
+    return trim_columns(_decode(arrays, static, *prompt, request), int(request.limit))
 
 
 @ft.partial(jax.jit, static_argnums=1)
@@ -94,19 +94,19 @@ def _mesh_of(arrays: list[Any]) -> Mesh | None:
     return None
 
 
-def trim(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:
+def trim_columns(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:
     """Returns the first `count` columns, after checking that no token is invalid."""
     if isinstance(new, Tracer):
         return new[:, :count]
     # Cut on the host: on the devices each number of columns would be compiled.
     host = whole(new)[:, :count]
-    check_tokens(host)
+    check_generated(host)
     if isinstance(new.sharding, NamedSharding) and not new.is_fully_addressable:
         return put(host, NamedSharding(new.sharding.mesh, P()))  # every process gets all of them
     return jax.device_put(host, new.sharding if new.committed else None)
 
 
-def check_tokens(new: np.ndarray) -> None:
+def check_generated(new: np.ndarray) -> None:
     """Raises if a token is invalid, that is if its logits were NaN."""
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:

@@ -81,7 +81,13 @@ def generate(
         )
         ```
     """
-    from ._checks import check_count, check_model, check_positions, check_prompt, check_stream
+    from ._check_arguments import (
+        check_count,
+        check_model,
+        check_positions,
+        check_prompt,
+        check_stream,
+    )
     from ._compiled import decode, decode_compiled
     from ._prompt import bucket, is_encoder_decoder
     from ._request import choose_decoding, make_request

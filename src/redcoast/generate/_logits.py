@@ -11,7 +11,7 @@ from ._request import Request, Scalar
 INVALID = -1
 
 
-def choose(
+def choose_tokens(
     logits: Float[Array, "batch vocab"],
     history: History | None,
     step: Int[Array, ""],

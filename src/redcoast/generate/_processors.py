@@ -26,7 +26,7 @@ def process(
     if request.repetition_penalty is not None:
         scores = penalise(scores, history, request.repetition_penalty)
     if request.ngram:
-        scores = _exclude(scores, repeated(history, count, request, scores.shape[1]))
+        scores = _exclude(scores, repeats_ngram(history, count, request, scores.shape[1]))
     for word in request.bad_words:
         last = jnp.arange(scores.shape[1]) == word[-1]
         scores = _exclude(scores, follows(history, count, request, word[:-1])[:, None] & last[None])
@@ -76,7 +76,7 @@ def penalise(scores: Scores, history: History | None, penalty: Scalar) -> Scores
     return jnp.where(seen[:, :vocab], lower, scores)
 
 
-def repeated(
+def repeats_ngram(
     history: History | None, count: Int[Array, ""], request: Request, vocab: int
 ) -> Bool[Array, "rows vocab"]:
     """Whether a token would complete a sequence of `ngram` tokens that the history holds."""

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from ._checks import check_tokens
+from ._check_arguments import check_token_options
 from ._request import Request
 
 Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
@@ -60,11 +60,11 @@ def prefill(
     tokens, mask, cache = start(model, tokens, mask, request)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     logits = model.unembed(hidden[:, -1:])[:, 0]
-    check_tokens(request, logits.shape[-1])
+    check_token_options(request, logits.shape[-1])
     return logits, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
 
 
-def follow(
+def append_tokens(
     model: Any, tokens: Int[Array, " rows"], cache: Any
 ) -> tuple[Float[Array, "rows vocab"], Any]:
     """Appends one token to each row. Returns the logits of the next token, and the cache."""

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ._logits import INVALID, choose
+from ._cache_rows import cache_batch_dims, repeat_rows
+from ._logits import INVALID, choose_tokens
 from ._processors import History
-from ._prompt import Mask, follow, prefill
+from ._prompt import Mask, append_tokens, prefill
 from ._request import Request
-from ._rows import batch_dims, repeat_rows
 
 
 class Last(eqx.Module):
@@ -55,7 +55,7 @@ def begin(
     """Processes the prompt. Returns the cache and the first new token."""
     logits, cache, prompt = prefill(model, tokens, mask, request)
     if request.copies > 1:
-        cache = repeat_rows(cache, batch_dims(cache, logits.shape[0]), request.copies)
+        cache = repeat_rows(cache, cache_batch_dims(cache, logits.shape[0]), request.copies)
         logits, prompt = (jnp.repeat(x, request.copies, axis=0) for x in (logits, prompt))
     rows = jnp.zeros(logits.shape[0], jnp.int32)
     room = ((0, 0), (0, request.room))
@@ -66,13 +66,13 @@ def begin(
 
 def advance(model: Any, cache: Any, last: Last, request: Request) -> tuple[Any, Last]:
     """Generates one more token for each row."""
-    logits, cache = follow(model, last.tokens, cache)
+    logits, cache = append_tokens(model, last.tokens, cache)
     return cache, _next(logits, last, request)
 
 
 def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> Last:
     history, count = last.history, last.count
-    tokens = choose(logits, history, count, request)
+    tokens = choose_tokens(logits, history, count, request)
     tokens = jnp.where(last.ended, request.pad, tokens)
     if history is not None:
         place = history.shape[1] - request.room + count

@@ -14,8 +14,8 @@ from ..core._iterate import with_last
 from ..core._pytree import Static, join, split
 from ..distributed._arrays import whole
 from ..models._by_layer import by_layer
-from ._checks import check_stream
-from ._compiled import check_tokens, prepare_prompt
+from ._check_arguments import check_stream
+from ._compiled import check_generated, prepare_prompt
 from ._request import Request
 from ._sampling import Last, advance, begin
 
@@ -33,7 +33,7 @@ def decode_streaming(
     stopped = np.zeros(rows, bool)
     for i, (last, _) in enumerate(with_last(_steps(model, tokens, mask, request, count))):
         found, ended = whole(last.tokens), whole(last.ended)
-        check_tokens(found[:, None])
+        check_generated(found[:, None])
         new[:, i] = np.where(stopped, request.pad, found)
         if stream is not None:
             stream(new[:, i].copy())

@@ -17,7 +17,7 @@ from ..data._collate import CollateFn, describe_batch
 from ..data._sources import count_examples
 from ..distributed._kv_store import agree
 from ..sharding import Plan
-from ..tracking._run import code_version
+from ..tracking._loggers import code_version
 from ..train._loss import LossFn
 from ._evaluation import Evaluation
 from ._setup import is_init_fn

@@ -20,35 +20,29 @@ from ..data._collate import CollateFn
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..sharding import Plan
+from ..tracking._loggers import all_loggers, shows_progress
 from ..tracking._metrics import Log, MetricsReader, metrics_reader
-from ..tracking._run import all_loggers, shows_progress
 from ..train._compile import by_microbatches
 from ..train._loss import LossFn
-from ..train._plan import verify_step
-from ..train._reuse import reused_step
+from ..train._plan_step import verify_step
+from ..train._reused_steps import reused_step
 from ..train._step import TrainState
 from ._consistency import check_agreement
-from ._errors import explained_memory, noted_checkpoint, rescued
+from ._error_notes import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
 from ._nonfinite import explain_batch, explain_step
+from ._printing import announce, conclude, describe_run, introduce
+from ._run_config import run_of_fit
 from ._setup import (
-    announce,
     best_mesh,
     complete_evaluation,
-    conclude,
-    describe,
-    introduce,
     mesh_of_run,
-    optimizer_name,
     plan_run,
-    precision_of,
     prepare_evaluation,
-    run_info,
     starting_state,
 )
 from ._steps import Step, training_steps
 from ._stop import stop_on_signal
-from ._utilisation import seconds_at_peak
 
 logger = logging.getLogger("redcoast")
 
@@ -148,15 +142,11 @@ def fit(
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
-    if not quiet:
-        introduce(saver.directory)
+    introduce(saver.directory, quiet=quiet)
     with watching(), saver.locked(), contextlib.ExitStack() as stack:
-        abstract, key, create = starting_state(
-            model_or_state, optimizer, key, compute_dtype, trainable
-        )
+        abstract, key, create = starting_state(model_or_state, optimizer, key, **given)
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
-        if not quiet:
-            describe(abstract, data, evaluation, compute_dtype)
+        describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
@@ -168,17 +158,9 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
-        settings = {
-            "optimizer": optimizer_name(abstract),
-            "precision": precision_of(abstract, compute_dtype),
-            "accumulate": accumulate,
-            "epochs": epochs,
-            "seconds_at_peak": seconds_at_peak(abstract, loss_fn, data.spec, data.mesh, **given),
-        }
-        where: Any = {"directory": saver.directory, "resumed": restored is not None}
-        info = run_info(found, data, settings=settings, **where)
-        if not quiet:
-            announce(found, data, resumed=info.resumed)
+        about = {"resumed": restored is not None, "epochs": epochs, **options}
+        info = run_of_fit(found, data, abstract, saver.directory, **about)
+        announce(found, data, resumed=info.resumed, quiet=quiet)
         measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
@@ -189,8 +171,7 @@ def fit(
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
         state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
-    if not quiet:
-        conclude(int(state.step), data.steps, saver.directory)
+    conclude(state, data.steps, saver.directory, quiet=quiet)
     return state
 
 

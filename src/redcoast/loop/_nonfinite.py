@@ -74,7 +74,7 @@ def explain_batch(data: Batches, batch: Batch) -> str:
     if found := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
         return " ".join(found)
     within = [f"{path or 'the batch'} from {low} to {high}" for path, (low, high) in ranges.items()]
-    integers = f" Its integers are {several(within, MOST)}." if within else ""
+    integers = f" The integers of the batch are {several(within, MOST)}." if within else ""
     return f"No input is NaN or infinite.{integers} {examples}"
 
 

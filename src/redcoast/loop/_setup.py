@@ -3,12 +3,8 @@
 import functools as ft
 import inspect
 import logging
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -23,17 +19,12 @@ from ..core._errors import check_kind, noting, several
 from ..core._pytree import partition_trainable, show_path
 from ..data._batches import Batches
 from ..data._collate import CollateFn
-from ..data._sources import count_examples
 from ..distributed._arrays import place_tree, put
-from ..distributed._mesh import batch_shards
 from ..sharding import Plan
-from ..sharding.report._data import PlannedArray
-from ..tracking._run import RunInfo, code_version, say, say_once
-from ..tracking._terminal import show_directory
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
-from ..train._plan import check_coupling
-from ..train._reuse import reused_plan as plan_step
+from ..train._plan_step import check_coupling
+from ..train._reused_steps import reused_plan as plan_step
 from ..train._step import TrainState, create_split, init_state, state_of, with_loss_scale
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 
@@ -203,169 +194,3 @@ def prepare_evaluation(
             f"has {have}."
         )
     return compiled
-
-
-def introduce(directory: Path | None) -> None:
-    """Prints versions, devices and the run's directory, before anything that takes time."""
-    say_once(program_line())
-    if directory is not None:
-        say_once(f"Run directory: {show_directory(directory)}")
-
-
-def program_line() -> str:
-    """The versions, and the devices of all processes."""
-    count, kind = jax.device_count(), jax.devices()[0].device_kind
-    devices = f"{count} {kind if kind != 'cpu' else 'CPU'} device{'s' if count > 1 else ''}"
-    if jax.process_count() > 1:
-        devices += f" in {jax.process_count()} processes"
-    return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
-
-
-def describe(
-    state: TrainState, data: Batches, evaluation: Evaluation | None, compute_dtype: Any
-) -> None:
-    """Prints what is trained on, for how long, and in which precision."""
-    parts = [] if data.length is None else [f"{data.length:,} examples"]
-    of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
-    if data.steps is None:
-        parts.append(f"batches {of_batches}")
-    else:
-        parts.append(f"{data.steps:,} steps {of_batches}")
-        if data.epochs is not None:
-            # The last batch of whole epochs may be short, so steps times batch size is too many.
-            parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
-    if evaluation is not None and (count := count_examples(evaluation.examples)):
-        parts.append(f"{count:,} to evaluate")
-    say(wrapped("Data", ", ".join(parts)))
-    say(wrapped("Precision", precision_of(state, compute_dtype)))
-
-
-def precision_of(state: TrainState, compute_dtype: Any) -> str:
-    """The dtypes of the parameters, and that of the computation if it is another."""
-    arrays = [x for x in jax.tree.leaves(state.model) if eqx.is_inexact_array(x) or _floats(x)]
-    names = sorted({str(x.dtype) for x in arrays})
-    computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
-    if computed is None or names == [computed]:
-        return " and ".join(names)
-    return f"{' and '.join(names)} parameters, {computed} computation"
-
-
-def _floats(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-
-
-def wrapped(label: str, text: str) -> str:
-    """A line of the summary, in the columns of the plan's."""
-    return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
-
-
-def announce(plan: Plan, data: Batches, *, resumed: bool) -> None:
-    """Prints how the model is sharded, what a user should know about the run, and what is next."""
-    say(str(plan))
-    shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
-    if resumed:
-        say(f"Resumed at step {data.step}.")
-    if data.steps is not None and data.step >= data.steps:
-        say(f"Nothing is left to train: {data.step} of {data.steps} steps are done.")
-    if rows % batch_size % shards and batch_size % shards == 0:
-        say(
-            f"The last batch, of {rows % batch_size}, does not divide over data x fsdp = {shards} "
-            "devices, so each of them computes all of it."
-        )
-    if batch_size % shards:
-        say(
-            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
-            f"of them computes all of it. A multiple of {shards} would be split."
-        )
-    if data.steps is None or data.step < data.steps:
-        say("Compiling ...")
-
-
-def conclude(step: int, steps: int | None, directory: Path | None) -> None:
-    """Prints where the last checkpoint of a run is, and how a run that was stopped goes on."""
-    stopped = steps is not None and step < steps
-    if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
-        say(f"Checkpoint: {show_directory(saved)}")
-        if stopped:
-            say(f"The same call, with this directory, continues after step {step:,}.")
-    elif stopped and directory is None:
-        say("Nothing was saved, because `fit` was called without `checkpoints`.")
-
-
-def run_info(
-    plan: Plan,
-    data: Batches,
-    *,
-    directory: str | PathLike[str] | None = None,
-    resumed: bool = False,
-    settings: Mapping[str, Any] | None = None,
-) -> RunInfo:
-    """Describes a training run to loggers.
-
-    **Arguments:**
-
-    - `plan`: the plan of the step.
-    - `data`: the batches, at the first step that is to be taken.
-    - `directory`: the directory of the run, for `metrics.jsonl`.
-    - `resumed`: whether the state was restored from a checkpoint.
-    - `settings`: other settings to record, such as the optimizer.
-
-    **Returns:**
-
-    A [`redcoast.RunInfo`][], for [`redcoast.metrics_reader`][].
-
-    !!! Example
-
-        ```python
-        info = rc.run_info(plan, data, directory="runs/loop")
-        ```
-    """
-    config = {
-        "batch_size": data.batch_size,
-        "examples": data.length,
-        "steps": data.steps,
-        "parameters": sum(x.size for x in plan.report.arrays if x.role == "parameter"),
-        "mesh": dict(plan.mesh.shape),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        **(settings or {}),
-        "versions": code_version(),
-    }
-    return RunInfo(
-        directory=None if directory is None else Path(directory).expanduser().absolute(),
-        resumed=resumed,
-        plan=f"{plan}\n\n{plan.table()}",
-        config=config,
-        step=data.step,
-        steps=data.steps,
-        rows=tuple(map(plan_row, plan.report.arrays)),
-    )
-
-
-def plan_row(array: PlannedArray) -> dict[str, Any]:
-    """A row of the plan as a table."""
-    return {
-        "array": array.path,
-        "shape": " x ".join(map(str, array.shape)),
-        "dtype": array.dtype,
-        "role": array.role,
-        "sharding": str(tuple(array.spec)),
-        "kind": array.reason.kind,
-        "reason": array.reason.text,
-        "MB": array.bytes / 1e6,
-        "MB per device": array.bytes_per_device / 1e6,
-    }
-
-
-def optimizer_name(state: TrainState) -> str:
-    """The transformations of an optimizer that have a state, such as `ScaleByAdam`."""
-    names: dict[str, None] = {}
-
-    def collect(node: Any) -> None:
-        if isinstance(node, tuple | list):
-            if hasattr(node, "_fields"):
-                names[type(node).__name__.removesuffix("State")] = None
-            for part in node:
-                collect(part)
-
-    collect(state.opt_state)
-    return ", ".join(name for name in names if name != "Empty")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ..pretrained._files import file_inside
 from ._peft_names import CONFIG
 
@@ -54,7 +54,7 @@ class PeftConfig:
         return float(alpha / (math.sqrt(rank) if self.by_root else rank))
 
 
-def read_config(path: Path) -> PeftConfig:
+def read_adapter_config(path: Path) -> PeftConfig:
     """Reads the settings in a directory.
 
     **Raises:**

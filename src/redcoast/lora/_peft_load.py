@@ -18,7 +18,7 @@ from ..pretrained._registry import family_of
 from ..pretrained._safetensors import read_safetensors
 from ..pretrained._slices import locate
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
-from ._peft_config import PeftConfig, read_config
+from ._peft_config import PeftConfig, read_adapter_config
 from ._peft_names import PREFIX, TENSORS, factors_of, is_in, live_table, module_of
 from ._targets import find_adapted, matrix_of
 
@@ -124,7 +124,7 @@ def load_adapters(model: Any, path: str | Path) -> Any:
         ```
     """
     path = Path(path).expanduser().absolute()
-    config = read_config(path)
+    config = read_adapter_config(path)
     slots = _slots(model)
     stored = _stored(model, path)
     found = {slot.path: slot.find(stored) for slot in slots}

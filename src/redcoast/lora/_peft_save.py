@@ -37,7 +37,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Module:
+class AdaptedModule:
     """The adapters of one published matrix in all layers; several if the matrix is fused."""
 
     parts: tuple[Part, ...]
@@ -141,7 +141,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
     multihost_utils.sync_global_devices("redcoast.save_adapters")
 
 
-def _modules(model: Any) -> dict[str, Module]:
+def _modules(model: Any) -> dict[str, AdaptedModule]:
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -157,7 +157,7 @@ def _modules(model: Any) -> dict[str, Module]:
     for path, node in adapted.items():
         name = table[path].name
         parts[name] = (*parts.get(name, ()), _part(path, node, table[path]))
-    return {name: Module(found) for name, found in parts.items()}
+    return {name: AdaptedModule(found) for name, found in parts.items()}
 
 
 def _others(model: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -195,7 +195,7 @@ def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settings(modules: Mapping[str, Module], others: Sequence[str]) -> dict[str, Any]:
+def _settings(modules: Mapping[str, AdaptedModule], others: Sequence[str]) -> dict[str, Any]:
     first = next(iter(modules.values()))
     published = [part.published for module in modules.values() for part in module.parts]
     return {

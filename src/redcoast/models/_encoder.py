@@ -66,7 +66,7 @@ def mlp_norm(
     return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, eps)
 
 
-def attention(
+def encoder_attention(
     layer: EncoderLayers,
     x: Float[Array, "batch seq width"],
     visible: Visible,

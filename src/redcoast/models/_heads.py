@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=eqx.Module)
 
 
 class Linear(eqx.Module):
-    """A linear layer for inputs of shape (batch, inputs)."""
+    """A linear layer for inputs of shape (batch, inputs), or of tokens, (batch, seq, inputs)."""
 
     w: Float[Array, "inputs outputs"]
     b: Float[Array, " outputs"]
@@ -29,8 +29,8 @@ class Linear(eqx.Module):
         self.w = small_normal(key, (inputs, outputs))
         self.b = jnp.zeros(outputs)
 
-    def __call__(self, x: Float[Array, "batch inputs"]) -> Float[Array, "batch outputs"]:
-        return product("bi,io->bo", x, self.w, self.b)
+    def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        return product("bsi,io->bso" if x.ndim == 3 else "bi,io->bo", x, self.w, self.b)
 
 
 class MaskedHead(eqx.Module):
@@ -75,7 +75,9 @@ def check_labels(config: Any) -> None:
         )
 
 
-def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -> Model:
+def with_head(
+    model: Model, *, labels: int | Sequence[str], of_tokens: bool = False, key: PRNGKeyArray
+) -> Model:
     """Replaces the head of an encoder by a new one for classification, or for regression (which
     is classification with one label).
 
@@ -89,16 +91,20 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
     - `model`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`, with or without a head. Its head is
       dropped; its pooler is kept if the new head uses one.
     - `labels`: the number of labels, or their names, which are saved with the model.
+    - `of_tokens`: whether each token has labels, such as the entity that it belongs to, and not
+      each row. Images have no tokens.
     - `key`: PRNG key for the new parameters.
 
     **Returns:**
 
-    A model whose call returns logits of shape (batch, labels). The encoder's arrays are those of
-    `model`. The new arrays have the same dtype and are replicated over its mesh.
+    A model whose call returns logits of shape (batch, labels), or (batch, seq, labels) with
+    `of_tokens`. The encoder's arrays are those of `model`. The new arrays have the same dtype and
+    are replicated over its mesh.
 
     **Raises:**
 
-    `ValueError` if there are no labels, `TypeError` if `model` is not such an encoder.
+    `ValueError` if there are no labels, or if an encoder of images has labels of tokens;
+    `TypeError` if `model` is not such an encoder.
     """
     if not hasattr(getattr(model, "config", None), "labels"):
         raise TypeError(
@@ -106,9 +112,16 @@ def with_head(model: Model, *, labels: int | Sequence[str], key: PRNGKeyArray) -
             "`redcoast.models`: a `Bert`, `ModernBert`, `ViT` or `Dinov2`."
         )
     old: Any = model
+    if of_tokens and not hasattr(old.config, "vocab"):
+        raise ValueError(
+            f"`of_tokens` needs an encoder of text, but a {type(old).__name__} has no tokens."
+        )
     names = None if isinstance(labels, int) else tuple(labels)
     changes = {"labels": labels if names is None else len(names), "label_names": names}
-    config = dataclasses.replace(old.config, head="classification", **changes)
+    changes |= {"head": "tokens" if of_tokens else "classification"}
+    if of_tokens and hasattr(old.config, "pooler"):
+        changes["pooler"] = False  # labels of tokens need none
+    config = dataclasses.replace(old.config, **changes)
     make = lambda key: type(old)(config, key=key)
     # The compiler removes what is not returned, so no second encoder is allocated.
     parts = [name for name in ("pooler", "head") if hasattr(old, name)]

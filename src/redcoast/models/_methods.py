@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
-from ._checks import check_length
+from ._check_config import check_length
 from ._cross_cache import CrossCache, DecoderMask, Memory, read_memory
 from ._einsum import product
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core._rows import most_of_rows
+from ..core._most_of_rows import most_of_rows
 from ._attention import wide
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.
@@ -51,9 +51,14 @@ def mix_experts(
     # Padding tokens are all equal and would overload a few experts.
     hits = jnp.where(real[..., None, None], jax.nn.one_hot(which, scores.shape[-1]), 0)
     hits = hits.astype(weights.dtype)
+    # Counts and probabilities are combined for the router's loss. Counts from `hits` would tie the
+    # scores to the experts' weights: where these are sharded, the router would be too, and the
+    # gradients of its inputs would be reduced once more in each layer.
+    routed = jax.nn.one_hot(which, scores.shape[-1], dtype=weights.dtype)
+    count = jnp.sum(jnp.where(real[..., None, None], routed, 0), axis=(0, 1, 2))
     probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))
-    use = (jnp.sum(hits, axis=(0, 1, 2)), probability)
-    return dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen), use
+    mixed = dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen)
+    return mixed, (count, probability)
 
 
 def router_loss(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ._checks import check_fields
+from ._check_config import check_fields
 
 
 @dataclass(frozen=True)

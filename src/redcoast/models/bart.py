@@ -13,11 +13,11 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
 from ._cache import admit, cached_view, extend
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length, check_rates
 from ._cross_cache import CrossCache, DecoderMask, cross_view
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import product
-from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
+from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
 from ._heads import Linear, MaskedHead, check_labels, first_token
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
-Head = Literal["masked", "pretraining", "classification"]
+Head = Literal["masked", "pretraining", "classification", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BertConfig:
     - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
       token. `"pretraining"`: the same, with an additional next-sentence head, whose logits are
       `model.head.follows(model.pool(hidden))`. `"classification"`: the logits of the labels of each
-      row; with one label, the prediction of a regression.
+      row; with one label, the prediction of a regression. `"tokens"`: those of each token.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooler`: whether to include a pooler if the head does not need one. The heads `"pretraining"`
       and `"classification"` always have one.
@@ -146,7 +146,7 @@ class Bert(eqx.Module):
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.layers = EncoderLayers(c, key=keys[3])
         self.pooler = Linear(c.width, c.width, key=keys[4]) if c.pools else None
-        if c.head == "classification":
+        if c.head in ("classification", "tokens"):
             self.head = Linear(c.width, c.labels, key=keys[5])
         else:
             both = c.head == "pretraining"
@@ -167,7 +167,8 @@ class Bert(eqx.Module):
         """Returns the output of the head.
 
         That is the logits of each token, of shape (batch, seq, vocab), or of the labels, of shape
-        (batch, labels); without a head, the hidden states, of shape (batch, seq, width).
+        (batch, labels) or (batch, seq, labels); without a head, the hidden states, of shape
+        (batch, seq, width).
 
         **Arguments:**
 
@@ -196,8 +197,9 @@ class Bert(eqx.Module):
         options = {"types": types, "segments": segments, "positions": positions, "key": key}
         hidden = self.hidden(tokens, mask=mask, **options)
         if isinstance(self.head, Linear):
-            pooled = self.pool(hidden, mask=mask, key=pool_key)
-            return self.head(dropout(pooled, self.config.head_rate, head_key))
+            by_row = self.config.head == "classification"
+            read = self.pool(hidden, mask=mask, key=pool_key) if by_row else hidden
+            return self.head(dropout(read, self.config.head_rate, head_key))
         return hidden if self.head is None else self.unembed(hidden)
 
     def hidden(
@@ -227,7 +229,7 @@ class Bert(eqx.Module):
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
-            x = x + attention(layer, x, visible, c, attention_key)
+            x = x + encoder_attention(layer, x, visible, c, attention_key)
             x = attention_norm(layer, x, c.norm_eps)
             x = x + mlp(layer, x, c, mlp_key)
             return mlp_norm(layer, x, c.norm_eps), cache

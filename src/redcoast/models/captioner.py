@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask
 from ._cache import Cache
-from ._checks import check_fields
+from ._check_config import check_fields
 from ._cross_cache import CrossCache
 from ._dropout import split_key
 from ._einsum import product

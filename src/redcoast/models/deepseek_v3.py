@@ -15,12 +15,12 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, as_array, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
-from ._checks import check_config, check_rates
+from ._check_config import check_config, check_rates
 from ._dropout import split_key
 from ._einsum import LowRank, gated_feed_forward, product
 from ._moe import dispatch
 from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, rotate_pairs, yarn_frequencies
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

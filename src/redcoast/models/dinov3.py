@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import attend, full_view
 from ._basic import activate_gated, check_activation, layer_norm, small_normal
-from ._checks import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._patches import add_scaled
 from ._rotary import rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from ._attention import (
 )
 from ._basic import look_up, normal, output_scale
 from ._cache import Cache, admit, cached_view, extend
-from ._checks import check_config, check_rates
+from ._check_config import check_config, check_rates
 from ._einsum import gated_feed_forward, product
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import check_activation, layer_norm, look_up, output_scale, small_normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length, check_rates
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

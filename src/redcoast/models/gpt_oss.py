@@ -23,11 +23,11 @@ from ._attention import (
 )
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
-from ._checks import check_config, check_heads, check_rates, drop_default_head_size
+from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts, router_loss
 from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 # The gain of the sigmoid in the experts.
 _GAIN = 1.702

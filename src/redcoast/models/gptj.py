@@ -12,11 +12,11 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import check_activation, layer_norm, look_up, output_scale
 from ._cache import extend
-from ._checks import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, product
 from ._rotary import rotary_angles, rotary_frequencies, rotate_pairs
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import extend
-from ._checks import check_config, check_heads, drop_default_head_size
+from ._check_config import check_config, check_heads, drop_default_head_size
 from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, as_array, real_tokens, wide
 from ._basic import look_up, normal, output_scale, rms_norm
-from ._checks import check_config
+from ._check_config import check_config
 from ._einsum import product
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, as_array, attend, causal_view, count_positions, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, admit, cached_view, extend
-from ._checks import check_config, check_heads, check_rates, drop_default_head_size
+from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
 from ._einsum import product
 from ._moe import mix_experts, router_loss
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from ._basic import (
     output_scale,
     small_normal,
 )
-from ._checks import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
 from ._rotary import rotary_angles, rotary_frequencies, rotate
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModernBertConfig:
       without and with a window.
     - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
       token. `"classification"`: the logits of the labels of each row; with one label, the
-      prediction of a regression.
+      prediction of a regression. `"tokens"`: those of each token.
     - `labels`, `label_names`: the number of labels of a classification head, and their names.
     - `pooling`: what a classification head reads: the first token of a row (`"cls"`), or the mean
       of all (`"mean"`).
@@ -77,7 +77,7 @@ class ModernBertConfig:
     window: int = 128
     rope_base: int | float = 160000.0
     local_rope_base: int | float = 10000.0
-    head: Literal["masked", "classification"] | None = None
+    head: Literal["masked", "classification", "tokens"] | None = None
     labels: int = 2
     label_names: tuple[str, ...] | None = None
     pooling: Literal["cls", "mean"] = "cls"
@@ -223,7 +223,7 @@ class ModernBert(eqx.Module):
         self.norm, self.norm_shift = jnp.ones(c.width), shift(c.width)
         self.pooler = ModernBertPooler(c, key=pooler) if c.head else None
         bias = jnp.zeros(c.vocab) if c.head == "masked" and c.vocab_bias else None
-        labels = c.head == "classification"
+        labels = c.head in ("classification", "tokens")
         self.head = Linear(c.width, c.labels, key=head) if labels else bias
         self.config = config
 
@@ -239,7 +239,8 @@ class ModernBert(eqx.Module):
         """Returns the output of the head.
 
         That is the logits of each token, of shape (batch, seq, vocab), or of the labels, of shape
-        (batch, labels); without a head, the hidden states, of shape (batch, seq, width).
+        (batch, labels) or (batch, seq, labels); without a head, the hidden states, of shape
+        (batch, seq, width).
 
         **Arguments:**
 
@@ -265,8 +266,9 @@ class ModernBert(eqx.Module):
         key, head_key = split_key(key, 2)
         hidden = self.hidden(tokens, mask=mask, segments=segments, positions=positions, key=key)
         if isinstance(self.head, Linear):
-            pooled = self.pool(hidden, mask=mask)
-            return self.head(dropout(pooled, self.config.head_dropout, head_key))
+            by_row = self.config.head == "classification"
+            read = self.pool(hidden, mask=mask) if by_row else self._project(hidden)
+            return self.head(dropout(read, self.config.head_dropout, head_key))
         return hidden if self.config.head is None else self.unembed(hidden)
 
     def hidden(

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, full_view, real_tokens, wide
 from ._basic import check_activation, layer_norm, look_up, small_normal
-from ._checks import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length, check_rates
 from ._dropout import split_key
 from ._einsum import feed_forward, product
-from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
+from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
 from ._heads import Linear
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ def _run(part, x, mask, config, key):
     def layer_fn(x, cache, layer, index, key):
         attention_key, mlp_key = split_key(key, 2)
         y = attention_norm(layer, x, c.norm_eps)
-        x = x + attention(layer, y, visible, c, attention_key)
+        x = x + encoder_attention(layer, y, visible, c, attention_key)
         return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache
 
     x, _ = scan_layers(layer_fn, x, part.layers, key=key, remat=c.remat, unroll=c.unroll)

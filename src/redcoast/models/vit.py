@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
 from ._basic import check_activation, layer_norm, small_normal
-from ._checks import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import product
-from ._encoder import EncoderLayers, attention, attention_norm, mlp, mlp_norm
+from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
 from ._heads import Linear, check_labels
-from ._scan import Remat, scan_layers
+from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class ViT(eqx.Module):
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, mlp_key = split_key(key, 2)
-            x = x + attention(
+            x = x + encoder_attention(
                 layer, attention_norm(layer, x, c.norm_eps), visible, c, attention_key
             )
             return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache

@@ -19,7 +19,7 @@ from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
 from ._placement import choose_shardings
-from ._read_plan import Target
+from ._read_plan import ArrayToRead
 from ._read_to_device import fill_device
 from ._read_to_host import fill_host
 from ._registry import find_family
@@ -50,7 +50,9 @@ def load(
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
     places = choose_shardings(abstract, family, config, mesh, shardings)
-    targets = {p: Target(x.shape, dtype, layout.table[p], places[p]) for p, x in arrays.items()}
+    targets = {
+        p: ArrayToRead(x.shape, dtype, layout.table[p], places[p]) for p, x in arrays.items()
+    }
     on_host = {d.platform for place in places.values() for d in place.device_set} == {"cpu"}
     fill, piece = (fill_host, 2**22) if on_host else (fill_device, 2**24)
     made = fill(targets, stored, most=_piece_elements(stored, dtype, piece))

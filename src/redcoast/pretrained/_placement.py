@@ -29,12 +29,12 @@ def choose_shardings(
         return dict.fromkeys(arrays, SingleDeviceSharding(device))
     if mesh.size == 1:
         return dict.fromkeys(arrays, NamedSharding(mesh, P()))
-    inputs = example_inputs(family, config, mesh)
+    inputs = abstract_inputs(family, config, mesh)
     planned = infer_shardings(abstract, mesh, fn=lambda model, *args: model(*args), args=inputs)
     return leaf_paths(planned, Sharding)
 
 
-def example_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
+def abstract_inputs(family: Family, config: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Returns the abstract inputs for planning: those of the family's `example_inputs` if it has
     them; otherwise tokens, no more in a row than the model has positions, for both parts of an
     encoder-decoder."""

@@ -19,7 +19,7 @@ THREADS: dict[str, Any] = {"workers": _WORKERS, "ahead": _WORKERS, "name": "redc
 
 
 @dataclass(frozen=True)
-class Target:
+class ArrayToRead:
     """An array to create, its tensors, and its sharding: each device holds a box of it."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReadStep:
     """One part of every box, and the window to read for it in each distinct box."""
 
     path: str
@@ -58,7 +58,7 @@ class Step:
     last: bool  # whether it is the last step of its array
 
 
-def steps_of(path: str, target: Target, most: int) -> Iterator[Step]:
+def steps_of(path: str, target: ArrayToRead, most: int) -> Iterator[ReadStep]:
     """Yields the steps of an array, in the order of storage. Each step reads at most `most`
     elements of a box."""
     parts = split_box(target.box_shape, reading_order(target.tensor), most)
@@ -68,7 +68,7 @@ def steps_of(path: str, target: Target, most: int) -> Iterator[Step]:
             for start in target.distinct_starts
         ]
         windows = tuple(locate(target.tensor, target.shape, box) for box in boxes)
-        yield Step(path, part, windows, i == len(parts))
+        yield ReadStep(path, part, windows, i == len(parts))
 
 
 def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -> np.ndarray:

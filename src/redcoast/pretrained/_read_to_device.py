@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ..core._iterate import map_in_threads
 from ._lazy_tensor import Stored
-from ._read_plan import THREADS, Step, Target, read_window, steps_of
-from ._slices import Place
+from ._read_plan import THREADS, ArrayToRead, ReadStep, read_window, steps_of
+from ._slices import SlicesToBox
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Read:
     """The pieces that a step has read for each distinct box, and how a device rearranges them."""
 
     pieces: list[np.ndarray]
-    place: Place | None
+    place: SlicesToBox | None
 
 
 def fill_device(
-    targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
+    targets: Mapping[str, ArrayToRead], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
     """Creates arrays, all over the same devices, reading at most `most` elements at once."""
     devices = tuple(next(iter(targets.values())).starts)
@@ -35,7 +35,7 @@ def fill_device(
     buffers = _zeros({p: t for p, t in targets.items() if p not in small}, mesh)
     made: dict[str, jax.Array] = {}
 
-    def read(step: Step) -> tuple[Step, Read]:
+    def read(step: ReadStep) -> tuple[ReadStep, Read]:
         return step, _read(step, targets[step.path], stored, small=step.path in small)
 
     def steps():
@@ -62,7 +62,9 @@ def fill_device(
     return {path: made[path] for path in targets}
 
 
-def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, small: bool) -> Read:
+def _read(
+    step: ReadStep, target: ArrayToRead, stored: Mapping[str, Stored], *, small: bool
+) -> Read:
     pieces = [read_window(window, target.dtype, stored) for window in step.windows]
     places = [window.place for window in step.windows]
     # If the rearrangement is the same for all devices, one program does it faster than the host.
@@ -72,10 +74,10 @@ def _read(step: Step, target: Target, stored: Mapping[str, Stored], *, small: bo
     return Read([np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None)
 
 
-def _zeros(targets: Mapping[str, Target], mesh: Mesh) -> dict[str, jax.Array]:
+def _zeros(targets: Mapping[str, ArrayToRead], mesh: Mesh) -> dict[str, jax.Array]:
     """Allocates the boxes of all devices, concatenated along the first dimension."""
 
-    def shape(target: Target) -> tuple[int, ...]:
+    def shape(target: ArrayToRead) -> tuple[int, ...]:
         rows, *rest = target.box_shape
         return (mesh.size * rows, *rest)
 
@@ -93,7 +95,7 @@ def _join(pieces: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 
 @ft.partial(jax.jit, static_argnames=("place", "mesh"), donate_argnums=0)
 def _write(
-    buffer: jax.Array, pieces: jax.Array, start: jax.Array, *, place: Place | None, mesh: Mesh
+    buffer: jax.Array, pieces: jax.Array, start: jax.Array, *, place: SlicesToBox | None, mesh: Mesh
 ) -> jax.Array:
     """Writes one piece into the box of each device, at the same position in each."""
 

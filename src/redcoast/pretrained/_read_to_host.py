@@ -7,19 +7,19 @@ import numpy as np
 
 from ..core._iterate import map_in_threads
 from ._lazy_tensor import Stored, aligned_empty, split_box
-from ._read_plan import THREADS, Step, Target, read_window, steps_of
+from ._read_plan import THREADS, ArrayToRead, ReadStep, read_window, steps_of
 
 CACHED = 2**15  # elements that fit into a processor's cache
 
 
 def fill_host(
-    targets: Mapping[str, Target], stored: Mapping[str, Stored], *, most: int
+    targets: Mapping[str, ArrayToRead], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
     """Creates arrays, reading at most `most` elements at once in each thread."""
     boxes: dict[str, list[np.ndarray]] = {}
     made: dict[str, jax.Array] = {}
 
-    def write(step: Step) -> Step:
+    def write(step: ReadStep) -> ReadStep:
         target = targets[step.path]
         for box, window in zip(boxes[step.path], step.windows, strict=True):
             read = read_window(window, target.dtype, stored).astype(target.dtype, copy=False)

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicesToBox:
     """Converts stacked slices of tensors to a box of the array, for NumPy and JAX arrays.
 
     The dimensions of the tensors are split into factors and sliced, transposed, merged into the
@@ -40,7 +40,7 @@ class Window:
 
     names: tuple[str, ...]
     slices: Box
-    place: Place
+    place: SlicesToBox
 
 
 def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
@@ -59,7 +59,7 @@ def locate(tensor: Tensor, leaf_shape: tuple[int, ...], box: Box) -> Window:
     left = [_covering_slice(group, spans, sizes) for group in tensor.left]
     factors, moved = [*it.chain(*tensor.left)], [f for f in it.chain(*tensor.right) if f != "1"]
     rest = [i for i, f in enumerate(factors) if f not in moved]
-    place = Place(
+    place = SlicesToBox(
         split=(len(read), *(n for _, extents, _ in left for n in extents)),
         cut=((0, len(read)), *(span for _, _, cuts in left for span in cuts)),
         order=(0, *(1 + i for i in rest), *(1 + factors.index(f) for f in moved)),

@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core._json import read_json
+from ..core._read_json import read_json
 from ._files import file_inside
 from ._lazy_tensor import Source, Stored
 from ._safetensors import read_safetensors
@@ -52,8 +52,8 @@ def open_source(path: Path) -> Source:
     if not path.exists():
         raise FileNotFoundError(
             f"There is nothing at {path}. `load_pretrained` reads a directory on this machine, or "
-            "a `.gguf` file. Download a model of Hugging Face's first, with "
-            "`huggingface-cli download NAME --local-dir DIRECTORY`."
+            "a `.gguf` file. First download a model of Hugging Face, for example with "
+            "`hf download NAME --local-dir DIRECTORY`."
         )
     if path.is_dir():
         return _open_directory(path)

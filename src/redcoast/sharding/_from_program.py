@@ -33,25 +33,31 @@ from .report._reasons import (
 from .report._repeated import repeated
 from .report._traffic import pipelining, traffic
 from .solver._hardware import Hardware
-from .solver._memory import DEFAULT_MEMORY, activation_memory, arithmetic, estimate, fit_budget
+from .solver._memory import (
+    DEFAULT_MEMORY,
+    activation_memory,
+    arithmetic,
+    estimate_memory,
+    fit_budget,
+)
 from .solver._replicate import replicate
 from .solver._strategy import (
     DEFAULT,
     Decision,
     Program,
+    best_strategy,
     constant_dims,
-    decide,
     follow_program,
     parts,
     saved_bytes,
     used_axes,
 )
 from .solver._tokens import needs_tokens, no_tokens, split_tokens
-from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact
-from .tree._optimizer_state import trim
+from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
+from .tree._optimizer_state import trim_spec
 from .tree._overrides import Override, apply_overrides, spec_axes
+from .tree._plan_rows import Role, Row
 from .tree._reason import ON_STAGES, OVERRIDE, STORED, Reason
-from .tree._rows import Role, Row
 
 
 def is_large(program: Program, value: Value) -> bool:
@@ -81,7 +87,7 @@ def layout(
     why = find_reasons(leaves, decision, axes)
     rows = []
     for place, leaf in enumerate(leaves):
-        role: Role = "parameter" if is_inexact(leaf) else "other"
+        role: Role = "parameter" if is_inexact_leaf(leaf) else "other"
         if leaf.index in given:
             spec, reason = given[leaf.index], OVERRIDE
         else:
@@ -111,7 +117,7 @@ def _spec(
         _store(decision, value, entries, model, axes)
     if covered and fsdp:
         _store(decision, value, entries, fsdp, axes)
-    return trim(tuple(entries))
+    return trim_spec(tuple(entries))
 
 
 def _reason(place: int, spec: P, covered: bool, spared: bool, why: Reasons) -> Reason:
@@ -303,7 +309,7 @@ def _rows(task: _Task, covered: Sequence[bool]) -> tuple[list[Row], Decision]:
     program, axes = task.program, task.axes
     forced = [_model_dim(task.given.get(leaf.index, ())) for leaf in task.leaves]
     left = activation_memory(program, axes, covered, task.memory, task.state_bytes)
-    decision = decide(program, axes, covered, task.hardware, forced, left)
+    decision = best_strategy(program, axes, covered, task.hardware, forced, left)
     return layout(task.leaves, decision, covered, task.given, axes), decision
 
 
@@ -325,7 +331,7 @@ def _report(
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=arithmetic(decision, axes),
         repeated=repeated(reasons),
-        memory=estimate(rows, decision, axes, task.state_bytes),
+        memory=estimate_memory(rows, decision, axes, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,

@@ -18,7 +18,7 @@ from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, spec_axes
-from .tree._rows import Row, model_of, plan_rows
+from .tree._plan_rows import Row, model_of, plan_rows
 
 _AXES = ("data", "fsdp", "model")
 
@@ -283,7 +283,7 @@ def plan_shardings(
         print(plan)
         ```
     """
-    mesh = check_mesh(mesh)
+    mesh = mesh_or_ambient(mesh)
     axes = dict(mesh.shape)
     if fn is not None:
         check_functions(fn=fn)
@@ -298,7 +298,7 @@ def plan_shardings(
         needing = {"args": args or None, "budget": budget, "microbatches": microbatches}
         if given := next((name for name, value in needing.items() if value is not None), ""):
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
-        from .heuristic._plan import structural_rows
+        from .heuristic._structural import structural_rows
 
         inside = structural_rows(model_of(tree), axes, overrides)
         rows = plan_rows(tree, lambda model: inside)
@@ -371,7 +371,7 @@ def _state_bytes(tree: PyTree) -> int:
     return sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
 
 
-def check_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is not None:
         check_mesh_kind(mesh)
     mesh = jax.sharding.get_mesh() if mesh is None else mesh

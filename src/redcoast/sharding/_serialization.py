@@ -14,14 +14,14 @@ from jaxtyping import PyTree
 
 from ..core._errors import check_kind, several
 from ..core._frames import hide_frames
-from ..core._json import read_json
-from ._plan import Plan, check_mesh, make_plan
+from ..core._read_json import read_json
+from ._plan import Plan, make_plan, mesh_or_ambient
 from .constrain._compute import Compute
 from .report._data import ProgramReport
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import spec_axes, spec_parts
+from .tree._plan_rows import Role, Row, plan_rows
 from .tree._reason import OVERRIDE, Kind
-from .tree._rows import Role, Row, plan_rows
 
 FORMAT = 1
 _Check = Callable[[Any], bool]
@@ -143,7 +143,7 @@ def load_plan(
     """
     path = Path(path).expanduser()
     document = _read(path)
-    mesh = check_mesh(mesh)
+    mesh = mesh_or_ambient(mesh)
     _check_sizes(path, document["mesh"], dict(mesh.shape))
     of_model = lambda model: [Row(x, P(), OVERRIDE, "parameter") for x in flat_leaves(model) if x]
     blank = plan_rows(tree, of_model)
@@ -156,7 +156,7 @@ def load_plan(
 def _rows(
     path: Path, document: dict[str, Any], blank: Sequence[Row], compute: Compute
 ) -> list[Row]:
-    from .report._json import reason_from_json
+    from .report._report_json import reason_from_json
 
     dims, rows = iter(compute.dims), []
     for one, row in zip(blank, document["rows"], strict=True):
@@ -168,7 +168,7 @@ def _rows(
 
 
 def _program(path: Path, data: dict[str, Any]) -> ProgramReport | None:
-    from .report._json import program_from_json
+    from .report._report_json import program_from_json
 
     try:
         return program_from_json(data) if data else None
@@ -184,7 +184,7 @@ def _tuples(x: Any) -> Any:
 
 
 def _document(plan: Plan) -> dict[str, Any]:
-    from .report._json import array_to_json, program_to_json
+    from .report._report_json import array_to_json, program_to_json
 
     arrays = map(array_to_json, plan.report.arrays)
     return {

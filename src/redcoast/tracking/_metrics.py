@@ -16,8 +16,8 @@ from ..core._errors import check_integer, noting
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
+from ._loggers import RunInfo, all_loggers, start_loggers
 from ._rates import Rates
-from ._run import RunInfo, all_loggers, start_loggers
 
 logger = logging.getLogger("redcoast")
 Log = Callable[[dict[str, float], int], Any]

@@ -155,7 +155,8 @@ class Progress:
     def _details(self, first: _Sample, last: _Sample) -> list[str]:
         details = []
         if self._steps_per_epoch:
-            details.append(f"epoch {self._step / self._steps_per_epoch:.1f}")
+            epoch = self._step / self._steps_per_epoch
+            details.append(f"epoch {epoch:.1f}" if epoch >= 0.1 else f"epoch {epoch:.1g}")
         if "loss" in self._metrics:
             details.append(f"loss {float(self._metrics['loss']):.4g}")
         seconds = last.seconds - first.seconds

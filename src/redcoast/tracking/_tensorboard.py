@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ..core._frames import hide_frames
-from ._run import join_run
+from ._loggers import join_run
 from ._run_info import RunInfo
 
 

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from ._run import Metrics, RunInfo, code_version, join_run, say
+from ._loggers import Metrics, RunInfo, code_version, join_run, say
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
@@ -126,10 +126,12 @@ class WandbLogger:
     def _announce(self, session: Any, offline: dict[str, str]) -> str:
         if session.disabled:
             return ""
-        upload = f"wandb sync {shlex.quote(str(show_directory(Path(session.dir).parent)))}"
+        # All parts of the run: those that resume it are directories of their own.
+        folder = show_directory(Path(session.dir).parents[1])
+        upload = f"wandb sync {shlex.quote(str(folder))}/*-{session.id}"
         if session.offline:
             reason = "no account was found" if offline else "as requested"
-            say(f"W&B is offline ({reason}). To upload the run later: {upload}")
+            say(f"W&B is offline ({reason}). To upload the run later:\n{upload}")
         else:
             say(f"W&B: {session.url}")
         return f" To upload what it has received: {upload}"
@@ -222,12 +224,12 @@ def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
             "W&B run, %s. To continue the old W&B run, call the logger only during the run.",
             session.id,
         )
-    _keep_id(run.directory, session.id)
+    _keep_id(run.directory, {"id": session.id, "project": session.project})
 
 
-def _keep_id(directory: Path, name: str) -> None:
+def _keep_id(directory: Path, kept: dict[str, str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "wandb.json").write_text(json.dumps({"id": name}) + "\n")
+    (directory / "wandb.json").write_text(json.dumps(kept) + "\n")
 
 
 def _init_arguments(
@@ -247,7 +249,7 @@ def _init_arguments(
         arguments.setdefault("id", _run_id(run.directory / "wandb.json", run.resumed))
         if run.resumed:
             arguments.setdefault("resume", "allow")
-        _keep_id(run.directory, arguments["id"])
+        _keep_id(run.directory, {name: arguments[name] for name in ("id", "project")})
     return arguments
 
 

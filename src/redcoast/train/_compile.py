@@ -21,7 +21,7 @@ from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
 from ..tracking._metrics import PackedMetrics
-from ._grouped_conv import refuse_wrong_gradients
+from ._wrong_gradients import refuse_wrong_gradients
 
 
 @hide_frames

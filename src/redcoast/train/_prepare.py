@@ -13,7 +13,7 @@ from ..core._frames import hide_frames
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
-from ._plan import plan_step
+from ._plan_step import plan_step
 from ._step import TrainState, init_state, train_step
 
 

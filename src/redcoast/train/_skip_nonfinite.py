@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jaxtyping import Array, Bool, PyTree
 
-from ..core._jaxpr import bind_again, evaluate, variables
+from ..core._jaxpr import bind_again, evaluate_jaxpr, variables
 
 
 def guarded_update(
@@ -58,7 +58,7 @@ def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Ar
 
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
-    outputs = evaluate(jaxpr, env, handle)
+    outputs = evaluate_jaxpr(jaxpr, env, handle)
     selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]
     return outputs[:first] + [
         new if done else jnp.where(finite, new, before)

@@ -22,7 +22,7 @@ from ._parse import (
     size_in_bytes,
 )
 from ._replica_groups import axes_and_size, written_groups
-from ._trip_counts import Scope, entry_scope, inner_scope, loop_scope, trip_count
+from ._trip_counts import CallScope, entry_scope, inner_scope, loop_scope, trip_count
 
 # The bytes that each of n devices sends in a ring, given the bytes of its operands.
 _SENT: dict[str, Callable[[int, int], int]] = {
@@ -198,7 +198,7 @@ def _callees(instruction: Instruction) -> list[str]:
 
 
 def _executed(
-    program: _Program, scope: Scope, caller: Instruction | None = None
+    program: _Program, scope: CallScope, caller: Instruction | None = None
 ) -> list[Collective]:
     """The collectives of one execution of a computation."""
     found = []
@@ -221,7 +221,7 @@ def _executed(
     return found
 
 
-def _looped(program: _Program, scope: Scope, loop: Instruction) -> list[Collective]:
+def _looped(program: _Program, scope: CallScope, loop: Instruction) -> list[Collective]:
     trips = trip_count(scope, loop)
     runs = {"condition": 2, "body": 1} if trips is None else {"condition": trips + 1, "body": trips}
     return [
@@ -232,7 +232,7 @@ def _looped(program: _Program, scope: Scope, loop: Instruction) -> list[Collecti
 
 
 def _collective(
-    program: _Program, scope: Scope, instruction: Instruction, caller: Instruction | None
+    program: _Program, scope: CallScope, instruction: Instruction, caller: Instruction | None
 ) -> list[Collective]:
     if _is_later_part(scope, instruction):
         return []
@@ -260,7 +260,7 @@ def _collective(
     ]
 
 
-def _is_later_part(scope: Scope, instruction: Instruction) -> bool:
+def _is_later_part(scope: CallScope, instruction: Instruction) -> bool:
     """Whether an instruction is the continuation of a collective that has already started.
 
     TPUs overlap a collective with several fusions, and its HLO appears in each of them.

@@ -41,7 +41,7 @@ Parameters = Callable[[int, int | None], Value]
 
 
 @dataclass(frozen=True)
-class Scope:
+class CallScope:
     """A computation, with the known values of its parameters at one call site."""
 
     module: Module
@@ -53,22 +53,22 @@ class Scope:
         return computation(self.module, self.name)
 
 
-def entry_scope(module: Module) -> Scope:
-    return Scope(module, module.entry, lambda number, place: None)
+def entry_scope(module: Module) -> CallScope:
+    return CallScope(module, module.entry, lambda number, place: None)
 
 
-def inner_scope(scope: Scope, caller: Instruction, name: str, skip: int = 0) -> Scope:
+def inner_scope(scope: CallScope, caller: Instruction, name: str, skip: int = 0) -> CallScope:
     """The scope of a computation that an instruction calls with its operands after `skip`."""
     inputs = operands(caller)[skip:]
-    return Scope(scope.module, name, lambda number, place: _value(scope, inputs[number], place))
+    return CallScope(scope.module, name, lambda number, place: _value(scope, inputs[number], place))
 
 
-def loop_scope(scope: Scope, loop: Instruction, name: str) -> Scope:
+def loop_scope(scope: CallScope, loop: Instruction, name: str) -> CallScope:
     """The scope of a loop's body or condition, with the known loop-invariant values."""
-    return Scope(scope.module, name, lambda number, place: _unchanged(scope, loop, place))
+    return CallScope(scope.module, name, lambda number, place: _unchanged(scope, loop, place))
 
 
-def trip_count(scope: Scope, loop: Instruction) -> int | None:
+def trip_count(scope: CallScope, loop: Instruction) -> int | None:
     """The number of times a loop's body runs; None if that depends on data."""
     known = _KNOWN.search(loop.rest)
     if known is not None:
@@ -123,22 +123,22 @@ def iterations(start: int, step: int, direction: str, bound: int) -> int | None:
     return None
 
 
-def _symbolic(scope: Scope, name: str) -> Scope:
-    return Scope(scope.module, name, lambda number, place: Carried(place, 0))
+def _symbolic(scope: CallScope, name: str) -> CallScope:
+    return CallScope(scope.module, name, lambda number, place: Carried(place, 0))
 
 
-def _unchanged(scope: Scope, loop: Instruction, place: int | None) -> Value:
+def _unchanged(scope: CallScope, loop: Instruction, place: int | None) -> Value:
     """The value that a loop carries at a place, if its body does not change it."""
     if _root(_symbolic(scope, callee(loop, "body")), place) != Carried(place, 0):
         return None
     return _value(scope, operands(loop)[0], place)
 
 
-def _root(scope: Scope, place: int | None) -> Value:
+def _root(scope: CallScope, place: int | None) -> Value:
     return _value(scope, scope.computation.root, place)
 
 
-def _comparison(scope: Scope) -> tuple[Value, str, Value] | None:
+def _comparison(scope: CallScope) -> tuple[Value, str, Value] | None:
     """The comparison that a loop's condition consists of."""
     instruction = lookup(scope.computation, scope.computation.root)
     if instruction.opcode in ("fusion", "call"):
@@ -152,7 +152,7 @@ def _comparison(scope: Scope) -> tuple[Value, str, Value] | None:
     return left, direction[1], right
 
 
-def _value(scope: Scope, name: str, place: int | None) -> Value:
+def _value(scope: CallScope, name: str, place: int | None) -> Value:
     """An instruction's value, or that of the element of its result at `place`; None if unknown."""
     instruction = lookup(scope.computation, name)
     match instruction.opcode:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+LABELLED = ("classification", "tokens")  # the heads with labels
+
 
 def read_architecture(settings: Mapping[str, Any], known: Mapping[str, Any], default: str) -> Any:
     """Looks up the setting `architectures` in `known`; `default` is used if there is none."""
@@ -31,7 +33,7 @@ def read_labels(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_labels(config: Any) -> dict[str, Any]:
-    if config.head != "classification":
+    if config.head not in LABELLED:
         return {}
     names = config.label_names or _numbered(config.labels)
     return {

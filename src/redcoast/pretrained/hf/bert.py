@@ -8,7 +8,7 @@ from typing import Any
 from ...models.bert import BertConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor, tensor_names
-from ._labels import read_architecture, read_labels, write_labels
+from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
@@ -33,10 +33,14 @@ _HEADS = {
     "masked": "ForMaskedLM",
     "pretraining": "ForPreTraining",
     "classification": "ForSequenceClassification",
+    "tokens": "ForTokenClassification",
 }
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
+    if settings.get("model_type") == "xlm-roberta":  # a RoBERTa but for its name and tokenizer
+        names = [name.removeprefix("XLM") for name in settings.get("architectures") or ()]
+        settings = settings | {"model_type": "roberta", "architectures": names}
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
     defaults = {
@@ -68,7 +72,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _architectures(kind), _name(kind, None))
     fields = read_fields(c, _NAMES)
-    fields |= read_labels(settings) if head == "classification" else {}
+    fields |= read_labels(settings) if head in LABELLED else {}
     positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
     return fields | {"positions": positions, "kind": kind, "head": head, "pooler": head is None}
 
@@ -98,7 +102,9 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
     pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
     second = config.head == "masked" and "cls.seq_relationship.weight" in names
     head = "pretraining" if second else config.head
-    return dataclasses.replace(config, head=head, pooler=pooler and head in (None, "masked"))
+    return dataclasses.replace(
+        config, head=head, pooler=pooler and head in (None, "masked", "tokens")
+    )
 
 
 def tensors(config: BertConfig) -> dict[str, Tensor]:
@@ -137,6 +143,8 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
         found |= linear("head", "classifier.out_proj" if roberta else "classifier")
     elif config.pools:
         found |= linear("pooler", base + "pooler.dense")
+    if head == "tokens":
+        found |= linear("head", "classifier")
     if head in ("masked", "pretraining"):
         prefix = "lm_head." if roberta else "cls.predictions."
         middle = prefix if roberta else prefix + "transform."

@@ -5,7 +5,7 @@ from typing import Any
 from ...models.modernbert import ModernBertConfig, all_but_every
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor, tensor_names
-from ._labels import read_architecture, read_labels, write_labels
+from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import EMBED, OUT_OF_HEADS, TURNED, VECTOR, linear
 
 BASE_PREFIX = "model."
@@ -40,6 +40,7 @@ _HEADS = {
     "ModernBertModel": None,
     "ModernBertForMaskedLM": "masked",
     "ModernBertForSequenceClassification": "classification",
+    "ModernBertForTokenClassification": "tokens",
 }
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _BASES = {"rope_base": _GLOBAL, "local_rope_base": _LOCAL}
@@ -78,7 +79,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ModernBertModel")
     fields = read_fields(c, _NAMES) | {"head": head, "local": _read_local(c)}
-    fields |= read_labels(settings) if head == "classification" else {}
+    fields |= read_labels(settings) if head in LABELLED else {}
     return fields | _read_rope(c["rope_parameters"] or {})
 
 
@@ -175,7 +176,7 @@ def _head(c: ModernBertConfig) -> dict[str, Tensor]:
     }
     if c.head_bias:
         found["pooler/b"] = Tensor("head.dense.bias", "outputs -> outputs")
-    if c.head == "classification":
+    if c.head in LABELLED:
         return found | linear("head", "classifier")
     return found | ({"head": Tensor("decoder.bias", "vocab -> vocab")} if c.vocab_bias else {})
 

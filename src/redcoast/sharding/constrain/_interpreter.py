@@ -15,7 +15,7 @@ from ...core._jaxpr import (
     CHECKPOINTS,
     CUSTOM_DERIVATIVES,
     bind_again,
-    evaluate,
+    evaluate_jaxpr,
     iter_equations,
     scan_operands,
     while_operands,
@@ -24,18 +24,18 @@ from ...core._pytree import ARRAYS, join
 from ...core._sequence_parts import gathered_dimension
 from ..pipeline._deal import Deal
 from ..pipeline._draws import draw_rows
-from ..pipeline._run import run_pipeline
+from ..pipeline._run_pipeline import run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
 from ..program._graph import Value
 from ..program._trace import trace_over
 from ..program._walk import CONSTRAINED, Scope, outputs_of
-from ..solver._batch import Batch, made_rows
+from ..solver._batch import BatchNodes, made_rows
 from ..solver._strategy import follow_program
 from ._compute import Compute
+from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
-from ._loop_weights import apply_copies, copy_weights
 from ._shardings import Shardings, find_shardings, sharded_dim
 from ._whole import gather_operands
 
@@ -93,6 +93,8 @@ def run_constrained(
                 x if isinstance(a, Literal) else shardings.constrain_operand(x, scope.values[a])
                 for a, x in zip(equation.invars, operands, strict=True)
             ]
+        if equation.primitive.name == "concatenate":
+            operands = _keep_whole(equation, scope, shardings, operands)
         wait = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
         call = _Call(equation, inner, shardings, operands, wait)
         try:
@@ -108,7 +110,7 @@ def run_constrained(
 
     return [
         _as_array(x, atom) if isinstance(atom, Literal) else x
-        for x, atom in zip(evaluate(jaxpr, env, handle), jaxpr.outvars, strict=True)
+        for x, atom in zip(evaluate_jaxpr(jaxpr, env, handle), jaxpr.outvars, strict=True)
     ]
 
 
@@ -120,6 +122,21 @@ def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]
 
     inputs = {var for var, one in zip(scope.jaxpr.invars, stored, strict=False) if one}
     return inputs | {var for var in scope.jaxpr.constvars if is_sharded(scope.values[var])}
+
+
+def _keep_whole(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: list[Any]
+) -> list[Any]:
+    """Constrains whole arrays that are concatenated into one that is split.
+
+    Without constraints, XLA splits their cotangents like that of the result, and then those of the
+    activations that they come from, which are gathered again in the layers.
+    """
+    parts = [scope.values[atom] for atom in equation.invars]
+    parallel = shardings.is_parallel(scope.values[equation.outvars[0]])
+    if not parallel or any(map(shardings.is_parallel, parts)):
+        return operands
+    return _constrain_all(shardings, operands, parts)
 
 
 def _as_array(x: Any, atom: Any) -> Any:
@@ -204,7 +221,7 @@ def _run_local(
     dims = tuple(sharded_dim(spec, shardings.model_axes) for _, spec in pairs)
     compute = Compute(dims, shardings.batch_axes, shardings.model_axes)
     made = () if shardings.tokens else made_rows(program.graph, nodes)
-    program = replace(program, batch=Batch(nodes, made, sequence=shardings.tokens))
+    program = replace(program, batch=BatchNodes(nodes, made, sequence=shardings.tokens))
     local = find_shardings(program, shardings.mesh, compute)
     results = run_constrained(program.scope, local, arrays)
     found = [local.spec(value) for value in outputs_of(program.graph, program.scope)]

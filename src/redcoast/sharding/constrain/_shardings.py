@@ -65,8 +65,11 @@ class Shardings:
     def constrain(self, x: Any, value: Value) -> Any:
         """Constrains an array to the sharding of its value."""
         # Between the tensor-parallel parts, the sequence is sharded instead.
-        parallel = any(self._is_in(node, self.chosen) for node in value.dims)
-        return self._constrain(x, value, self.chosen if parallel else self.sequence)
+        return self._constrain(x, value, self.chosen if self.is_parallel(value) else self.sequence)
+
+    def is_parallel(self, value: Value) -> bool:
+        """Whether a dimension of a value is tensor-parallel."""
+        return any(self._is_in(node, self.chosen) for node in value.dims)
 
     def constrain_operand(self, x: Any, value: Value) -> Any:
         """Gathers the sequence of an operand of a contraction."""

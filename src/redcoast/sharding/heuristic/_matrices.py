@@ -29,7 +29,7 @@ Sides = tuple[tuple[int, ...], tuple[int, ...]]  # input dimensions, output dime
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A weight with its input dimensions `ins`, which are contracted, and output dimensions `outs`.
 
     `kind` is "linear", "conv" or "table". `stack` is the number of stacked leading dimensions.
@@ -85,7 +85,7 @@ class Group:
     path: tuple[str, ...]
     owner: Any
     ordered: bool
-    members: "dict[str, Matrix | Group]"
+    members: "dict[str, WeightMatrix | Group]"
     loose: list[Leaf]
 
     def __iter__(self) -> Iterator["Group"]:
@@ -95,19 +95,19 @@ class Group:
                 yield from member
         yield self
 
-    def matrices(self) -> Iterator[Matrix]:
+    def matrices(self) -> Iterator[WeightMatrix]:
         """All matrices of the group and of inner groups."""
         for member in self.members.values():
-            yield from [member] if isinstance(member, Matrix) else member.matrices()
+            yield from [member] if isinstance(member, WeightMatrix) else member.matrices()
 
-    def near(self) -> list[Matrix | None]:
+    def near(self) -> list[WeightMatrix | None]:
         """The matrices of the group and of inner groups with one matrix, with relative names.
 
         An inner group with several matrices is replaced by None.
         """
-        near: list[Matrix | None] = []
+        near: list[WeightMatrix | None] = []
         for key, member in self.members.items():
-            if isinstance(member, Matrix):
+            if isinstance(member, WeightMatrix):
                 near.append(replace(member, names=(key,)))
             elif below := list(member.matrices()):
                 names = (key, *below[0].names)
@@ -199,7 +199,7 @@ def _layout(weight: Leaf) -> str:
     return key if key in _GENERIC else "own name"
 
 
-def _outputs_first(matrix: Matrix, known: Known) -> int:
+def _outputs_first(matrix: WeightMatrix, known: Known) -> int:
     """1 if the output dimension is stored before the input, -1 if after, 0 if unknown."""
     first = matrix.outs < matrix.ins
     if not matrix.sure:
@@ -213,24 +213,24 @@ def _outputs_first(matrix: Matrix, known: Known) -> int:
 
 def _read(node: Node, known: Known) -> Group:
     """The group of a node: its matrices and inner groups, and other arrays."""
-    members: dict[str, Matrix | Group | None] = {}
+    members: dict[str, WeightMatrix | Group | None] = {}
     for name, child in node.children.items():
         if isinstance(child, Node):
             members[name] = _layer(child, known) or _read(child, known)
         elif not isinstance(node.owner, NORMS + RECURRENT):
             members[name] = _matrix((name,), name, child, _bias_of(name, child, node), known)
-    own = [member for member in members.values() if isinstance(member, Matrix)]
+    own = [member for member in members.values() if isinstance(member, WeightMatrix)]
     # Biases with a dimension of heads look like matrices.
     biases = {matrix.bias.index for matrix in own if matrix.bias is not None}
     kept = {k: m for k, m in members.items() if m and getattr(m, "index", None) not in biases}
-    used = [m for m in kept.values() if isinstance(m, Matrix)]
+    used = [m for m in kept.values() if isinstance(m, WeightMatrix)]
     taken = {leaf.index for m in used for leaf in (m.weight, m.bias) if leaf is not None}
     leaves = [child for child in node.children.values() if isinstance(child, Leaf)]
     loose = [leaf for leaf in leaves if leaf.index not in taken]
     return Group(node.path, node.owner, node.ordered, kept, loose)
 
 
-def _layer(node: Node, known: Known) -> Matrix | None:
+def _layer(node: Node, known: Known) -> WeightMatrix | None:
     """The matrix of a stock layer, or of a dict or module with only a weight and a bias."""
     leaves = {name: child for name, child in node.children.items() if isinstance(child, Leaf)}
     key = next((key for key in _WEIGHTS if key in leaves), None)
@@ -239,11 +239,11 @@ def _layer(node: Node, known: Known) -> Matrix | None:
     weight, bias, names = leaves[key], leaves.get("bias", leaves.get("b")), node.path[-1:]
     stack, owner = known.stacks[weight.index], node.owner
     if isinstance(owner, eqx.nn.Embedding):
-        return Matrix(names, weight, None, "table", stack, (stack,), (stack + 1,))
+        return WeightMatrix(names, weight, None, "table", stack, (stack,), (stack + 1,))
     if isinstance(owner, (eqx.nn.Linear, *_CONVOLUTIONS)):
         kind = "linear" if isinstance(owner, eqx.nn.Linear) else "conv"
         groups = getattr(owner, "groups", 1)
-        return Matrix(names, weight, bias, kind, stack, (stack + 1,), (stack,), groups)
+        return WeightMatrix(names, weight, bias, kind, stack, (stack + 1,), (stack,), groups)
     only = len(node.children) == 1 + (bias is not None)
     return _matrix(names, key, weight, bias, known) if only else None
 
@@ -264,20 +264,20 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
 
 def _matrix(
     names: tuple[str, ...], key: str, weight: Leaf, bias: Leaf | None, known: Known
-) -> Matrix | None:
+) -> WeightMatrix | None:
     """Returns an array with the name `key` as a matrix, or None if it is not one."""
     stack, shape, sure = known.stacks[weight.index], weight.shape, True
     dims = [d for d in range(stack, len(shape)) if shape[d] > 1]
     if sides := _channels(key, shape, stack):
-        return Matrix(names, weight, bias, "conv", stack, *sides)
+        return WeightMatrix(names, weight, bias, "conv", stack, *sides)
     if len(dims) == 3:
         sides = _sides_with_heads(names[-1], weight, dims, known)
-        return Matrix(names, weight, bias, "linear", stack, *sides)
+        return WeightMatrix(names, weight, bias, "linear", stack, *sides)
     if len(dims) != 2:
         return None
     first, last = dims
     if bias is None and (key == "embedding" or _TABLE.search("/".join(names))):
-        return Matrix(names, weight, None, "table", stack, (first,), (last,))
+        return WeightMatrix(names, weight, None, "table", stack, (first,), (last,))
     outputs_first = key.lower().endswith("weight")  # as in PyTorch
     if bias is not None and shape[first] != shape[last]:
         outputs_first = bias.shape[-1:] == (shape[first],)
@@ -285,7 +285,7 @@ def _matrix(
         sure, layout = False, known.layouts[_layout(weight)]
         outputs_first = layout > 0 if layout else outputs_first
     ins, outs = (last, first) if outputs_first else (first, last)
-    return Matrix(names, weight, bias, "linear", stack, (ins,), (outs,), sure=sure)
+    return WeightMatrix(names, weight, bias, "linear", stack, (ins,), (outs,), sure=sure)
 
 
 def _channels(key: str, shape: tuple[int, ...], stack: int) -> Sides | None:

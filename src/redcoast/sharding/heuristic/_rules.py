@@ -17,7 +17,7 @@ import equinox as eqx
 
 from ..tree._leaves import LARGE
 from ..tree._overrides import multiples_near
-from ._matrices import Group, Known, Matrix, layer_of
+from ._matrices import Group, Known, WeightMatrix, layer_of
 
 # A matrix with this many times fewer outputs than inputs is not worth sharding.
 _NARROW = 8
@@ -81,7 +81,13 @@ def vocabularies(splits: Splits) -> set[int]:
 
 
 def _shard(
-    matrix: Matrix, side: Side, n: int, reason: str, *, parts: int = 1, heads: int | None = None
+    matrix: WeightMatrix,
+    side: Side,
+    n: int,
+    reason: str,
+    *,
+    parts: int = 1,
+    heads: int | None = None,
 ) -> Splits:
     """Shards a matrix over `n` devices, on its output (column-parallel) or input (row-parallel).
 
@@ -103,7 +109,7 @@ def _shard(
     return splits
 
 
-def _replicate(matrix: Matrix, reason: str, outer: int | None = None) -> Splits:
+def _replicate(matrix: WeightMatrix, reason: str, outer: int | None = None) -> Splits:
     """Replicates a matrix and its bias."""
     splits = {matrix.index: Split(None, reason, outer)}
     if matrix.bias is not None:
@@ -116,7 +122,7 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
-def _obstacle(matrix: Matrix, dim: int, n: int, parts: int, heads: int | None) -> str | None:
+def _obstacle(matrix: WeightMatrix, dim: int, n: int, parts: int, heads: int | None) -> str | None:
     size = matrix.weight.shape[dim]
     if matrix.groups > 1:
         return f"convolution in {matrix.groups} groups"
@@ -128,7 +134,7 @@ def _obstacle(matrix: Matrix, dim: int, n: int, parts: int, heads: int | None) -
     return None
 
 
-def _undecided(group: Group, done: Splits) -> list[Matrix | None]:
+def _undecided(group: Group, done: Splits) -> list[WeightMatrix | None]:
     """The matrices near a group, and None for others between them."""
     near = group.near()
     return [m if m and m.kind != "table" and m.index not in done else None for m in near]
@@ -155,11 +161,11 @@ def _shard_attention(group: Group, parent: Group | None, done: Splits, n: int) -
     return _shard_inputs(inputs, output, group.owner, n)
 
 
-def _linear(group: Group, done: Splits) -> list[Matrix]:
+def _linear(group: Group, done: Splits) -> list[WeightMatrix]:
     return [m for m in _undecided(group, done) if m is not None and m.kind == "linear"]
 
 
-def _explicit_heads(matrices: list[Matrix], n: int) -> Splits:
+def _explicit_heads(matrices: list[WeightMatrix], n: int) -> Splits:
     """Shards matrices with a separate dimension of heads, which shows their sides."""
     splits: Splits = {}
     apart = any(m.outs[-1] - m.outs[0] > 1 for m in matrices)  # (experts, width, hidden)
@@ -172,13 +178,15 @@ def _explicit_heads(matrices: list[Matrix], n: int) -> Splits:
     return splits
 
 
-def _inputs_by_name(matrices: list[Matrix]) -> dict[str, Matrix]:
+def _inputs_by_name(matrices: list[WeightMatrix]) -> dict[str, WeightMatrix]:
     found = {m.role: m for m in matrices if m.role in _INPUTS}
     complete = ({"query", "key", "value"}, {"query", "fused"}, {"fused"})
     return found if set(found) in complete else {}
 
 
-def _inputs_by_shape(matrices: list[Matrix], beside: list[Matrix]) -> dict[str, Matrix]:
+def _inputs_by_shape(
+    matrices: list[WeightMatrix], beside: list[WeightMatrix]
+) -> dict[str, WeightMatrix]:
     """Finds query, key and value by four patterns of shapes.
 
     Four square matrices; two square ones and two others that are alike (grouped queries); three
@@ -201,7 +209,7 @@ def _inputs_by_shape(matrices: list[Matrix], beside: list[Matrix]) -> dict[str, 
     return {}
 
 
-def _output(matrices: list[Matrix], inputs: dict[str, Matrix]) -> Matrix | None:
+def _output(matrices: list[WeightMatrix], inputs: dict[str, WeightMatrix]) -> WeightMatrix | None:
     """The last matrix from the heads' width back, if possible one with the name of an output."""
     query = inputs.get("query") or inputs["fused"]
     heads = {inputs[role].out_size for role in ("query", "value") if role in inputs}
@@ -216,7 +224,9 @@ def _output(matrices: list[Matrix], inputs: dict[str, Matrix]) -> Matrix | None:
     return max(reversed(fits), key=lambda m: m.role == "output", default=None)
 
 
-def _shard_inputs(inputs: dict[str, Matrix], output: Matrix | None, owner: Any, n: int) -> Splits:
+def _shard_inputs(
+    inputs: dict[str, WeightMatrix], output: WeightMatrix | None, owner: Any, n: int
+) -> Splits:
     heads = _int_field(owner, _HEADS)
     kv_heads = _int_field(owner, _KV_HEADS) or heads
     splits: Splits = {}
@@ -263,7 +273,7 @@ def _shard_pairs(group: Group, done: Splits, residual: set[int], known: Known, n
     return splits
 
 
-def _residual_width(matrices: list[Matrix], known: Known) -> int:
+def _residual_width(matrices: list[WeightMatrix], known: Known) -> int:
     """The size that most of the matrices have on one side; ties go by the arrays of the layer."""
     sizes = known.sizes[layer_of(matrices[0].weight)]
     sides = [(matrix.in_size, matrix.out_size) for matrix in matrices]
@@ -281,9 +291,9 @@ def _shard_chains(group: Group, done: Splits, residual: set[int], n: int) -> Spl
     return splits
 
 
-def _runs(matrices: list[Matrix | None]) -> Iterator[list[Matrix]]:
+def _runs(matrices: list[WeightMatrix | None]) -> Iterator[list[WeightMatrix]]:
     """Runs of matrices in which the output of each is the input of the next."""
-    run: list[Matrix] = []
+    run: list[WeightMatrix] = []
     for matrix in matrices:
         if matrix is not None and run and _follows(run[-1], matrix):
             run.append(matrix)
@@ -293,15 +303,15 @@ def _runs(matrices: list[Matrix | None]) -> Iterator[list[Matrix]]:
     yield run
 
 
-def _follows(before: Matrix, after: Matrix) -> bool:
+def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:
     if before.kind == "conv" and after.kind == "linear":
         return after.in_size % before.out_size == 0  # flattened, channels first
     return before.out_size == after.in_size
 
 
-def _alternate(run: list[Matrix], residual: set[int], place: str, n: int) -> Splits:
+def _alternate(run: list[WeightMatrix], residual: set[int], place: str, n: int) -> Splits:
     splits: Splits = {}
-    before: Matrix | None = None
+    before: WeightMatrix | None = None
     for matrix, after in zip(run, [*run[1:], None], strict=True):
         if before is not None:
             splits |= _shard(matrix, "row", n, f"pairs with {place}{before.name}")
@@ -319,7 +329,7 @@ def _alternate(run: list[Matrix], residual: set[int], place: str, n: int) -> Spl
     return splits
 
 
-def _shard_alone(matrix: Matrix, residual: set[int], n: int) -> Splits:
+def _shard_alone(matrix: WeightMatrix, residual: set[int], n: int) -> Splits:
     """Shards a matrix without a partner on its output, if it is divisible and large."""
     if matrix.out_size in residual:
         return _replicate(matrix, "no matrix follows to pair with, and its output is replicated")
@@ -361,7 +371,7 @@ def _shard_heads(root: Group, done: Splits, sizes: set[int], n: int) -> Splits:
     return splits
 
 
-def _vocabulary(matrix: Matrix, dim: int, n: int) -> Split:
+def _vocabulary(matrix: WeightMatrix, dim: int, n: int) -> Split:
     size = matrix.weight.shape[dim]
     outer = matrix.in_size if dim in matrix.outs else matrix.out_size
     rows = max(matrix.in_size, matrix.out_size) if matrix.kind == "table" else None

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...distributed._mesh import PIPE
-from ._rows import SUM
+from ._row_states import SUM
 from ._stages import Pipeline, Place
 
 

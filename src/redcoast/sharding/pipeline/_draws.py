@@ -16,7 +16,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Integer, PRNGKeyArray, UInt32
 
 from ...core._jaxpr import CUSTOM_DERIVATIVES, iter_equations, open_jaxpr
-from ._rows import Mixed, differing
+from ._row_states import Mixed, differing
 
 
 @dataclass(frozen=True)

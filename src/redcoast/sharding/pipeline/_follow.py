@@ -19,9 +19,9 @@ from ...core._jaxpr import (
     scan_operands,
     while_operands,
 )
-from ...core._rows import is_most
+from ...core._most_of_rows import is_most
 from ._row_rules import apply_rule
-from ._rows import Mixed, Pair, Rows, State, differing, join_rows
+from ._row_states import Mixed, Pair, Rows, State, differing, join_rows
 
 # The numbers of these parameters are sizes, which follow from the number of rows.
 _SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "name"])

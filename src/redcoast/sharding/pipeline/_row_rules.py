@@ -12,7 +12,7 @@ import jax
 from ...core._jaxpr import is_inexact
 from ..program._elementwise import ELEMENTWISE, PAIRWISE
 from ..program._walk import REDUCTIONS
-from ._rows import SUM, Mixed, Pair, Rows, State, differing, join_rows
+from ._row_states import SUM, Mixed, Pair, Rows, State, differing, join_rows
 
 
 def apply_rule(pair: Pair, inputs: Sequence[State]) -> list[State]:

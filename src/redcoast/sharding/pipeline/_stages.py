@@ -12,10 +12,10 @@ from ..solver._classes import Classes
 from ..solver._strategy import Program, Staged, follow_program
 from ._draws import Draw, find_draws
 from ._follow import follow_rows, in_layer, of_layers
-from ._rows import SUM, Mixed, Rows, State, Sum, differing
+from ._row_states import SUM, Mixed, Rows, RowSum, State, differing
 
 # The dimension of an array that counts rows, if any.
-Place = int | Literal[Sum.SUM] | None
+Place = int | Literal[RowSum.SUM] | None
 
 # Pipelined so often, a batch has less than a tenth of its time in the bubble.
 _PER_STAGE = 9

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ...core._flops import multiply_adds
+from ...core._multiply_adds import multiply_adds
 from ._graph import Graph, Value, output
 
 

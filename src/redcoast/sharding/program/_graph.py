@@ -72,11 +72,12 @@ class Meeting:
     """An operand whose dimension `node` follows the dimensions `before` in the result.
 
     If both are sharded over the same axis (a batch against itself), the operand is gathered
-    `times` times.
+    `times` times, unless one of `along` is sharded over it too.
     """
 
     node: int
     before: tuple[int, ...]
+    along: tuple[int, ...]
     dims: tuple[int, ...]
     bytes: int
     times: int | float
@@ -185,11 +186,13 @@ class Graph:
             times, uses = value.reduced, 1
         self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value, before)
 
-    def meet(self, value: Value, node: int, before: tuple[int, ...]) -> None:
+    def meet(
+        self, value: Value, node: int, before: tuple[int, ...], along: tuple[int, ...] = ()
+    ) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if before:
             times = self.times * self.forwards
-            self.meetings.append(Meeting(node, before, value.dims, value.bytes, times))
+            self.meetings.append(Meeting(node, before, along, value.dims, value.bytes, times))
 
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None

@@ -48,7 +48,11 @@ def gather(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Va
 
 
 def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Partial sums of the result, if the dimensions that count the updates are sharded."""
+    """Partial sums of the result, if the dimensions that count the updates are sharded.
+
+    Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
+    write is differentiated, it gathers which update wrote each element, and adds those updates.
+    """
     operand, indices, updates = inputs[:3]
     numbers = equation.params["dimension_numbers"]
     batching = numbers.operand_batching_dims
@@ -71,7 +75,13 @@ def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
     shared = {indices.dims[i] for i in indexed_batching}
     indexed = tuple(operand.dims[d] for d in numbers.inserted_window_dims)
     for at, node in zip(written, indices.dims[:-1], strict=True):
-        if node not in shared:
+        if node in shared:
+            continue
+        overwrites = equation.primitive.name == "scatter"
+        for value in (updates, indices) if overwrites else ():
+            graph.meet(value, node, (node,), along=indexed)
+            graph.cut(value, node, None, None)
+        if result.grad or not overwrites:
             graph.sum(updates.dims[at], result, before=indexed)
     return [result]
 

@@ -198,7 +198,7 @@ def tile(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Valu
     return [result]
 
 
-def split(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def split_dims(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     operand, axis = inputs[0], equation.params["axis"]
     results = []
     for var in equation.outvars:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..tree._overrides import spec_axes
 from ._contractions import cut_all
-from ._graph import Graph, Meeting, Value, output
+from ._graph import Graph, Value, output
 
 DECOMPOSITIONS = frozenset(
     """
@@ -69,8 +69,7 @@ def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) 
     cotangent."""
     (operand,) = inputs
     node = operand.dims[d]
-    times = graph.times * graph.forwards
-    graph.meetings.append(Meeting(node, (node,), operand.dims, operand.bytes, times))
+    graph.meet(operand, node, (node,))
     dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
     return [graph.value(output(equation), dims, grad=operand.grad)]
 

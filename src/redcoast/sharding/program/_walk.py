@@ -90,7 +90,7 @@ _RULES: dict[str, Rule] = {
     "rev": shaping.reverse,
     "sharding_constraint": special.constrained,
     "sort": shaping.sort,
-    "split": shaping.split,
+    "split": shaping.split_dims,
     "squeeze": shaping.squeeze,
     "top_k": shaping.top_k,
     "approx_top_k": shaping.top_k,

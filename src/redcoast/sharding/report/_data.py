@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._overrides import spec_axes, spec_parts
+from ..tree._plan_rows import Role, Row
 from ..tree._reason import Reason
-from ..tree._rows import Role, Row
 
 TrafficKind = Literal["gradients", "activations", "parameters"]
 
@@ -248,7 +248,7 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """The same as dicts and lists of text and numbers, for `json.dumps`."""
-        from ._json import report_to_json
+        from ._report_json import report_to_json
 
         return report_to_json(self)
 

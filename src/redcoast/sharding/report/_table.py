@@ -18,7 +18,16 @@ from ._data import (
     Totals,
     Traffic,
 )
-from ._text import WIDTH, braced, columns, coupling_sentence, grouped, hanging, megabytes, paragraph
+from ._text import (
+    WIDTH,
+    braced,
+    coupling_sentence,
+    grouped,
+    hanging,
+    in_columns,
+    megabytes,
+    paragraph,
+)
 
 # For each axis, at most so many causes, and none with less than this share of the communication.
 _SHOWN, _LITTLE = 6, 0.01
@@ -108,10 +117,10 @@ def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
     longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
     widths = [min(width, _LONGEST.get(i, width)) for i, width in enumerate(longest)]
     widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    lines = columns(_COLUMNS, widths)
+    lines = in_columns(_COLUMNS, widths)
     for heading, rows in drawn:
         lines += paragraph(heading, rest="    ") if heading else []
-        lines += [line for row in rows for line in columns(row, widths)]
+        lines += [line for row in rows for line in in_columns(row, widths)]
     return lines
 
 

@@ -146,7 +146,7 @@ def percentages(sizes: Sequence[int | float]) -> list[int]:
     return found
 
 
-def columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+def in_columns(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
     """One line, or more if a cell is longer than its column; the last one is flush right."""
     first, *rest = zip(cells, widths, strict=True)
     split = [pieces(*first, "    "), *(pieces(cell, width) for cell, width in rest)]

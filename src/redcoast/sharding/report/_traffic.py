@@ -31,7 +31,7 @@ from ..solver._strategy import (
     used_axes,
 )
 from ..tree._overrides import spec_axes
-from ..tree._rows import Row
+from ..tree._plan_rows import Row
 from ._data import Traffic, TrafficKind
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -136,8 +136,8 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entri
         else:
             yield spread, "activations", f"sums over the {what}, {_way(found.backward)}", size
     for meeting in batch_meetings(graph, batch):
-        compared = "all-gathers of the batch, compared with itself"
-        cause = "all-gathers of keys and values" if tokens else compared
+        use = "written by index" if meeting.node in meeting.before else "compared with itself"
+        cause = "all-gathers of keys and values" if tokens else f"all-gathers of the batch, {use}"
         yield spread, "activations", cause, met(meeting, batch) / count(meeting.dims)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)

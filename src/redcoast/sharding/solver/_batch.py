@@ -21,7 +21,7 @@ SIZE, HELD, MET, WHOLE = "size", "held", "met", "whole"
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchNodes:
     """The dimensions that are sharded with the batch, as nodes.
 
     `given` are dimensions of the batch's own arrays, and `made` of arrays that the program
@@ -37,7 +37,7 @@ class Batch:
     whole: str = ""
 
 
-def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> Batch:
+def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -> BatchNodes:
     """Finds the batch dimensions of `arrays`, of the other arguments, and of created arrays."""
     given, left_out = _rows(graph, arrays)
     sizes = {graph.sizes[node] for node in given}
@@ -47,7 +47,7 @@ def find_batch(graph: Graph, arrays: Sequence[Value], others: Sequence[Value]) -
     # arguments are never rows.
     graph.made.update(leading)
     graph.held.update(rest.difference(given))
-    return Batch(given, made_rows(graph, given), left_out)
+    return BatchNodes(given, made_rows(graph, given), left_out)
 
 
 def _rows(graph: Graph, arrays: Sequence[Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -136,9 +136,10 @@ def batch_sums(graph: Graph, batch: BatchDims, hardware: Hardware) -> Iterator[S
 
 
 def batch_meetings(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:
-    """Operations that combine the batch with itself, such as a table of all pairs of examples."""
+    """Operations that need all of the batch, such as a table of all pairs of examples."""
     for meeting in graph.meetings:
-        if batch.has(meeting.node) and any(map(batch.has, meeting.before)):
+        met = batch.has(meeting.node) and any(map(batch.has, meeting.before))
+        if met and not any(map(batch.has, meeting.along)):
             yield meeting
 
 

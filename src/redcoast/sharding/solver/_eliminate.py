@@ -21,7 +21,7 @@ class _Table:
     costs: np.ndarray
 
 
-def search(problem: Problem) -> Choice:
+def search_groups(problem: Problem) -> Choice:
     """Returns the cheapest allowed set of groups. Ties are resolved by not choosing a group.
 
     Groups are eliminated one by one, starting with the one with the fewest neighbours: its best

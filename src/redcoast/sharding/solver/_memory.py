@@ -5,7 +5,7 @@ from math import prod
 
 from ..program._graph import Graph
 from ..tree._overrides import spec_parts
-from ..tree._rows import Row
+from ..tree._plan_rows import Row
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
 from ._strategy import Decision, Program, batch_dims, parts, saved_bytes, staged_sum
@@ -59,7 +59,7 @@ FILLED = 0.85
 DEFAULT_MEMORY = 80e9  # of an A100, for devices that do not report their memory
 
 
-def estimate(
+def estimate_memory(
     rows: Sequence[Row], decision: Decision, axes: Mapping[str, int], state_bytes: int
 ) -> Memory:
     """Bytes per device of arrays, gradients, optimizer state, activations and constants.
@@ -138,7 +138,7 @@ def fit_budget(
     least = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         rows, decision = make([size >= bound for size in sizes])
-        least = estimate(rows, decision, axes, state_bytes).total
+        least = estimate_memory(rows, decision, axes, state_bytes).total
         if least <= budget:
             return rows, decision
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())

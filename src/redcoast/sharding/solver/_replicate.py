@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..tree._overrides import spec_axes, spec_parts
+from ..tree._plan_rows import Row
 from ..tree._reason import OVERRIDE
-from ..tree._rows import Row
-from ._memory import FILLED, estimate
+from ._memory import FILLED, estimate_memory
 from ._strategy import DEFAULT, Decision, computed_dims, parts
 
 # The part of the free memory that replicated arrays may use. Programs for accelerators used up to
@@ -33,7 +33,7 @@ def replicate(
     batch = parts(decision.strategy.batch, axes)
     if decision.strategy != DEFAULT or axes["model"] == 1 or batch > 1:
         return decision, frozenset()
-    left = _FRACTION * (FILLED * memory - estimate(rows, decision, axes, state_bytes).total)
+    left = _FRACTION * (FILLED * memory - estimate_memory(rows, decision, axes, state_bytes).total)
     parameters = decision.program.parameters
     states = state_bytes / max(1, sum(value.grad * value.bytes for value in parameters))
 

@@ -10,10 +10,10 @@ from ..program._graph import Graph, Value
 from ..program._remat import Region
 from ..program._trace import Traced
 from ..program._walk import Scope, walk
-from ._batch import Batch, find_batch
+from ._batch import BatchNodes, find_batch
 from ._classes import Classes, conflicts, splittable
 from ._cost import Axes, BatchDims, Parameter, Problem, build_problem
-from ._eliminate import search
+from ._eliminate import search_groups
 from ._groups import group
 from ._hardware import Hardware, all_gather
 
@@ -30,7 +30,7 @@ class Program:
     scope: Scope
     parameters: tuple[Value, ...]
     examples: tuple[Value, ...]
-    batch: Batch
+    batch: BatchNodes
     constants: tuple[Constant, ...] = ()  # arrays that the function closes over
     staged: "Staged | None" = None  # if it runs as a pipeline
 
@@ -147,7 +147,7 @@ def _differentiated(traced: Traced) -> tuple[bool, ...]:
     return tuple(not traced.trains or place == 0 for place in range(len(traced.jaxpr.out_avals)))
 
 
-def decide(
+def best_strategy(
     program: Program,
     sizes: Mapping[str, int],
     sharded: Sequence[bool],
@@ -233,7 +233,7 @@ def _decide(
     taken = fixed.union(*(against[one] for one in fixed))
     candidates = [one for one in candidates if one not in taken]
     groups, problem = _problem(graph, classes, candidates, batch, parameters, axes)
-    picked = search(problem(hardware))
+    picked = search_groups(problem(hardware))
     chosen = frozenset(fixed.union(one for one, number in groups.items() if number in picked))
     computed = computed_dims(program, classes, chosen)
     # Strategies are compared by communication and arithmetic only.

@@ -6,7 +6,7 @@ all else is computed where the tokens are.
 
 from dataclasses import replace
 
-from ._batch import Batch
+from ._batch import BatchNodes
 from ._classes import Classes
 from ._strategy import Program, batch_dims
 
@@ -29,7 +29,7 @@ def split_tokens(program: Program, count: int) -> Program:
     blocked = classes.of(graph.blocked)
     free = tuple(node for node in even if classes[node] not in blocked)
     if free:
-        return replace(program, batch=Batch(free, sequence=True))
+        return replace(program, batch=BatchNodes(free, sequence=True))
     looped = classes.of(graph.stacks)
     if any(classes[node] in looped for node in even):
         why = "the program iterates over the sequence"

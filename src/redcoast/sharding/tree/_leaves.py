@@ -54,7 +54,7 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def is_inexact(leaf: Leaf) -> bool:
+def is_inexact_leaf(leaf: Leaf) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, np.inexact)
 
 

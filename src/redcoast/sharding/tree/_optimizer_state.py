@@ -10,7 +10,7 @@ from ._leaves import Leaf
 from ._reason import Reason
 
 
-def follow(
+def follow_parameters(
     states: Sequence[Leaf], parameters: Sequence[Leaf], specs: Mapping[int, P]
 ) -> dict[int, tuple[P, Reason]]:
     """The spec of each array of the state (by index), and the reason for it.
@@ -58,14 +58,14 @@ def _matching_spec(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P)
     entries = (*spec, *(None,) * (len(like) - len(spec)))
     if rest:
         dim = int(rest[0])
-        return trim(entries[dim : dim + 1]) if shape == like[dim : dim + 1] else None
+        return trim_spec(entries[dim : dim + 1]) if shape == like[dim : dim + 1] else None
     if shape == like:
         return spec
     extra = len(shape) - len(like)
     if extra > 0 and shape[extra:] == like:
-        return trim((None,) * extra + entries)
+        return trim_spec((None,) * extra + entries)
     if len(shape) == len(like) and all(s in (1, size) for s, size in zip(shape, like, strict=True)):
-        return trim(tuple(e if s > 1 else None for s, e in zip(shape, entries, strict=True)))
+        return trim_spec(tuple(e if s > 1 else None for s, e in zip(shape, entries, strict=True)))
     if prod(shape) == 1:
         return P()
     return _without_one(state, like, entries) if extra == -1 else None
@@ -74,18 +74,18 @@ def _matching_spec(state: Leaf, parameter: Leaf, rest: tuple[str, ...], spec: P)
 def _without_one(state: Leaf, like: tuple[int, ...], entries: tuple) -> P | None:
     """The spec of an array with one dimension less, such as the row means of Adafactor."""
     removed = [d for d in range(len(like)) if like[:d] + like[d + 1 :] == state.shape]
-    specs = {trim(entries[:d] + entries[d + 1 :]) for d in removed}
+    specs = {trim_spec(entries[:d] + entries[d + 1 :]) for d in removed}
     if len(specs) > 1:
         # With equal sizes, the shape does not tell which dimension was removed. Adafactor removes
         # the largest for its rows, and the second largest for its columns.
         order = [int(d) for d in np.argsort(like)]
         dropped = order[-1] if "v_row" in state.path else order[-2]
         adafactor = "v_row" in state.path or "v_col" in state.path
-        specs = {trim(entries[:dropped] + entries[dropped + 1 :])} if adafactor else set()
+        specs = {trim_spec(entries[:dropped] + entries[dropped + 1 :])} if adafactor else set()
     return specs.pop() if specs else None
 
 
-def trim(entries: tuple) -> P:
+def trim_spec(entries: tuple) -> P:
     """A spec without trailing Nones, because `P("model") != P("model", None)`."""
     while entries and entries[-1] is None:
         entries = entries[:-1]

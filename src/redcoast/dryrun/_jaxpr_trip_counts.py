@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ..core._jaxpr import called_jaxpr, consts_of, evaluate, open_jaxpr, while_operands
+from ..core._jaxpr import called_jaxpr, consts_of, evaluate_jaxpr, open_jaxpr, while_operands
 from .hlo._trip_counts import Carried, Value, added, solve
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
@@ -24,7 +24,7 @@ _SAME = frozenset(
 )
 
 
-def trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
+def jaxpr_trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
     """Returns how often a loop's body runs, given the known operands; `None` if unknown."""
     cond_consts, body_consts, start = while_operands(loop, inputs)
     carried = [Carried(place, 0) for place in range(len(start))]
@@ -47,7 +47,7 @@ def unchanged(
     ]
 
 
-def follow(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def known_results(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Computes an equation's results, as far as they are known integers."""
     name = equation.primitive.name
     if name in ("add", "sub"):
@@ -76,11 +76,13 @@ def evaluate_integers(
     env: dict[Any, Value] = dict.fromkeys(inner.constvars)
     env.update(zip(inner.constvars, map(_integer, consts_of(jaxpr)), strict=False))
     env.update(zip(inner.invars, inputs, strict=True))
-    return evaluate(inner, env, handle, lambda literal: _integer(literal.val))
+    return evaluate_jaxpr(inner, env, handle, lambda literal: _integer(literal.val))
 
 
 def _results(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    return evaluate_integers(jaxpr, inputs, lambda _, equation, known: follow(equation, known))
+    return evaluate_integers(
+        jaxpr, inputs, lambda _, equation, known: known_results(equation, known)
+    )
 
 
 def _integer(x: Any) -> int | None:
@@ -102,7 +104,7 @@ def _comparison(
     def record(_: int, equation: JaxprEqn, known: list[Value]) -> list[Value]:
         if out in equation.outvars:
             found.append((equation, known))
-        return follow(equation, known)
+        return known_results(equation, known)
 
     evaluate_integers(jaxpr, inputs, record)
     if not found:

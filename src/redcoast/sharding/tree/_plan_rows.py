@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from ._leaves import Leaf, children_of, flat_leaves, key_name
-from ._optimizer_state import follow
+from ._optimizer_state import follow_parameters
 from ._reason import Reason
 
 Role = Literal["parameter", "optimizer state", "other"]
@@ -33,7 +33,7 @@ def plan_rows(tree: Any, model_rows: Callable[[Any], list[Row]]) -> list[Row]:
     specs = {row.leaf.index: row.spec for row in model}
     outside = [leaf for leaf in flat_leaves(tree) if leaf is not None and leaf.path[0] != "model"]
     states = [leaf for leaf in outside if leaf.path[0] == "opt_state"]
-    followed = follow(states, [row.leaf for row in model], specs)
+    followed = follow_parameters(states, [row.leaf for row in model], specs)
     offset = _leaves_before_model(tree)
     rows = [replace(row, leaf=replace(row.leaf, index=row.leaf.index + offset)) for row in model]
     for leaf in outside:

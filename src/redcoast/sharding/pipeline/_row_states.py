@@ -30,15 +30,15 @@ class Rows:
         return replace(self, dim=index(dim))
 
 
-class Sum(Enum):
+class RowSum(Enum):
     """An array without rows that is the sum of what each row adds to it."""
 
     SUM = "sum"
 
 
-SUM: Literal[Sum.SUM] = Sum.SUM
+SUM: Literal[RowSum.SUM] = RowSum.SUM
 # `None` is the state of an array that all rows share.
-State = Rows | Literal[Sum.SUM] | None
+State = Rows | Literal[RowSum.SUM] | None
 
 
 @dataclass(frozen=True)

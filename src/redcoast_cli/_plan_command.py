@@ -7,14 +7,14 @@ import redcoast as rc
 from redcoast.dryrun._job import make_job, plan_job
 from redcoast.dryrun._place import target_place
 
-from ._options import Plan
+from ._options import PlanCommand
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload
 
 
-def main(c: Plan) -> None:
+def main(c: PlanCommand) -> None:
     try:
-        plan = make_plan(c)
+        plan = emulated_plan(c)
     except (ValueError, TypeError) as error:
         refuse(str(error))
     if c.json:
@@ -23,7 +23,7 @@ def main(c: Plan) -> None:
         print(f"{plan}\n\n{plan.table()}" if c.table else plan)
 
 
-def make_plan(c: Plan) -> rc.Plan:
+def emulated_plan(c: PlanCommand) -> rc.Plan:
     """The plan of the step on emulated devices, with the speeds of an A100."""
     sizes = {"data": 1} | mesh_sizes(c.mesh)
     count = prod(sizes.values())

@@ -15,7 +15,7 @@ from ..sharding import Plan
 from ..tracking._metrics import pack_metrics
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
-from ._plan import plan_step
+from ._plan_step import plan_step
 from ._step import TrainState, train_step
 
 _PLANS: dict[Any, Any] = {}

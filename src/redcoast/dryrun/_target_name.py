@@ -17,7 +17,7 @@ _SIZES = re.compile(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})*")
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetDevices:
     """Devices that a program is compiled for.
 
     **Attributes:**
@@ -36,7 +36,7 @@ class Target:
     shape: tuple[int, ...]
 
 
-def parse_target(name: str) -> Target:
+def parse_target(name: str) -> TargetDevices:
     """Parses a name such as `"v4:4x4x4"`, `"h100:8x8"`, `"l4"` or `"cpu:8"`.
 
     **Raises:**
@@ -57,17 +57,17 @@ def parse_target(name: str) -> Target:
     return _slice(name, chip, shape) if chip.kind == "tpu" else _cards(name, chip, shape)
 
 
-def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     if not _exists(chip, shape):
         raise ValueError(_unknown_slice(name, chip, shape))
     count = math.prod(shape) * chip.cores
     # A host of v5e and v6e has eight chips, so slices of up to eight are in one host. Larger slices
     # use four chips of each host.
     alone = chip.torus == 2 and count <= 8
-    return Target(name, chip, count, 1 if alone else count // chip.per_host, shape)
+    return TargetDevices(name, chip, count, 1 if alone else count // chip.per_host, shape)
 
 
-def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
+def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     if len(shape) > 2 or (chip.kind == "cpu" and len(shape) > 1):
         raise ValueError(f"The target {name!r} has too many sizes. {_form(chip)}")
     hosts, cards = (1, 1, *shape)[-2:]
@@ -78,7 +78,7 @@ def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> Target:
         )
     if hosts > _MOST_HOSTS:
         raise ValueError(f"The target {name!r} has more than {_MOST_HOSTS} hosts. {_form(chip)}")
-    return Target(name, chip, hosts * cards, hosts, (hosts, cards))
+    return TargetDevices(name, chip, hosts * cards, hosts, (hosts, cards))
 
 
 def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:

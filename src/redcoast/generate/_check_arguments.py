@@ -152,7 +152,7 @@ def _longest(model: Any, tokens: Any, mask: Any, prefix: Sequence[int]) -> tuple
     return length, f"The longest prompt, of {length} tokens,"
 
 
-def check_tokens(request: Any, vocab: int) -> None:
+def check_token_options(request: Any, vocab: int) -> None:
     """Raises if an option names a token outside of the vocabulary."""
     begin = () if request.forced_bos is None else (request.forced_bos,)
     words = tuple(token for word in request.bad_words for token in word)

@@ -8,11 +8,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact, leaves_below, to_nodes
-from ..tree._optimizer_state import trim
+from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
+from ..tree._optimizer_state import trim_spec
 from ..tree._overrides import Override, apply_overrides
+from ..tree._plan_rows import Row
 from ..tree._reason import OVERRIDE, STORED, Reason
-from ..tree._rows import Row
 from ._matrices import NORMS, RECURRENT, read_tree
 from ._rules import Split, Splits, indivisible, shard_matrices, vocabularies
 
@@ -31,11 +31,11 @@ def structural_rows(model: Any, axes: dict[str, int], overrides: Sequence[Overri
         free = sides.get(leaf.index, tuple(range(stack, len(leaf.shape))))
         if leaf.index in given:
             spec, reason = given[leaf.index], OVERRIDE
-        elif is_inexact(leaf):
+        elif is_inexact_leaf(leaf):
             spec, reason = _spec(leaf, splits[leaf.index], stack, free, axes)
         else:
             spec, reason = P(), Reason("replicated", "integers or keys, not a parameter")
-        rows.append(Row(leaf, spec, reason, "parameter" if is_inexact(leaf) else "other"))
+        rows.append(Row(leaf, spec, reason, "parameter" if is_inexact_leaf(leaf) else "other"))
     return rows
 
 
@@ -55,7 +55,7 @@ def _spec(
         why = f"no other dimension is a multiple of fsdp={axes['fsdp']}"
         why = why if elements >= LARGE else f"small, {elements:,} elements"
     names = {split.dim: "model", stored: "fsdp"}
-    spec = trim(tuple(names.get(d) for d in range(len(leaf.shape))))
+    spec = trim_spec(tuple(names.get(d) for d in range(len(leaf.shape))))
     if split.dim is not None:
         return spec, Reason("tensor-parallel", split.reason)
     if stored is not None:

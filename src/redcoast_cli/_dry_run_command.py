@@ -11,10 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import redcoast as rc
-from redcoast.dryrun._target import Target, parse_target
+from redcoast.dryrun._target_name import TargetDevices, parse_target
 
 from ._fitting import dry_run_to_fit
-from ._options import DryRun
+from ._options import DryRunCommand
 from ._reach import longest_sequence, read_chip, sizes_of
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload, state_bytes
@@ -36,7 +36,7 @@ class Attempt:
         return self.settings | self.run.report
 
 
-def main(c: DryRun) -> None:
+def main(c: DryRunCommand) -> None:
     """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
     with refusing():
         if c.compare:
@@ -57,7 +57,7 @@ def refusing() -> Iterator[None]:
         refuse(str(error))
 
 
-def answer(c: DryRun) -> Attempt:
+def answer(c: DryRunCommand) -> Attempt:
     """The requested dry run."""
     if c.smallest and c.longest:
         refuse("Only one of --smallest and --longest can be used.")
@@ -66,7 +66,7 @@ def answer(c: DryRun) -> Attempt:
     return longest(c) if c.longest else attempt(c, parse_target(c.target), c.seq, suggest=True)
 
 
-def smallest(c: DryRun) -> Attempt:
+def smallest(c: DryRunCommand) -> Attempt:
     """The dry run on the smallest number of chips on which the step fits."""
     if c.mesh != "auto":
         refuse("--smallest chooses the number of devices: leave out --mesh.")
@@ -81,7 +81,7 @@ def smallest(c: DryRun) -> Attempt:
     raise SystemExit(1)
 
 
-def longest(c: DryRun) -> Attempt:
+def longest(c: DryRunCommand) -> Attempt:
     """The dry run with the longest sequence that fits, or with 128 tokens if none does."""
     if make_workload(c.model, c.seq).seq is None:
         refuse(f"{c.model} reads images: --longest needs a model that reads text.")
@@ -96,7 +96,7 @@ def longest(c: DryRun) -> Attempt:
     return found[most or min(found)]
 
 
-def compare(c: DryRun) -> list[Attempt]:
+def compare(c: DryRunCommand) -> list[Attempt]:
     """Prints the estimates of all meshes, and dry runs of the best with and without stages."""
     if c.mesh != "auto" or c.smallest or c.longest:
         refuse("--compare tries all meshes: leave out --mesh, --smallest and --longest.")
@@ -127,7 +127,9 @@ def compare(c: DryRun) -> list[Attempt]:
     return [*runs.values()]
 
 
-def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False) -> Attempt:
+def attempt(
+    c: DryRunCommand, target: TargetDevices, seq: int | None, *, suggest: bool = False
+) -> Attempt:
     """A dry run, which is also reported in a line on stderr.
 
     If the step does not fit, `suggest` looks for changes that make it fit. Without it, other meshes
@@ -149,13 +151,13 @@ def attempt(c: DryRun, target: Target, seq: int | None, *, suggest: bool = False
     return Attempt(run, settings)
 
 
-def _step_options(c: DryRun) -> dict[str, Any]:
+def _step_options(c: DryRunCommand) -> dict[str, Any]:
     # None and not "float32": the library never suggests lowering a dtype that was given.
     dtype = None if c.dtype == "float32" else jnp.dtype(c.dtype)
     return {"accumulate": c.accumulate, "compute_dtype": dtype}
 
 
-def rows_of(c: DryRun, target: Target) -> int:
+def rows_of(c: DryRunCommand, target: TargetDevices) -> int:
     """The global batch size; by default one row for each device and microbatch."""
     if c.accumulate < 1:
         refuse(f"--accumulate must be at least 1, but is {c.accumulate}.")
@@ -166,17 +168,17 @@ def rows_of(c: DryRun, target: Target) -> int:
 
 
 def _line(run: rc.DryRun, settings: dict[str, Any]) -> str:
-    mesh = _written(run.mesh, ", ")
+    mesh = _written({axis: size for axis, size in run.mesh.items() if size > 1}) or "one device"
     length = "" if settings["seq"] is None else f", {settings['seq']} tokens"
-    sizes = f"{peak_gib(run.report)} of {gib(run.memory['usable'])} GiB"
+    sizes = f"{peak_gib(run.report)} of {in_gib(run.memory['usable'])} GiB"
     return f"{settings['model']} on {run.target} ({mesh}){length}: {sizes}"
 
 
-def _written(mesh: Mapping[str, int], between: str = ",") -> str:
-    return between.join(f"{axis}={size}" for axis, size in mesh.items())
+def _written(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-def gib(size: float) -> str:
+def in_gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
@@ -188,4 +190,4 @@ def refused(report: Any) -> bool:
 
 def peak_gib(report: Any) -> str:
     """The peak memory; for a rejected program, the lower bound."""
-    return f"{'at least ' if refused(report) else ''}{gib(report['memory']['peak'])}"
+    return f"{'at least ' if refused(report) else ''}{in_gib(report['memory']['peak'])}"

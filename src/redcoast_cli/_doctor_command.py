@@ -11,7 +11,7 @@ import jax
 
 from redcoast.tracking._wandb import has_account
 
-from ._options import Doctor
+from ._options import DoctorCommand
 
 PACKAGES = ("redcoast", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")
 # What uses it, the module to look for, and the extra that installs it.
@@ -26,7 +26,7 @@ OPTIONAL = (
 OTHER_MODULES = {"jax_cuda12_plugin": ("jax_cuda13_plugin",)}
 
 
-def main(c: Doctor) -> None:
+def main(c: DoctorCommand) -> None:
     print("\n".join(report()))
 
 
@@ -60,12 +60,12 @@ def devices() -> list[str]:
     for device in found:
         kinds.setdefault(device.device_kind, []).append(device)
     return [
-        f"{'Devices':<18}{len(group)} x {kind} ({group[0].platform}){device_memory(group[0])}"
+        f"{'Devices':<18}{len(group)} x {kind} ({group[0].platform}){shown_memory(group[0])}"
         for kind, group in kinds.items()
     ]
 
 
-def device_memory(device: Any) -> str:
+def shown_memory(device: Any) -> str:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 Dims = tuple[int | None, ...]
 
 
-def batch_dims(cache: Any, rows: int) -> Dims:
+def cache_batch_dims(cache: Any, rows: int) -> Dims:
     """Finds the batch dimension of each array of a cache with `rows` rows."""
     more = jax.eval_shape(lambda cache: cache.take(jnp.zeros(rows + 1, jnp.int32)), cache)
     changed = lambda x, y: next((d for d in range(x.ndim) if x.shape[d] != y.shape[d]), None)

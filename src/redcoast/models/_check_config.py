@@ -5,7 +5,7 @@ import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from ._scan import check_remat
+from ._scan_layers import check_remat
 
 # Optional fields that must be positive, or not negative, where they are given.
 _POSITIVE = frozenset(

@@ -1,0 +1,119 @@
+"""What a run prints before its first step and at its end."""
+
+import textwrap
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..data._batches import Batches
+from ..data._sources import count_examples
+from ..distributed._mesh import batch_shards
+from ..sharding import Plan
+from ..tracking._loggers import say, say_once
+from ..tracking._terminal import show_directory
+from ..train._step import TrainState
+from ._evaluation import Evaluation
+
+
+def introduce(directory: Path | None, *, quiet: bool = False) -> None:
+    """Prints versions, devices and the run's directory, before anything that takes time."""
+    if quiet:
+        return
+    say_once(program_line())
+    if directory is not None:
+        say_once(f"Run directory: {show_directory(directory)}")
+
+
+def program_line() -> str:
+    """The versions, and the devices of all processes."""
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    devices = f"{count} {kind if kind != 'cpu' else 'CPU'} device{'s' if count > 1 else ''}"
+    if jax.process_count() > 1:
+        devices += f" in {jax.process_count()} processes"
+    return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
+
+
+def describe_run(
+    state: TrainState,
+    data: Batches,
+    evaluation: Evaluation | None,
+    compute_dtype: Any,
+    *,
+    quiet: bool,
+) -> None:
+    """Prints what is trained on, for how long, and in which precision."""
+    if quiet:
+        return
+    parts = [] if data.length is None else [f"{data.length:,} examples"]
+    of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
+    if data.steps is None:
+        parts.append(f"batches {of_batches}")
+    else:
+        parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
+        if data.epochs is not None:
+            # The last batch of whole epochs may be short, so steps times batch size is too many.
+            parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
+    if evaluation is not None and (count := count_examples(evaluation.examples)):
+        parts.append(f"{count:,} to evaluate")
+    say(_wrapped("Data", ", ".join(parts)))
+    say(_wrapped("Precision", precision_of(state, compute_dtype)))
+
+
+def precision_of(state: TrainState, compute_dtype: Any) -> str:
+    """The dtypes of the parameters, and that of the computation if it is another."""
+    arrays = [x for x in jax.tree.leaves(state.model) if eqx.is_inexact_array(x) or _floats(x)]
+    names = sorted({str(x.dtype) for x in arrays})
+    computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
+    if computed is None or names == [computed]:
+        return " and ".join(names)
+    return f"{' and '.join(names)} parameters, {computed} computation"
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def _wrapped(label: str, text: str) -> str:
+    """A line of the summary, in the columns of the plan's."""
+    return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
+
+
+def announce(plan: Plan, data: Batches, *, resumed: bool, quiet: bool) -> None:
+    """Prints how the model is sharded, what a user should know about the run, and what is next."""
+    if quiet:
+        return
+    say(str(plan))
+    shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
+    if resumed:
+        say(f"Resumed at step {data.step}.")
+    if data.steps is not None and data.step >= data.steps:
+        say(f"Nothing is left to train: {data.step} of {data.steps} steps are done.")
+    if rows % batch_size % shards and batch_size % shards == 0:
+        say(
+            f"The last batch, of {rows % batch_size}, does not divide over data x fsdp = {shards} "
+            "devices, so each of them computes all of it."
+        )
+    if batch_size % shards:
+        say(
+            f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
+            f"of them computes all of it. A multiple of {shards} would be split."
+        )
+    if data.steps is None or data.step < data.steps:
+        say("Compiling ...")
+
+
+def conclude(state: TrainState, steps: int | None, directory: Path | None, *, quiet: bool) -> None:
+    """Prints where the last checkpoint of a run is, and how to resume a run that was stopped."""
+    if quiet:
+        return
+    step = int(state.step)
+    stopped = steps is not None and step < steps
+    if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
+        say(f"Checkpoint: {show_directory(saved)}")
+        if stopped:
+            say(f"The same call, with this directory, continues after step {step:,}.")
+    elif stopped and directory is None:
+        say("Nothing was saved, because `fit` was called without `checkpoints`.")

@@ -67,7 +67,7 @@ def guarded(model: Any, examples: list[Any], steps: int) -> Iterator[Any]:
 
 def lacking(norm: bool, guard: bool, *args: Any) -> Iterator[Any]:
     """`guarded`, with or without the norm of the gradient, and the guard against NaN."""
-    parts = {"global_norm": lambda grads: jnp.ones(())} if not norm else {}
+    parts: dict[str, Any] = {"global_norm": lambda grads: jnp.ones(())} if not norm else {}
     if not guard:
         parts["_select"] = lambda finite, new, old: new
         parts["guarded_update"] = lambda update, grads, state, finite: update(grads, state)
@@ -135,7 +135,7 @@ def timed(loop: Loop, model: Any, examples: list[Any], steps: int, warm_up: int 
     """Seconds of a step, of this thread and of all."""
     running = loop(jax.tree.map(lambda x: x, model), examples, steps + warm_up)
     jax.block_until_ready(list(it.islice(running, warm_up))[-1])
-    begin = clocks()
+    begin, last = clocks(), None
     for value in running:
         last = value
     jax.block_until_ready(last)

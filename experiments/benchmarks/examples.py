@@ -73,6 +73,15 @@ EXAMPLES = (
         "image_classification", "accuracy", 0.97, "predictions.png", {"mnist/main.py": (108, 80)}
     ),
     Example(
+        "language_modeling",
+        "validation_bits_per_byte",
+        2.5,
+        "bits_per_byte.png",
+        {"language_modeling/main.py": (129, 113)},
+        lower_is_better=True,
+        plot="bits_per_byte.png",
+    ),
+    Example(
         "text_classification",
         "accuracy",
         0.5,

@@ -1,5 +1,6 @@
 """Products with weights, which may have LoRA adapters; the projections of attention layers."""
 
+import math
 import re
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..core._sequence_parts import sequence_parts
+from ..core._target import target
 from ._attention import wide
 from ._basic import ACTIVATIONS, activate_gated, normal
 
@@ -95,13 +98,16 @@ def product(
 
 def _einsum(equation: str, x: Array, weight: Array) -> Array:
     letters, of_weight, result = re.split(",|->", equation)
-    if weight.ndim == 2 and of_weight[0] in letters:
-        # JAX computes the gradient of a weight as the transpose of a product. XLA's CPU compiler
-        # merges the two for matrices, into a product that takes 1.5 to 3 times as long. A dimension
-        # of size 1 prevents this, and other compilers remove it.
-        split = f"{letters},{of_weight[0]}z{of_weight[1]}->{result[:-1]}z{result[-1]}"
-        return jnp.squeeze(jnp.einsum(split, x, weight[:, None]), -2)
-    return jnp.einsum(equation, x, weight)
+    summed = sum(c in letters for c in of_weight)
+    contracted, left = of_weight[:summed], of_weight[summed:]
+    of_matrices = equation == f"{result.removesuffix(left)}{contracted},{of_weight}->{result}"
+    if not of_matrices or sequence_parts() > 1 or target().platform != "cpu":
+        return jnp.einsum(equation, x, weight)
+    # XLA's CPU compiler multiplies by the transpose of a matrix without copying it. With more
+    # dimensions, it copies the weights for the gradient of `x`, and activations for theirs.
+    size = math.prod(weight.shape[:summed])
+    out = x.reshape(-1, size) @ weight.reshape(size, -1)
+    return out.reshape(*x.shape[:-summed], *weight.shape[summed:])
 
 
 def _low_rank(equation: str, x: Array, weight: LowRank) -> Array:

@@ -27,7 +27,8 @@ def tests(session: nox.Session) -> None:
     # Python compiles what the tests import; pip would compile all files of all packages, which
     # takes as long as the rest of the installation.
     install(session, "tests", pip=("--no-compile",))
-    session.run("pytest", *WORKERS, *session.posargs)
+    bytecode = {"PYTHONDONTWRITEBYTECODE": ""}
+    session.run("pytest", *WORKERS, *session.posargs, env=bytecode)
 
 
 @nox.session

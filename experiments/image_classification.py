@@ -57,7 +57,8 @@ def main(c: Config) -> None:
     functions = {"collate_fn": collate_fn, "batch_size": c.batch_size}
     state = rc.fit(
         lambda key: make_network(images.shape[1], c.channels, len(names), key),
-        make_optimizer(c, len(train)),
+        # With a smaller `eps`, Adam amplifies the rounding of gradients that are almost 0.
+        make_optimizer(c, len(train), eps=1e-6),
         train,
         **functions,
         loss_fn=loss_fn,

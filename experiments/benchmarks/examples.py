@@ -75,7 +75,7 @@ EXAMPLES = (
     Example(
         "language_modeling",
         "validation_bits_per_byte",
-        2.5,
+        2,
         "bits_per_byte.png",
         {"language_modeling/main.py": (129, 113)},
         lower_is_better=True,

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -15,8 +16,12 @@ OURS = (
 
 
 def run(program):
+    # Installed libraries are compiled, and so is the package after its first import, unless Python
+    # is told to write no bytecode.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", program]
     return subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=900
+        command, check=True, capture_output=True, text=True, timeout=900, env=environment
     ).stdout
 
 

@@ -1,5 +1,7 @@
 """The key-value cache of a decoder."""
 
+import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -44,12 +46,13 @@ def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
 
 
 def cached_view(
-    cache: Cache, new: int, *, window: int | None = None
-) -> tuple[Int[Array, "batch queries"], Visible]:
-    """Returns the positions of the `new` newest tokens of a cache, and their causal mask."""
+    cache: Cache, new: int
+) -> tuple[Int[Array, "batch queries"], Callable[..., Visible]]:
+    """Returns the positions of the `new` newest tokens of a cache, and the function that returns
+    their causal mask, with a `window` or without."""
     slots = cache.filled - new + jnp.arange(new)
     positions = jnp.take(count_positions(cache.mask), slots, axis=1)
-    return positions, causal_view(cache.mask, slots, window=window)
+    return positions, ft.partial(causal_view, cache.mask, slots)
 
 
 def extend(

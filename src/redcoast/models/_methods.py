@@ -2,8 +2,12 @@
 
 A class imports them in its body instead of inheriting them. An assignment, such as
 `hidden = decoder_hidden`, would do the same, but mkdocstrings does not render it.
+
+A decoder has a method `_run(tokens, mask, positions, see, cache, key)`, which returns the final
+hidden states and the cache. `see(window=...)` returns which keys each token sees.
 """
 
+import functools as ft
 from typing import Any
 
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
@@ -13,6 +17,7 @@ from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._cross_cache import CrossCache, DecoderMask, Memory, read_memory
 from ._einsum import product
+from ._moe import router_loss
 
 
 def decoder_call(
@@ -59,14 +64,41 @@ def decoder_hidden(
 
     The arguments are those of `__call__`.
     """
+    return _run_from_start(self, tokens, mask, segments, positions, key)[0]
+
+
+def experts_hidden_and_router_loss(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    *,
+    mask: Mask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    positions: Integer[Array, "#batch seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
+    """Returns the final hidden states, and the load-balancing loss of the routers for training
+    (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
+
+    The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
+
+    ```python
+    hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)
+    loss = cross_entropy(model.unembed(hidden), targets, mask=mask)
+    loss = loss + model.config.router_loss_weight * router_loss
+    ```
+    """
+    x, _, (count, probability) = _run_from_start(self, tokens, mask, segments, positions, key)
+    return x, router_loss(count, probability, self.config.chosen)
+
+
+def _run_from_start(self, tokens, mask, segments, positions, key):
     if segments is None and positions is None:
         check_length(self.config, tokens.shape[1])
     real = real_tokens(tokens.shape, mask)
     if positions is None:
         positions = count_positions(real, segments)
-    window = getattr(self.config, "window", None)
-    visible = causal_view(real, segments=segments, window=window)
-    return self._run(tokens, positions, visible, None, key)[0]
+    see = ft.partial(causal_view, real, segments=segments)
+    return self._run(tokens, mask, positions, see, None, key)
 
 
 def decoder_init_cache(self: Any, batch: int, length: int) -> Cache:
@@ -83,9 +115,7 @@ def decoder_decode(
     if mask is None:
         check_length(self.config, tokens.shape[1])
     cache = admit(cache, tokens.shape, mask)
-    window = getattr(self.config, "window", None)
-    view = cached_view(cache, tokens.shape[1], window=window)
-    return self._run(tokens, *view, cache, None)
+    return self._run(tokens, mask, *cached_view(cache, tokens.shape[1]), cache, None)[:2]
 
 
 def tied_or_own_head(

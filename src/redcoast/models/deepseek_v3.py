@@ -9,12 +9,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, as_array, attend, causal_view, count_positions, real_tokens, wide
+from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
-from ._cache import Cache, admit, cached_view, extend
+from ._cache import Cache, extend
 from ._check_config import check_config, check_rates
 from ._dropout import split_key
 from ._einsum import LowRank, gated_feed_forward, product
@@ -217,6 +217,8 @@ class DeepseekV3(eqx.Module):
     config: DeepseekV3Config = eqx.field(static=True)
 
     from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
     from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
@@ -232,25 +234,6 @@ class DeepseekV3(eqx.Module):
         self.head = None if c.tied else normal(head, (c.width, c.vocab), fan_in=c.width)
         self.config = config
 
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        visible = causal_view(real, segments=segments)
-        return self._run(tokens, as_array(real), positions, visible, None, key)[0]
-
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `batch` rows of up to `length` tokens."""
         c = self.config
@@ -258,17 +241,9 @@ class DeepseekV3(eqx.Module):
         mask = jnp.zeros((batch, length), bool)
         return Cache(zeros(c.kv_rank), zeros(c.rope_size), mask, jnp.zeros((), jnp.int32))
 
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        cache = admit(cache, tokens.shape, mask)
-        view = cached_view(cache, tokens.shape[1])
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c, visible = self.config, see()
         real = as_array(real_tokens(tokens.shape, mask))
-        return self._run(tokens, real, *view, cache, None)
-
-    def _run(self, tokens, real, positions, visible, cache, key):
-        c = self.config
         x = look_up(self.embed, tokens)
         angles = _angles(positions, c, wide(x.dtype))
 

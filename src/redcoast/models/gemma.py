@@ -13,22 +13,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import (
-    Mask,
-    attend,
-    attend_near,
-    causal_view,
-    count_positions,
-    real_tokens,
-    wide,
-)
+from ._attention import attend, attend_near, wide
 from ._basic import look_up, normal, output_scale
-from ._cache import Cache, admit, cached_view, extend
+from ._cache import extend
 from ._check_config import check_config, check_rates
 from ._einsum import gated_feed_forward, product
+from ._methods import tied_or_own_head
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
 
@@ -168,6 +161,8 @@ class Gemma(eqx.Module):
     config: GemmaConfig = eqx.field(static=True)
 
     from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
     from ._methods import decoder_init_cache as init_cache
 
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
@@ -181,47 +176,15 @@ class Gemma(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        windows = (None, self.config.window)
-        visible = [causal_view(real, segments=segments, window=window) for window in windows]
-        return self._run(tokens, positions, visible, None, key)[0]
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        cache = admit(cache, tokens.shape, mask)
-        windows = (None, self.config.window)
-        views = [cached_view(cache, tokens.shape[1], window=window) for window in windows]
-        return self._run(tokens, views[0][0], [visible for _, visible in views], cache, None)
-
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
-        if self.head is None:
-            logits = product("bsd,vd->bsv", hidden, self.embed)
-        else:
-            logits = product("bsd,dv->bsv", hidden, self.head)
-        cap = self.config.logit_cap
+        logits, cap = tied_or_own_head(self, hidden), self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _run(self, tokens, positions, visible, cache, key):
-        x = look_up(self.embed, tokens)
+    def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
+        visible = [see(window=window) for window in (None, c.window)]
+        x = look_up(self.embed, tokens)
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
         angles = [rotary_angles(positions, f, wide(x.dtype)) for f in _frequencies(c)]

@@ -228,7 +228,8 @@ class GPT2(eqx.Module):
         crossed = isinstance(cache, CrossCache)
         cross = (cache.k, cache.v, cache.mask) if crossed else None
         own = admit(cache.own if crossed else cache, tokens.shape, mask)
-        x, own = self._run(tokens, *cached_view(own, tokens.shape[1]), cross, cache=own)
+        positions, see = cached_view(own, tokens.shape[1])
+        x, own = self._run(tokens, positions, see(), cross, cache=own)
         return x, cache.with_own(own) if crossed else own
 
     def _read(self, rows, memory, mask):

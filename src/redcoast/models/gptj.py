@@ -153,8 +153,8 @@ class GPTJ(eqx.Module):
         self.head_bias = jnp.zeros(config.vocab)
         self.config = config
 
-    def _run(self, tokens, positions, visible, cache, key):
-        c = self.config
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c, visible = self.config, see()
         embed_key, key = split_key(key, 2)
         x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)
         angles = rotary_angles(positions, rotary_frequencies(c.rotary_dim, 10000.0), wide(x.dtype))

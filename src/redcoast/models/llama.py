@@ -170,9 +170,10 @@ class Llama(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def _run(self, tokens, positions, visible, cache, key):
-        x = look_up(self.embed, tokens)
+    def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
+        visible = see(window=c.window)
+        x = look_up(self.embed, tokens)
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, as_array, attend, causal_view, count_positions, real_tokens, wide
+from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
-from ._cache import Cache, admit, cached_view, extend
+from ._cache import extend
 from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
 from ._einsum import product
-from ._moe import mix_experts, router_loss
+from ._moe import mix_experts
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
 
@@ -161,7 +161,10 @@ class Mixtral(eqx.Module):
     config: MixtralConfig = eqx.field(static=True)
 
     from ._methods import decoder_call as __call__
+    from ._methods import decoder_decode as decode
+    from ._methods import decoder_hidden as hidden
     from ._methods import decoder_init_cache as init_cache
+    from ._methods import experts_hidden_and_router_loss as hidden_and_router_loss
     from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
@@ -175,64 +178,10 @@ class Mixtral(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
-        return self.hidden_and_router_loss(tokens, **options)[0]
-
-    def hidden_and_router_loss(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
-        """Returns the final hidden states, and the load-balancing loss of the routers for training
-        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
-
-        The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
-
-        ```python
-        hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)
-        loss = cross_entropy(model.unembed(hidden), targets, mask=mask)
-        loss = loss + model.config.router_loss_weight * router_loss
-        ```
-        """
-        real = real_tokens(tokens.shape, mask)
-        if positions is None:
-            positions = count_positions(real, segments)
-        visible = causal_view(real, segments=segments, window=self.config.window)
-        x, _, (count, probability) = self._run(
-            tokens, as_array(real), positions, visible, None, key
-        )
-        return x, router_loss(count, probability, self.config.chosen)
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], Cache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        cache = admit(cache, tokens.shape, mask)
-        view = cached_view(cache, tokens.shape[1], window=self.config.window)
-        real = as_array(real_tokens(tokens.shape, mask))
-        x, cache, _ = self._run(tokens, real, *view, cache, None)
-        return x, cache
-
-    def _run(self, tokens, real, positions, visible, cache, key):
-        x = look_up(self.embed, tokens)
+    def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
+        visible, real = see(window=c.window), as_array(real_tokens(tokens.shape, mask))
+        x = look_up(self.embed, tokens)
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
 

@@ -189,8 +189,8 @@ class OPT(eqx.Module):
             return product("bse,ve->bsv", hidden, self.embed)
         return product("bse,ev->bsv", hidden, self.head)
 
-    def _run(self, tokens, positions, visible, cache, key):
-        c = self.config
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c, visible = self.config, see()
         x = look_up(self.embed, tokens)
         if self.project_in is not None:
             x = product("bse,ed->bsd", x, self.project_in)

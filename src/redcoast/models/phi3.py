@@ -162,9 +162,10 @@ class Phi3(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def _run(self, tokens, positions, visible, cache, key):
-        x = look_up(self.embed, tokens)
+    def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
+        visible = see(window=c.window)
+        x = look_up(self.embed, tokens)
         angles = _angles(c, positions, wide(x.dtype))
 
         def layer_fn(x, cache, layer, index, key):

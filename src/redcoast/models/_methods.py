@@ -4,7 +4,9 @@ A class imports them in its body instead of inheriting them. An assignment, such
 `hidden = decoder_hidden`, would do the same, but mkdocstrings does not render it.
 
 A decoder has a method `_run(tokens, mask, positions, see, cache, key)`, which returns the final
-hidden states and the cache. `see(window=...)` returns which keys each token sees.
+hidden states and the cache. `see(window=...)` returns which keys each token sees. That of an
+encoder-decoder is `_run(stack, tokens, positions, visible, cross, cache, key)`, where `cross` is
+what the decoder attends to: the memory, or its keys and values in all layers; and its mask.
 """
 
 import functools as ft
@@ -12,10 +14,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, causal_view, count_positions, real_tokens
+from ._attention import Mask, causal_view, count_positions, full_view, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
-from ._cross_cache import CrossCache, DecoderMask, Memory, read_memory
+from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
+from ._dropout import split_key
 from ._einsum import product
 from ._moe import router_loss
 
@@ -164,6 +167,54 @@ def encoder_decoder_call(
     return self.unembed(self.hidden(tokens, decoder_tokens, **options))
 
 
+def encoder_decoder_hidden(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    decoder_tokens: Integer[Array, "batch decoder_seq"],
+    *,
+    mask: Mask | None = None,
+    decoder_mask: DecoderMask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch decoder_seq width"]:
+    """Returns the final hidden states, from which `unembed` computes the logits.
+
+    The arguments are those of `__call__`.
+    """
+    encoder_key, key = split_key(key, 2)
+    seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
+    memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
+    real = _real(self, decoder_tokens, decoder_mask, decoder_segments)
+    visible = causal_view(real, segments=decoder_segments)
+    positions = count_positions(real, decoder_segments)
+    cross = (memory, None, seen)
+    return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
+
+
+def encoder_decoder_encode(
+    self: Any,
+    tokens: Integer[Array, "batch seq"],
+    *,
+    mask: Mask | None = None,
+    segments: Integer[Array, "batch seq"] | None = None,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "batch seq width"]:
+    """Returns the encoder's hidden states, which the decoder attends to.
+
+    The arguments are those of `__call__`.
+    """
+    real = _real(self, tokens, mask, segments)
+    visible, positions = full_view(real, segments), count_positions(real, segments)
+    return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
+
+
+def _real(self, tokens, mask, segments):
+    if segments is None:
+        check_length(self.config, tokens.shape[1])
+    return real_tokens(tokens.shape, mask)
+
+
 def encoder_decoder_init_cache(
     self: Any, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
 ) -> CrossCache:
@@ -175,3 +226,14 @@ def encoder_decoder_init_cache(
     c = self.config
     own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
     return CrossCache(own, *read_memory(self.decoder.layers.cross, batch, memory, memory_mask))
+
+
+def encoder_decoder_decode(
+    self: Any, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
+) -> tuple[Float[Array, "batch new width"], CrossCache]:
+    """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+    own = admit(cache.own, tokens.shape, mask)
+    positions, see = cached_view(own, tokens.shape[1])
+    cross = (None, (cache.k, cache.v), full_view(cache.mask))
+    x, own = self._run(self.decoder, tokens, positions, see(), cross, own, None)
+    return x, cache.with_own(own)

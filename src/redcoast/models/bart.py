@@ -7,14 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._attention import attend
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
-from ._cache import admit, cached_view, extend
-from ._check_config import check_config, check_heads, check_length, check_rates
-from ._cross_cache import CrossCache, DecoderMask, cross_view
+from ._cache import extend
+from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._scan_layers import Remat, scan_layers
@@ -143,6 +142,9 @@ class Bart(eqx.Module):
     config: BartConfig = eqx.field(static=True)
 
     from ._methods import encoder_decoder_call as __call__
+    from ._methods import encoder_decoder_decode as decode
+    from ._methods import encoder_decoder_encode as encode
+    from ._methods import encoder_decoder_hidden as hidden
     from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
@@ -155,66 +157,11 @@ class Bart(eqx.Module):
         self.logits_bias = jnp.zeros(config.vocab)
         self.config = config
 
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        decoder_tokens: Integer[Array, "batch decoder_seq"],
-        *,
-        mask: Mask | None = None,
-        decoder_mask: DecoderMask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch decoder_seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        encoder_key, key = split_key(key, 2)
-        seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
-        memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
-        real = self._real(decoder_tokens, decoder_mask, decoder_segments)
-        visible = causal_view(real, segments=decoder_segments)
-        positions = count_positions(real, decoder_segments)
-        cross = (memory, None, seen)
-        return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
-
-    def encode(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the encoder's hidden states, which the decoder attends to.
-
-        The arguments are those of `__call__`.
-        """
-        real = self._real(tokens, mask, segments)
-        visible, positions = full_view(real, segments), count_positions(real, segments)
-        return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        own = admit(cache.own, tokens.shape, mask)
-        cross = (None, (cache.k, cache.v), full_view(cache.mask))
-        view = cached_view(own, tokens.shape[1])
-        x, own = self._run(self.decoder, tokens, *view, cross, own, None)
-        return x, cache.with_own(own)
-
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         # The bias is not trained: users set it to keep tokens from being generated.
         bias = jax.lax.stop_gradient(self.logits_bias)
         return product("bsd,vd->bsv", hidden, self.embed, bias)
-
-    def _real(self, tokens, mask, segments):
-        if segments is None:
-            check_length(self.config, tokens.shape[1])
-        return real_tokens(tokens.shape, mask)
 
     def _run(self, stack, tokens, positions, visible, cross, cache, key):
         c = self.config

@@ -14,6 +14,7 @@ from ._cache import extend
 from ._check_config import check_config, check_heads, check_rates
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._methods import tied_or_own_head
 from ._scan_layers import Remat, scan_layers
 
 
@@ -185,9 +186,7 @@ class OPT(eqx.Module):
         """Returns the logits of hidden states."""
         if self.project_out is not None:
             hidden = product("bsd,de->bse", hidden, self.project_out)
-        if self.head is None:
-            return product("bse,ve->bsv", hidden, self.embed)
-        return product("bse,ev->bsv", hidden, self.head)
+        return tied_or_own_head(self, hidden)
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c, visible = self.config, see()

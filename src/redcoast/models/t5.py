@@ -9,16 +9,16 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._attention import attend, count_positions
 from ._basic import ACTIVATIONS, activate_gated, check_activation, look_up, normal, rms_norm
-from ._cache import admit, cached_view, extend
+from ._cache import extend
 from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
-from ._cross_cache import CrossCache, DecoderMask, cross_view
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
+from ._methods import tied_or_own_head
 from ._relative import check_buckets, relative_bias
 from ._scan_layers import Remat, scan_layers
 
@@ -162,6 +162,9 @@ class T5(eqx.Module):
     config: T5Config = eqx.field(static=True)
 
     from ._methods import encoder_decoder_call as __call__
+    from ._methods import encoder_decoder_decode as decode
+    from ._methods import encoder_decoder_encode as encode
+    from ._methods import encoder_decoder_hidden as hidden
     from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
@@ -178,74 +181,19 @@ class T5(eqx.Module):
         self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
-    def hidden(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        decoder_tokens: Integer[Array, "batch decoder_seq"],
-        *,
-        mask: Mask | None = None,
-        decoder_mask: DecoderMask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch decoder_seq width"]:
-        """Returns the final hidden states, from which `unembed` computes the logits.
-
-        The arguments are those of `__call__`.
-        """
-        encoder_key, key = split_key(key, 2)
-        seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
-        memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
-        real = real_tokens(decoder_tokens.shape, decoder_mask)
-        visible = causal_view(real, segments=decoder_segments)
-        # Real tokens are contiguous, so slots give the same distances as positions, in all rows.
-        slots = jnp.arange(decoder_tokens.shape[1])[None]
-        bias = self._bias(slots, slots, causal=True)
-        cross = (memory, None, seen)
-        return self._run(self.decoder, decoder_tokens, bias, visible, cross, None, key)[0]
-
-    def encode(
-        self,
-        tokens: Integer[Array, "batch seq"],
-        *,
-        mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "batch seq width"]:
-        """Returns the encoder's hidden states, which the decoder attends to.
-
-        The arguments are those of `__call__`.
-        """
-        visible = full_view(real_tokens(tokens.shape, mask), segments)
-        slots = jnp.arange(tokens.shape[1])[None]
-        bias = self._bias(slots, slots, causal=False)
-        return self._run(self.encoder, tokens, bias, visible, None, None, key)[0]
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        own = admit(cache.own, tokens.shape, mask)
-        positions, visible = cached_view(own, tokens.shape[1])
-        bias = self._bias(positions, count_positions(own.mask), causal=True)
-        cross = (None, (cache.k, cache.v), full_view(cache.mask))
-        x, own = self._run(self.decoder, tokens, bias, visible, cross, own, None)
-        return x, cache.with_own(own)
-
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         if self.config.scaled:
             hidden = hidden * self.config.width**-0.5
-        if self.head is None:
-            return product("bsd,vd->bsv", hidden, self.embed)
-        return product("bsd,dv->bsv", hidden, self.head)
+        return tied_or_own_head(self, hidden)
 
-    def _bias(self, queries, keys, *, causal):
-        table = (self.decoder if causal else self.encoder).relative_bias
-        return relative_bias(table, queries, keys, far=self.config.distance, causal=causal)
-
-    def _run(self, stack, tokens, bias, visible, cross, cache, key):
+    def _run(self, stack, tokens, positions, visible, cross, cache, key):
         c = self.config
+        # Real tokens are contiguous, so slots give the same distances as positions, in all rows.
+        slots = jnp.arange(tokens.shape[1])[None]
+        places = (slots, slots) if cache is None else (positions, count_positions(cache.mask))
+        causal = cross is not None
+        bias = relative_bias(stack.relative_bias, *places, far=c.distance, causal=causal)
         embed_key, key, last_key = split_key(key, 3)
         x = dropout(look_up(self.embed, tokens), c.dropout, embed_key)
         # The memory's keys and values come from a cache or are computed in each layer.

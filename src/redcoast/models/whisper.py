@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
-from ._cache import admit, cached_view, extend
+from ._cache import extend
 from ._check_config import check_config, check_heads, check_length, check_rates
-from ._cross_cache import CrossCache
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._scan_layers import Remat, scan_layers
@@ -177,6 +176,7 @@ class Whisper(eqx.Module):
     decoder: WhisperDecoder
     config: WhisperConfig = eqx.field(static=True)
 
+    from ._methods import encoder_decoder_decode as decode
     from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
@@ -236,7 +236,7 @@ class Whisper(eqx.Module):
         real = real_tokens(decoder_tokens.shape, decoder_mask)
         seen = full_view(real_tokens(memory.shape, None))
         view = count_positions(real), causal_view(real)
-        return self._decode(decoder_tokens, *view, (memory, None, seen), None, key)[0]
+        return self._run(self.decoder, decoder_tokens, *view, (memory, None, seen), None, key)[0]
 
     def encode(
         self,
@@ -263,29 +263,19 @@ class Whisper(eqx.Module):
         x = x + jax.lax.stop_gradient(encoder.position_embed)[None]
         x = dropout(x, c.dropout, embed_key)
         visible = full_view(real_tokens(x.shape, None))
-        return self._run(encoder, x, visible, None, None, key)[0]
-
-    def decode(
-        self, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
-    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
-        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
-        own = admit(cache.own, tokens.shape, mask)
-        cross = (None, (cache.k, cache.v), full_view(cache.mask))
-        view = cached_view(own, tokens.shape[1])
-        x, own = self._decode(tokens, *view, cross, own, None)
-        return x, cache.with_own(own)
+        return self._layers(encoder, x, visible, None, None, key)[0]
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of hidden states."""
         return product("bsd,vd->bsv", hidden, self.embed)
 
-    def _decode(self, tokens, positions, visible, cross, cache, key):
+    def _run(self, stack, tokens, positions, visible, cross, cache, key):
         embed_key, key = split_key(key, 2)
-        x = look_up(self.embed, tokens) + look_up(self.decoder.position_embed, positions)
+        x = look_up(self.embed, tokens) + look_up(stack.position_embed, positions)
         x = dropout(x, self.config.dropout, embed_key)
-        return self._run(self.decoder, x, visible, cross, cache, key)
+        return self._layers(stack, x, visible, cross, cache, key)
 
-    def _run(self, stack, x, visible, cross, cache, key):
+    def _layers(self, stack, x, visible, cross, cache, key):
         c = self.config
         # The memory's keys and values come from a cache or are computed in each layer.
         nothing: Any = (None, None, None)

@@ -100,6 +100,8 @@ def test_no_size_of_a_file_is_zero_or_negative(family, value):
 BAD = [
     ("llama", "norm_eps", math.nan, "`norm_eps` must be a finite number, but is nan"),
     ("llama", "norm_eps", -1e-5, "`norm_eps` must not be negative"),
+    ("llama", "attention_dropout", 1.0, "`attention_dropout` must be at least 0 and less than 1"),
+    ("bert", "head_dropout", -0.1, "`head_dropout` must be at least 0 and less than 1"),
     ("bert", "norm_eps", math.inf, "`norm_eps` must be a finite number, but is inf"),
     ("gemma", "rope_base", 0, "`rope_base` must be positive, but is 0"),
     ("gemma", "logit_cap", -30.0, "`logit_cap` must be positive"),

@@ -5,6 +5,9 @@ import math
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
+import numpy as np
+
+from ._basic import check_activation
 from ._scan_layers import check_remat
 
 # Optional fields that must be positive, or not negative, where they are given.
@@ -69,7 +72,8 @@ def _kind(kind: Any) -> str:
 
 def check_config(config: Any, *sizes: str) -> None:
     """Raises if a field has a wrong type or is out of range, if a size or `unroll` is below 1, if
-    `kv_heads` does not divide `heads`, or if `remat` is unknown."""
+    `kv_heads` does not divide `heads`, if a dropout rate is not in [0, 1), or if an activation
+    function or `remat` is unknown."""
     check_remat(config.remat)
     check_fields(config)
     for name in (*sizes, *["unroll"] * (config.unroll is not None)):
@@ -81,6 +85,13 @@ def check_config(config: Any, *sizes: str) -> None:
             f"`heads` must be a multiple of `kv_heads`, but {config.heads} is not a multiple of "
             f"{kv_heads}{_where(config)}."
         )
+    for name, value in vars(config).items():
+        if name.endswith("activation"):
+            check_activation(value)
+        if name.endswith("dropout") and value is not None and not 0 <= value < 1:
+            raise ValueError(
+                f"`{name}` must be at least 0 and less than 1, but is {value}{_where(config)}."
+            )
 
 
 def check_heads(config: Any, *, even: bool = False) -> None:
@@ -102,14 +113,35 @@ def drop_default_head_size(config: Any) -> None:
         object.__setattr__(config, "head_size", None)
 
 
-def check_rates(config: Any, *rates: str) -> None:
-    """Raises if a dropout rate is not in [0, 1)."""
-    for name in rates:
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(
-                f"`{name}` must be at least 0 and less than 1, but is {getattr(config, name)}"
-                f"{_where(config)}."
-            )
+def check_local(config: Any) -> None:
+    """Raises if `local` does not have one entry for each layer, or gives layers a window that has
+    no size."""
+    if config.local and len(config.local) != config.layers:
+        raise ValueError(
+            f"`local` must have one entry for each of the {config.layers} layers, but has "
+            f"{len(config.local)}."
+        )
+    if any(config.local) and config.window is None:
+        raise ValueError("`local` gives layers a window, so `window` must be its size.")
+
+
+def check_chosen(config: Any) -> None:
+    """Raises if a token is routed to more experts than there are."""
+    if config.chosen > config.experts:
+        raise ValueError(
+            f"`chosen` must be at most `experts`, but they are {config.chosen} and "
+            f"{config.experts}."
+        )
+
+
+def check_patches(config: Any) -> None:
+    """Raises if the height or the width of an image is not a multiple of that of a patch."""
+    image, patch = np.atleast_1d(config.image), np.atleast_1d(config.patch)
+    if min(*image, *patch) < 1 or any(image % patch):
+        raise ValueError(
+            f"`image` must be a multiple of `patch`, but {config.image} is not a multiple of "
+            f"{config.patch}."
+        )
 
 
 def check_length(config: Any, length: int) -> None:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend
-from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
+from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._scan_layers import Remat, scan_layers
@@ -72,8 +72,6 @@ class BartConfig:
         sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden", "positions")
         check_config(self, *sizes)
         check_heads(self)
-        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
-        check_activation(self.activation)
 
     @property
     def head_dim(self) -> int:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
-from ._check_config import check_config, check_heads, check_length, check_rates
+from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
+from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import product
 from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
@@ -86,9 +86,7 @@ class BertConfig:
         sizes = ("vocab", "width", "layers", "heads", "hidden", "positions", "types")
         check_config(self, *sizes)
         check_heads(self)
-        check_activation(self.activation)
         check_labels(self)
-        check_rates(self, "dropout", "attention_dropout", "head_rate")
         if self.kind == "roberta" and self.pad is None:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind == "roberta" and self.head == "pretraining":

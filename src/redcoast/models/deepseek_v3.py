@@ -15,7 +15,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, extend
-from ._check_config import check_config, check_rates
+from ._check_config import check_config
 from ._dropout import split_key
 from ._einsum import LowRank, gated_feed_forward, product
 from ._moe import dispatch
@@ -107,7 +107,6 @@ class DeepseekV3Config:
         sizes = "vocab width layers heads hidden expert_hidden experts chosen shared groups"
         more = "chosen_groups kv_rank plain_size rope_size value_size"
         check_config(self, *sizes.split(), *more.split(), *["q_rank"] * (self.q_rank is not None))
-        check_rates(self, "attention_dropout")
         if self.rope_size % 2:
             raise ValueError(f"`rope_size` must be even, but is {self.rope_size}.")
         if not self.route_scale > 0:

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import attend, full_view
-from ._basic import activate_gated, check_activation, layer_norm, small_normal
-from ._check_config import check_config, check_heads, check_rates
+from ._basic import activate_gated, layer_norm, small_normal
+from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._heads import Linear, check_labels
@@ -85,14 +85,8 @@ class Dinov2Config:
         sizes = ("width", "layers", "heads", "mlp_ratio", "image", "patch", "channels")
         check_config(self, *sizes)
         check_heads(self)
-        check_activation(self.activation)
         check_labels(self)
-        check_rates(self, "dropout", "attention_dropout", "path_dropout")
-        if self.image % self.patch:
-            raise ValueError(
-                f"`image` must be a multiple of `patch`, but {self.image} is not a multiple of "
-                f"{self.patch}."
-            )
+        check_patches(self)
         if self.registers < 0 or (self.registers and not self.mask_token):
             raise ValueError(
                 f"`registers` must not be negative, and need a `mask_token`, but there are "

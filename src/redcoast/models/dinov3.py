@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._attention import attend, full_view
-from ._basic import activate_gated, check_activation, layer_norm, small_normal
-from ._check_config import check_config, check_heads, check_rates
+from ._basic import activate_gated, layer_norm, small_normal
+from ._check_config import check_config, check_heads, check_patches
 from ._dropout import split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._patches import add_scaled
@@ -85,13 +85,7 @@ class Dinov3Config:
         sizes = "width layers heads hidden image patch channels registers"
         check_config(self, *sizes.split())
         check_heads(self)
-        check_activation(self.activation)
-        check_rates(self, "attention_dropout", "path_dropout")
-        if self.image % self.patch:
-            raise ValueError(
-                f"`image` must be a multiple of `patch`, but {self.image} is not a multiple of "
-                f"{self.patch}."
-            )
+        check_patches(self)
         if self.head_dim % 4:
             raise ValueError(
                 "The head size must be a multiple of 4, a half of it for rows and the other for "

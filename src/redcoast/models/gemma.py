@@ -19,7 +19,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, attend_near, wide
 from ._basic import look_up, normal, output_scale
 from ._cache import extend
-from ._check_config import check_config, check_rates
+from ._check_config import check_config, check_local
 from ._einsum import gated_feed_forward, product
 from ._methods import tied_or_own_head
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
@@ -93,16 +93,9 @@ class GemmaConfig:
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "head_dim")
-        check_rates(self, "attention_dropout")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even, but is {self.head_dim}.")
-        if self.local and len(self.local) != self.layers:
-            raise ValueError(
-                f"`local` must have one entry for each of the {self.layers} layers, but has "
-                f"{len(self.local)}."
-            )
-        if any(self.local) and self.window is None:
-            raise ValueError("`local` gives layers a window, so `window` must be its size.")
+        check_local(self)
 
 
 class GemmaLayers(eqx.Module):

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import check_activation, layer_norm, look_up, output_scale, small_normal
+from ._basic import layer_norm, look_up, output_scale, small_normal
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
@@ -75,8 +75,6 @@ class GPT2Config:
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
         check_heads(self)
-        check_activation(self.activation)
-        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
 
     @property
     def head_dim(self) -> int:

@@ -14,7 +14,13 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
+from ._check_config import (
+    check_chosen,
+    check_config,
+    check_heads,
+    check_local,
+    drop_default_head_size,
+)
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts
 from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
@@ -93,19 +99,8 @@ class GptOssConfig:
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
         check_heads(self, even=True)
         drop_default_head_size(self)
-        check_rates(self, "attention_dropout")
-        if self.chosen > self.experts:
-            raise ValueError(
-                f"`chosen` must be at most `experts`, but they are {self.chosen} and "
-                f"{self.experts}."
-            )
-        if self.local and len(self.local) != self.layers:
-            raise ValueError(
-                f"`local` must have one entry for each of the {self.layers} layers, but has "
-                f"{len(self.local)}."
-            )
-        if any(self.local) and self.window is None:
-            raise ValueError("`local` gives layers a window, so `window` must be its size.")
+        check_chosen(self)
+        check_local(self)
         if self.limit <= 0:
             raise ValueError(f"`limit` must be positive, but is {self.limit}.")
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
-from ._basic import check_activation, layer_norm, look_up, output_scale
+from ._basic import layer_norm, look_up, output_scale
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, product
 from ._rotary import rotary_angles, rotary_frequencies, rotate_pairs
@@ -72,8 +72,6 @@ class GPTJConfig:
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "rotary_dim")
         check_heads(self)
-        check_activation(self.activation)
-        check_rates(self, "embed_dropout", "residual_dropout", "attention_dropout")
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"`rotary_dim` must be even and at most the head size {self.head_dim}, but is "

@@ -15,7 +15,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates, drop_default_head_size
+from ._check_config import check_chosen, check_config, check_heads, drop_default_head_size
 from ._einsum import product
 from ._moe import mix_experts
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
@@ -92,12 +92,7 @@ class MixtralConfig:
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
         check_heads(self, even=True)
         drop_default_head_size(self)
-        check_rates(self, "attention_dropout")
-        if self.chosen > self.experts:
-            raise ValueError(
-                f"`chosen` must be at most `experts`, but they are {self.chosen} and "
-                f"{self.experts}."
-            )
+        check_chosen(self)
 
     @property
     def head_dim(self) -> int:

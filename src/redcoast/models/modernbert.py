@@ -13,13 +13,12 @@ from ._attention import Mask, attend_near, count_positions, full_view, real_toke
 from ._basic import (
     ACTIVATIONS,
     activate_gated,
-    check_activation,
     layer_norm,
     look_up,
     output_scale,
     small_normal,
 )
-from ._check_config import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
@@ -103,15 +102,8 @@ class ModernBertConfig:
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden")
         check_heads(self, even=True)
-        check_activation(self.activation)
-        check_activation(self.head_activation)
         check_labels(self)
-        check_rates(self, "dropout", "attention_dropout", "mlp_dropout", "head_dropout")
-        if self.local and len(self.local) != self.layers:
-            raise ValueError(
-                f"`local` must have one entry for each of the {self.layers} layers, but has "
-                f"{len(self.local)}."
-            )
+        check_local(self)
         if self.local == all_but_every(3, self.layers):
             object.__setattr__(self, "local", ())  # configurations of the same model are equal
 

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend
-from ._basic import check_activation, layer_norm, look_up, output_scale
+from ._basic import layer_norm, look_up, output_scale
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._methods import tied_or_own_head
@@ -80,8 +80,6 @@ class OPTConfig:
         sizes = ("vocab", "width", "layers", "heads", "hidden", "embed_width", "positions")
         check_config(self, *sizes)
         check_heads(self)
-        check_activation(self.activation)
-        check_rates(self, "dropout", "attention_dropout")
         if self.post_norm and self.final_norm:
             raise ValueError(
                 "With `post_norm=True` each layer already ends with a norm: set `final_norm=False`."

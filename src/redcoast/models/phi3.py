@@ -12,7 +12,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import look_up, normal, output_scale, rms_norm
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_rates
+from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, product
 from ._rotary import LongRope, long_angles, rotary_angles, rotary_frequencies, rotate
@@ -78,7 +78,6 @@ class Phi3Config:
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
         check_heads(self)
-        check_rates(self, "attention_dropout", "residual_dropout")
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.head_dim)
         if self.rotated % 2 or not 0 < self.rotated <= self.head_dim:

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend, full_view, real_tokens, wide
-from ._basic import check_activation, layer_norm, look_up, small_normal
-from ._check_config import check_config, check_heads, check_length, check_rates
+from ._basic import layer_norm, look_up, small_normal
+from ._check_config import check_config, check_heads, check_length
 from ._dropout import split_key
 from ._einsum import feed_forward, product
 from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
@@ -59,7 +59,7 @@ class SiglipImageConfig:
 
     def __post_init__(self):
         check_config(self, "width", "layers", "heads", "hidden", "image", "patch", "channels")
-        _check_encoder(self)
+        check_heads(self)
         if self.image < self.patch:
             raise ValueError(
                 f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
@@ -113,7 +113,7 @@ class SiglipTextConfig:
 
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
-        _check_encoder(self)
+        check_heads(self)
         if self.outputs == self.width:
             object.__setattr__(self, "outputs", None)
 
@@ -125,12 +125,6 @@ class SiglipTextConfig:
     def dropout(self) -> float:
         """The residual stream of SigLIP has no dropout."""
         return 0.0
-
-
-def _check_encoder(config):
-    check_heads(config)
-    check_activation(config.activation)
-    check_rates(config, "attention_dropout")
 
 
 @dataclass(frozen=True)

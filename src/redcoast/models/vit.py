@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
-from ._basic import check_activation, layer_norm, small_normal
-from ._check_config import check_config, check_heads, check_rates
+from ._basic import layer_norm, small_normal
+from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._einsum import product
 from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
@@ -73,15 +73,8 @@ class ViTConfig:
     def __post_init__(self):
         check_config(self, "width", "layers", "heads", "hidden", "channels")
         check_heads(self)
-        check_activation(self.activation)
         check_labels(self)
-        check_rates(self, "dropout", "attention_dropout")
-        pairs = zip(self.image, self.patch, strict=True)
-        if min(*self.patch, *self.image) < 1 or any(image % patch for image, patch in pairs):
-            raise ValueError(
-                f"`image` must be a multiple of `patch`, but {self.image} is not a multiple of "
-                f"{self.patch}."
-            )
+        check_patches(self)
 
     @property
     def head_dim(self) -> int:

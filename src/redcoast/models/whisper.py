@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
-from ._basic import ACTIVATIONS, check_activation, layer_norm, look_up, small_normal
+from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_length, check_rates
+from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._scan_layers import Remat, scan_layers
@@ -75,8 +75,6 @@ class WhisperConfig:
         sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden")
         check_config(self, *sizes, "mels", "frames", "positions")
         check_heads(self)
-        check_rates(self, "dropout", "attention_dropout", "activation_dropout")
-        check_activation(self.activation)
         for name, least in (("width", 4), ("frames", 2)):
             value = getattr(self, name)
             if value < least or value % 2:

@@ -23,6 +23,11 @@ from ._einsum import product
 from ._moe import router_loss
 
 
+@property
+def head_dim(self: Any) -> int:
+    return getattr(self, "head_size", None) or self.width // self.heads
+
+
 def decoder_call(
     self: Any,
     tokens: Integer[Array, "batch seq"],

@@ -68,14 +68,12 @@ class BartConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden", "positions")
         check_config(self, *sizes)
         check_heads(self)
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 # The first rows of BART's tables of positions are unused.

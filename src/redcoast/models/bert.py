@@ -82,6 +82,8 @@ class BertConfig:
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         sizes = ("vocab", "width", "layers", "heads", "hidden", "positions", "types")
         check_config(self, *sizes)
@@ -91,10 +93,6 @@ class BertConfig:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind == "roberta" and self.head == "pretraining":
             raise ValueError("RoBERTa has no head 'pretraining'. Use 'masked'.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def first_position(self) -> int:

@@ -81,6 +81,8 @@ class Dinov2Config:
     remat: Remat = "none"
     unroll: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         sizes = ("width", "layers", "heads", "mlp_ratio", "image", "patch", "channels")
         check_config(self, *sizes)
@@ -92,10 +94,6 @@ class Dinov2Config:
                 f"`registers` must not be negative, and need a `mask_token`, but there are "
                 f"{self.registers} and `mask_token` is {self.mask_token}."
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def hidden(self) -> int:

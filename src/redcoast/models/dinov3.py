@@ -81,6 +81,8 @@ class Dinov3Config:
     remat: Remat = "none"
     unroll: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         sizes = "width layers heads hidden image patch channels registers"
         check_config(self, *sizes.split())
@@ -96,10 +98,6 @@ class Dinov3Config:
         for name in ("jitter", "rescale"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 class Dinov3Layers(eqx.Module):

@@ -72,13 +72,11 @@ class GPT2Config:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
         check_heads(self)
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 class GPT2Layers(eqx.Module):

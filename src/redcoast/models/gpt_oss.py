@@ -95,6 +95,8 @@ class GptOssConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
         check_heads(self, even=True)
@@ -103,10 +105,6 @@ class GptOssConfig:
         check_local(self)
         if self.limit <= 0:
             raise ValueError(f"`limit` must be positive, but is {self.limit}.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.width // self.heads
 
 
 class GptOssLayers(eqx.Module):

@@ -69,6 +69,8 @@ class GPTJConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "rotary_dim")
         check_heads(self)
@@ -77,10 +79,6 @@ class GPTJConfig:
                 f"`rotary_dim` must be even and at most the head size {self.head_dim}, but is "
                 f"{self.rotary_dim}."
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 class GPTJLayers(eqx.Module):

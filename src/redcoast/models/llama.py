@@ -82,6 +82,8 @@ class LlamaConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
         check_heads(self, even=True)
@@ -93,10 +95,6 @@ class LlamaConfig:
                 f"`rope_layers` has {len(self.rope_layers)} entries, but there are {self.layers} "
                 "layers. It must have one for each layer."
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.width // self.heads
 
 
 class LlamaLayers(eqx.Module):

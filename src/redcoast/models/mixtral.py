@@ -88,15 +88,13 @@ class MixtralConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
         check_heads(self, even=True)
         drop_default_head_size(self)
         check_chosen(self)
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.width // self.heads
 
 
 class MixtralLayers(eqx.Module):

@@ -99,6 +99,8 @@ class ModernBertConfig:
     bos: int | None = None
     pad: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden")
         check_heads(self, even=True)
@@ -106,10 +108,6 @@ class ModernBertConfig:
         check_local(self)
         if self.local == all_but_every(3, self.layers):
             object.__setattr__(self, "local", ())  # configurations of the same model are equal
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def has_window(self) -> tuple[bool, ...]:

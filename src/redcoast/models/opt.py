@@ -74,6 +74,8 @@ class OPTConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         if self.embed_width is None:
             object.__setattr__(self, "embed_width", self.width)
@@ -84,10 +86,6 @@ class OPTConfig:
             raise ValueError(
                 "With `post_norm=True` each layer already ends with a norm: set `final_norm=False`."
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 # The first rows of OPT's table of positions are unused.

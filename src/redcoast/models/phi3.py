@@ -75,6 +75,8 @@ class Phi3Config:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
         check_heads(self)
@@ -91,10 +93,6 @@ class Phi3Config:
                     f"`rope_scaling` has {found} factors in `{name}`, but there are "
                     f"{self.rotated // 2} pairs of rotated features. It must have one for each."
                 )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def rotated(self) -> int:

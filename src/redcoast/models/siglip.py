@@ -57,6 +57,8 @@ class SiglipImageConfig:
     remat: Remat = "none"
     unroll: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "width", "layers", "heads", "hidden", "image", "patch", "channels")
         check_heads(self)
@@ -64,10 +66,6 @@ class SiglipImageConfig:
             raise ValueError(
                 f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
             )
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def dropout(self) -> float:
@@ -111,15 +109,13 @@ class SiglipTextConfig:
     bos: int | None = None
     pad: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
         check_heads(self)
         if self.outputs == self.width:
             object.__setattr__(self, "outputs", None)
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def dropout(self) -> float:

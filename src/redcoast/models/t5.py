@@ -83,6 +83,8 @@ class T5Config:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "vocab", "width", "layers", "decoder_layers", "heads", "hidden")
         check_heads(self)
@@ -90,10 +92,6 @@ class T5Config:
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
             raise ValueError("`scale_head=True` needs `tied=True`: only a tied head is scaled.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.width // self.heads
 
     @property
     def scaled(self) -> bool:

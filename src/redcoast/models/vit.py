@@ -70,15 +70,13 @@ class ViTConfig:
     remat: Remat = "none"
     unroll: int | None = None
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         check_config(self, "width", "layers", "heads", "hidden", "channels")
         check_heads(self)
         check_labels(self)
         check_patches(self)
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -71,6 +71,8 @@ class WhisperConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
+    from ._methods import head_dim
+
     def __post_init__(self):
         sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden")
         check_config(self, *sizes, "mels", "frames", "positions")
@@ -79,10 +81,6 @@ class WhisperConfig:
             value = getattr(self, name)
             if value < least or value % 2:
                 raise ValueError(f"`{name}` must be even and at least {least}, but is {value}.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
 
 
 _EPS = 1e-5

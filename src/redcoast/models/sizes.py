@@ -5,31 +5,31 @@ of its configuration, as in `llama_7b(key=key, remat="full")`. A model that is t
 machine can be created abstractly, for planning: `eqx.filter_eval_shape(llama_7b, key=key)`.
 """
 
-from dataclasses import replace
+import dataclasses
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import PRNGKeyArray
 
 from ._rotary import RopeScaling, Yarn
-from .bart import Bart, BartConfig
-from .bert import Bert, BertConfig
-from .deepseek_v3 import DeepseekV3, DeepseekV3Config
-from .dinov2 import Dinov2, Dinov2Config
-from .dinov3 import Dinov3, Dinov3Config
-from .gemma import Gemma, GemmaConfig
-from .gpt2 import GPT2, GPT2Config
-from .gpt_oss import GptOss, GptOssConfig
-from .gptj import GPTJ, GPTJConfig
-from .llama import Llama, LlamaConfig
-from .mamba2 import Mamba2, Mamba2Config
-from .mixtral import Mixtral, MixtralConfig
-from .modernbert import ModernBert, ModernBertConfig
-from .opt import OPT, OPTConfig
-from .phi3 import Phi3, Phi3Config
-from .siglip import Siglip, SiglipConfig, SiglipImageConfig, SiglipTextConfig
-from .t5 import T5, T5Config
-from .vit import ViT, ViTConfig
-from .whisper import Whisper, WhisperConfig
+from .bart import Bart
+from .bert import Bert
+from .deepseek_v3 import DeepseekV3
+from .dinov2 import Dinov2
+from .dinov3 import Dinov3
+from .gemma import Gemma
+from .gpt2 import GPT2
+from .gpt_oss import GptOss
+from .gptj import GPTJ
+from .llama import Llama
+from .mamba2 import Mamba2
+from .mixtral import Mixtral
+from .modernbert import ModernBert
+from .opt import OPT
+from .phi3 import Phi3
+from .siglip import Siglip, SiglipImageConfig, SiglipTextConfig
+from .t5 import T5
+from .vit import ViT
+from .whisper import Whisper
 
 Model = TypeVar("Model", covariant=True)
 
@@ -43,60 +43,43 @@ class Named(Protocol[Model]):
 
 def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
     make: Any = model
-    config: Any = _CONFIGS[model](*sizes, **more)
-    return lambda *, key, **changes: make(replace(config, **changes), key=key)
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(make)}
+    config = kinds["config"](*sizes, **more)
+    return lambda *, key, **changes: make(dataclasses.replace(config, **changes), key=key)
 
-
-_CONFIGS: dict[Any, Any] = {
-    Llama: LlamaConfig,
-    GPT2: GPT2Config,
-    GptOss: GptOssConfig,
-    DeepseekV3: DeepseekV3Config,
-    GPTJ: GPTJConfig,
-    OPT: OPTConfig,
-    Phi3: Phi3Config,
-    Gemma: GemmaConfig,
-    Mamba2: Mamba2Config,
-    Mixtral: MixtralConfig,
-    T5: T5Config,
-    Bart: BartConfig,
-    Bert: BertConfig,
-    ModernBert: ModernBertConfig,
-    ViT: ViTConfig,
-    Whisper: WhisperConfig,
-    Dinov2: Dinov2Config,
-    Dinov3: Dinov3Config,
-    Siglip: SiglipConfig,
-}
 
 _SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
-_OSS_ROPE = Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)
+_LLAMA1: dict[str, Any] = {"norm_eps": 1e-6, "bos": 1, "eos": (2,)}
+_LLAMA3: dict[str, Any] = {"rope_base": 5e5, "context": 8192, "bos": 128000, "eos": (128001,)}
+_GPT2: dict[str, Any] = {"bos": 50256, "eos": (50256,)}
+_OPT: dict[str, Any] = {"pad": 1, "bos": 2, "eos": (2,)}
+_OSS: dict[str, Any] = {"head_size": 64, "window": 128, "router_loss_weight": 0.9}
+_OSS |= {"rope_scaling": Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)}
+_OSS |= {"eos": (200002,), "pad": 199999}
+_T5: dict[str, Any] = {"head_size": 64, "pad": 0, "eos": (1,)}
+_T5_GATED = _T5 | {"activation": "gelu_new", "gated": True, "tied": False}
+_ROBERTA: dict[str, Any] = {"kind": "roberta", "types": 1, "norm_eps": 1e-5, "pooler": True}
+_ROBERTA |= {"pad": 1, "bos": 0, "eos": (2,)}
+_MODERNBERT: dict[str, Any] = {"pooling": "mean", "bos": 50281, "eos": (50282,), "pad": 50283}
 _MAMBA2: dict[str, Any] = {"tied": True, "bos": 0, "eos": (0,), "pad": 0}
 _WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
 
 # fmt: off
-llama_7b = _named(Llama, 32000, 4096, 32, 32, 32, 11008, norm_eps=1e-6, bos=1, eos=(2,))
-llama_13b = _named(Llama, 32000, 5120, 40, 40, 40, 13824, norm_eps=1e-6, bos=1, eos=(2,))
-llama_30b = _named(Llama, 32000, 6656, 60, 52, 52, 17920, norm_eps=1e-6, bos=1, eos=(2,))
-llama_65b = _named(Llama, 32000, 8192, 80, 64, 64, 22016, norm_eps=1e-6, bos=1, eos=(2,))
+llama_7b = _named(Llama, 32000, 4096, 32, 32, 32, 11008, **_LLAMA1)
+llama_13b = _named(Llama, 32000, 5120, 40, 40, 40, 13824, **_LLAMA1)
+llama_30b = _named(Llama, 32000, 6656, 60, 52, 52, 17920, **_LLAMA1)
+llama_65b = _named(Llama, 32000, 8192, 80, 64, 64, 22016, **_LLAMA1)
 llama2_70b = _named(
     Llama, 32000, 8192, 80, 64, 8, 28672,
     norm_eps=1e-5, context=4096, bos=1, eos=(2,),
 )
-llama3_8b = _named(
-    Llama, 128256, 4096, 32, 32, 8, 14336,
-    rope_base=5e5, context=8192, bos=128000, eos=(128001,),
-)
-llama3_70b = _named(
-    Llama, 128256, 8192, 80, 64, 8, 28672,
-    rope_base=5e5, context=8192, bos=128000, eos=(128001,),
-)
+llama3_8b = _named(Llama, 128256, 4096, 32, 32, 8, 14336, **_LLAMA3)
+llama3_70b = _named(Llama, 128256, 8192, 80, 64, 8, 28672, **_LLAMA3)
 llama3_2_1b = _named(
     Llama, 128256, 2048, 16, 32, 8, 8192,
-    rope_base=5e5, rope_scaling=RopeScaling("llama3", 32.0), tied=True, context=131072,
-    bos=128000, eos=(128001,),
+    rope_scaling=RopeScaling("llama3", 32.0), tied=True, **_LLAMA3 | {"context": 131072},
 )
 smollm2_135m = _named(
     Llama, 49152, 576, 30, 9, 3, 1536,
@@ -140,35 +123,27 @@ phi4_mini = _named(
     rotary_dim=96, tied=True, context=4096, bos=199999, eos=(199999,), pad=199999,
 )
 
-gpt2_small = _named(GPT2, 50257, 768, 12, 12, 3072, bos=50256, eos=(50256,))
-gpt2_medium = _named(GPT2, 50257, 1024, 24, 16, 4096, bos=50256, eos=(50256,))
-gpt2_large = _named(GPT2, 50257, 1280, 36, 20, 5120, bos=50256, eos=(50256,))
-gpt2_xl = _named(GPT2, 50257, 1600, 48, 25, 6400, bos=50256, eos=(50256,))
+gpt2_small = _named(GPT2, 50257, 768, 12, 12, 3072, **_GPT2)
+gpt2_medium = _named(GPT2, 50257, 1024, 24, 16, 4096, **_GPT2)
+gpt2_large = _named(GPT2, 50257, 1280, 36, 20, 5120, **_GPT2)
+gpt2_xl = _named(GPT2, 50257, 1600, 48, 25, 6400, **_GPT2)
 
-gpt_oss_20b = _named(
-    GptOss, 201088, 2880, 24, 64, 8, 2880, 32,
-    head_size=64, rope_scaling=_OSS_ROPE, local=12 * (True, False), window=128,
-    router_loss_weight=0.9, eos=(200002,), pad=199999,
-)
-gpt_oss_120b = _named(
-    GptOss, 201088, 2880, 36, 64, 8, 2880, 128,
-    head_size=64, rope_scaling=_OSS_ROPE, local=18 * (True, False), window=128,
-    router_loss_weight=0.9, eos=(200002,), pad=199999,
-)
+gpt_oss_20b = _named(GptOss, 201088, 2880, 24, 64, 8, 2880, 32, local=12 * (True, False), **_OSS)
+gpt_oss_120b = _named(GptOss, 201088, 2880, 36, 64, 8, 2880, 128, local=18 * (True, False), **_OSS)
 
-gptj_6b = _named(GPTJ, 50400, 4096, 28, 16, 16384, bos=50256, eos=(50256,))
+gptj_6b = _named(GPTJ, 50400, 4096, 28, 16, 16384, **_GPT2)
 
-opt_125m = _named(OPT, 50272, 768, 12, 12, 3072, pad=1, bos=2, eos=(2,))
+opt_125m = _named(OPT, 50272, 768, 12, 12, 3072, **_OPT)
 opt_350m = _named(
     OPT, 50272, 1024, 24, 16, 4096,
-    embed_width=512, post_norm=True, final_norm=False, pad=1, bos=2, eos=(2,),
+    embed_width=512, post_norm=True, final_norm=False, **_OPT,
 )
-opt_1_3b = _named(OPT, 50272, 2048, 24, 32, 8192, pad=1, bos=2, eos=(2,))
-opt_2_7b = _named(OPT, 50272, 2560, 32, 32, 10240, pad=1, bos=2, eos=(2,))
-opt_6_7b = _named(OPT, 50272, 4096, 32, 32, 16384, pad=1, bos=2, eos=(2,))
-opt_13b = _named(OPT, 50272, 5120, 40, 40, 20480, pad=1, bos=2, eos=(2,))
-opt_30b = _named(OPT, 50272, 7168, 48, 56, 28672, pad=1, bos=2, eos=(2,))
-opt_66b = _named(OPT, 50272, 9216, 64, 72, 36864, pad=1, bos=2, eos=(2,))
+opt_1_3b = _named(OPT, 50272, 2048, 24, 32, 8192, **_OPT)
+opt_2_7b = _named(OPT, 50272, 2560, 32, 32, 10240, **_OPT)
+opt_6_7b = _named(OPT, 50272, 4096, 32, 32, 16384, **_OPT)
+opt_13b = _named(OPT, 50272, 5120, 40, 40, 20480, **_OPT)
+opt_30b = _named(OPT, 50272, 7168, 48, 56, 28672, **_OPT)
+opt_66b = _named(OPT, 50272, 9216, 64, 72, 36864, **_OPT)
 
 gemma_2b = _named(Gemma, 256000, 2048, 18, 8, 1, 16384, **_GEMMA)
 gemma_7b = _named(Gemma, 256000, 3072, 28, 16, 16, 24576, **_GEMMA)
@@ -208,64 +183,30 @@ deepseek_v3_671b = _named(
     rope_scaling=Yarn(40, 4096), score_scaling=1.0, context=163840, bos=0, eos=(1,),
 )
 
-t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, head_size=64, pad=0, eos=(1,))
-t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, head_size=64, pad=0, eos=(1,))
-t5_large = _named(T5, 32128, 1024, 24, 24, 16, 4096, head_size=64, pad=0, eos=(1,))
+t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, **_T5)
+t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, **_T5)
+t5_large = _named(T5, 32128, 1024, 24, 24, 16, 4096, **_T5)
 t5_3b = _named(T5, 32128, 1024, 24, 24, 32, 16384, head_size=128, pad=0, eos=(1,))
 t5_11b = _named(T5, 32128, 1024, 24, 24, 128, 65536, head_size=128, pad=0, eos=(1,))
-t5_v1_1_small = _named(
-    T5, 32128, 512, 8, 8, 6, 1024,
-    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
-)
-t5_v1_1_base = _named(
-    T5, 32128, 768, 12, 12, 12, 2048,
-    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
-)
-t5_v1_1_large = _named(
-    T5, 32128, 1024, 24, 24, 16, 2816,
-    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
-)
-t5_xl = _named(
-    T5, 32128, 2048, 24, 24, 32, 5120,
-    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
-)
-t5_xxl = _named(
-    T5, 32128, 4096, 24, 24, 64, 10240,
-    head_size=64, activation="gelu_new", gated=True, tied=False, pad=0, eos=(1,),
-)
-mt5_small = _named(
-    T5, 250112, 512, 8, 8, 6, 1024,
-    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
-)
-mt5_base = _named(
-    T5, 250112, 768, 12, 12, 12, 2048,
-    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
-)
-mt5_large = _named(
-    T5, 250112, 1024, 24, 24, 16, 2816,
-    head_size=64, activation="gelu_new", gated=True, tied=False, kind="mt5", pad=0, eos=(1,),
-)
+t5_v1_1_small = _named(T5, 32128, 512, 8, 8, 6, 1024, **_T5_GATED)
+t5_v1_1_base = _named(T5, 32128, 768, 12, 12, 12, 2048, **_T5_GATED)
+t5_v1_1_large = _named(T5, 32128, 1024, 24, 24, 16, 2816, **_T5_GATED)
+t5_xl = _named(T5, 32128, 2048, 24, 24, 32, 5120, **_T5_GATED)
+t5_xxl = _named(T5, 32128, 4096, 24, 24, 64, 10240, **_T5_GATED)
+mt5_small = _named(T5, 250112, 512, 8, 8, 6, 1024, kind="mt5", **_T5_GATED)
+mt5_base = _named(T5, 250112, 768, 12, 12, 12, 2048, kind="mt5", **_T5_GATED)
+mt5_large = _named(T5, 250112, 1024, 24, 24, 16, 2816, kind="mt5", **_T5_GATED)
 
 bart_base = _named(Bart, 50265, 768, 6, 6, 12, 3072, pad=1, bos=0, eos=(2,))
 bart_large = _named(Bart, 50265, 1024, 12, 12, 16, 4096, pad=1, bos=0, eos=(2,))
 
 bert_base = _named(Bert, 30522, 768, 12, 12, 3072, pooler=True, pad=0)
 bert_large = _named(Bert, 30522, 1024, 24, 16, 4096, pooler=True, pad=0)
-roberta_base = _named(
-    Bert, 50265, 768, 12, 12, 3072,
-    kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
-)
-roberta_large = _named(
-    Bert, 50265, 1024, 24, 16, 4096,
-    kind="roberta", types=1, norm_eps=1e-5, pooler=True, pad=1, bos=0, eos=(2,),
-)
+roberta_base = _named(Bert, 50265, 768, 12, 12, 3072, **_ROBERTA)
+roberta_large = _named(Bert, 50265, 1024, 24, 16, 4096, **_ROBERTA)
 
-modernbert_base = _named(
-    ModernBert, 50368, 768, 22, 12, 1152, pooling="mean", bos=50281, eos=(50282,), pad=50283
-)
-modernbert_large = _named(
-    ModernBert, 50368, 1024, 28, 16, 2624, pooling="mean", bos=50281, eos=(50282,), pad=50283
-)
+modernbert_base = _named(ModernBert, 50368, 768, 22, 12, 1152, **_MODERNBERT)
+modernbert_large = _named(ModernBert, 50368, 1024, 28, 16, 2624, **_MODERNBERT)
 
 vit_base = _named(ViT, 768, 12, 12, 3072)
 vit_large = _named(ViT, 1024, 24, 16, 4096)

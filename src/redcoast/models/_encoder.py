@@ -1,5 +1,6 @@
-"""The layers of BERT and ViT: attention and a feed-forward network, with biases."""
+"""The layers of encoders: attention and a feed-forward network, with biases."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from ._attention import Visible, attend
 from ._basic import layer_norm, small_normal
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, queries
+from ._scan_layers import scan_layers
 
 
 class EncoderLayers(eqx.Module):
@@ -44,48 +46,45 @@ class EncoderLayers(eqx.Module):
         self.bq, self.bk, self.bv = biases
         self.bo = jnp.zeros(stream)
         self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.up, self.up_bias = (
-            small_normal(up, (*stream, c.hidden)),
-            jnp.zeros((c.layers, c.hidden)),
-        )
+        self.up = small_normal(up, (*stream, c.hidden))
+        self.up_bias = jnp.zeros((c.layers, c.hidden))
         self.down = small_normal(down, (c.layers, c.hidden, c.width))
         self.down_bias = jnp.zeros(stream)
 
 
-def attention_norm(
-    layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
-) -> Float[Array, "batch seq width"]:
-    """Applies the norm of the attention, which comes before it (ViT) or after it (BERT)."""
-    return layer_norm(x, layer.attention_norm, layer.attention_norm_shift, eps)
+def attention_output(
+    layer: Any,
+    q: Float[Array, "batch queries heads k"],
+    kv: Sequence[Float[Array, "batch keys heads k"]],
+    visible: Visible,
+    config: Any,
+    key: PRNGKeyArray | None,
+) -> Float[Array, "batch queries width"]:
+    """Computes the output of one layer's attention, given its queries, keys and values, to be added
+    to the residual stream."""
+    weights_key, key = split_key(key, 2)
+    out = attend(q, *kv, visible=visible, rate=config.attention_dropout, key=weights_key)
+    return dropout(outputs(layer, out), config.dropout, key)
 
 
-def mlp_norm(
-    layer: EncoderLayers, x: Float[Array, "batch seq width"], eps: float
-) -> Float[Array, "batch seq width"]:
-    """Applies the norm of the feed-forward network."""
-    return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, eps)
-
-
-def encoder_attention(
-    layer: EncoderLayers,
+def pre_norm_layers(
+    part: Any,
     x: Float[Array, "batch seq width"],
     visible: Visible,
     config: Any,
     key: PRNGKeyArray | None,
 ) -> Float[Array, "batch seq width"]:
-    """Computes the output of one layer's attention, to be added to the residual stream."""
-    weights_key, key = split_key(key, 2)
-    q, (k, v) = queries(layer, x), keys_values(layer, x)
-    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
-    return dropout(outputs(layer, out), config.dropout, key)
+    """Applies the layers of an encoder with norms before attention and the feed-forward network,
+    and the last norm."""
+    c = config
 
+    def layer_fn(x, cache, layer, index, key):
+        attention_key, key = split_key(key, 2)
+        y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
+        q, kv = queries(layer, y), keys_values(layer, y)
+        x = x + attention_output(layer, q, kv, visible, c, attention_key)
+        y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+        return x + dropout(feed_forward(layer, y, c.activation), c.dropout, key), cache
 
-def mlp(
-    layer: EncoderLayers,
-    x: Float[Array, "batch seq width"],
-    config: Any,
-    key: PRNGKeyArray | None,
-) -> Float[Array, "batch seq width"]:
-    """Computes the output of one layer's feed-forward network, to be added to the residual
-    stream."""
-    return dropout(feed_forward(layer, x, config.activation), config.dropout, key)
+    x, _ = scan_layers(layer_fn, x, part.layers, key=key, remat=c.remat, unroll=c.unroll)
+    return layer_norm(x, part.norm, part.norm_shift, c.norm_eps)

@@ -1,11 +1,94 @@
-"""What DINOv2 and DINOv3 share: maps of their patches, and how sublayers are added."""
+"""The embedding of patches; and the layers of DINOv2 and DINOv3, and maps of their patches."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._dropout import dropout
+from ._attention import attend, full_view
+from ._basic import activate_gated, layer_norm, small_normal
+from ._dropout import dropout, split_key
+from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._rotary import rotate
+from ._scan_layers import scan_layers
+
+
+def embed_patches(
+    pixels: Float[Array, "batch channels height width"],
+    kernel: Any,
+    bias: Float[Array, " features"],
+) -> Float[Array, "batch patches features"]:
+    """Returns the embeddings of all patches, row by row. `kernel` has the shape
+    `"channels rows columns features"`."""
+    channels, height, width, size = kernel.shape
+    rows, columns = pixels.shape[2] // height, pixels.shape[3] // width
+    # A product over patches, not a convolution, so that every dimension can be sharded.
+    x = pixels.astype(kernel.dtype).reshape(-1, channels, rows, height, columns, width)
+    x = product("bcrpsq,cpqd->brsd", x, kernel, bias)
+    return x.reshape(-1, rows * columns, size)
+
+
+def embed_any_size(
+    self: Any, pixels: Float[Array, "batch channels height width"]
+) -> Float[Array, "batch patches features"]:
+    """Returns the embeddings of the patches of images of any size."""
+    c = self.config
+    if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
+        raise ValueError(
+            f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
+            f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
+        )
+    return embed_patches(pixels, self.patch_embed, self.patch_bias)
+
+
+class ScaledLayers(eqx.Module):
+    """The parameters of all layers of DINOv2 or DINOv3, stacked along their first dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    attention_norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"] | None
+    attention_scale: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+    gate: Float[Array, "layers width hidden"] | None
+    gate_bias: Float[Array, "layers hidden"] | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"] | None
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"] | None
+    mlp_scale: Float[Array, "layers width"]
+
+    def __init__(self, config: Any, *, biases: Sequence[bool], key: PRNGKeyArray):
+        """`biases` is whether Q, K, V, the output of attention and the feed-forward network have
+        biases."""
+        c, (*qkv, of_output, of_mlp) = config, biases
+        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
+        stream, heads = (c.layers, c.width), (c.heads, c.head_dim)
+        into, features = (*stream, c.hidden), (c.layers, c.hidden)
+        zeros = lambda shape, wanted: jnp.zeros(shape) if wanted else None
+        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *heads)) for k in (wq, wk, wv))
+        self.wo = small_normal(wo, (c.layers, *heads, c.width))
+        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), wanted) for wanted in qkv)
+        self.bo = zeros(stream, of_output)
+        self.attention_scale, self.mlp_scale = (jnp.full(stream, c.layer_scale, float),) * 2
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.gate = small_normal(gate, into) if c.gated else None
+        self.gate_bias = zeros(features, c.gated and of_mlp)
+        self.up, self.up_bias = small_normal(up, into), zeros(features, of_mlp)
+        self.down = small_normal(down, (c.layers, c.hidden, c.width))
+        self.down_bias = zeros(stream, of_mlp)
 
 
 def features(
@@ -42,10 +125,59 @@ def features(
     return tuple(x[:, 1 + c.registers :].reshape(-1, *grid, c.width) for x in ready)
 
 
-def add_scaled(x, y, scale, config, key):
+def scaled_layers(
+    self: Any,
+    x: Float[Array, "batch tokens width"],
+    wanted: Sequence[int],
+    key: PRNGKeyArray | None,
+    *,
+    gate: str,
+    angles: tuple[Array, Array] | None = None,
+) -> tuple[Float[Array, "batch tokens width"], tuple[Float[Array, "batch tokens width"], ...]]:
+    """Applies the layers of DINOv2 or DINOv3. Returns the hidden states after all of them, and
+    after as many layers as are `wanted`.
+
+    `gate` is the activation function of gated layers. With `angles`, queries and keys are rotated.
+    """
+    c = self.config
+    visible = full_view(np.ones((1, x.shape[1]), bool))
+
+    def layer_fn(x, maps, layer, index, key):
+        keys = split_key(key, 3)
+        y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
+        q, (k, v) = queries(layer, y), keys_values(layer, y)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
+        x = _add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
+        y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+        x = _add_scaled(x, _mlp(layer, y, gate, c), layer.mlp_scale, c, keys[2])
+        found = zip(wanted, maps, strict=True)
+        return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
+
+    options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
+    return scan_layers(layer_fn, x, self.layers, cache=(x,) * len(wanted), **options)
+
+
+def _add_scaled(x, y, scale, config, key):
     """Adds the output of a sublayer, with its scale, to all images but those that skip it."""
     y = y * scale[None, None]
     if key is None or config.path_dropout == 0:
         return x + y
     kept = dropout(jnp.ones((x.shape[0], 1, 1), x.dtype), config.path_dropout, key)
     return x + y * kept
+
+
+def _mlp(layer, x, gate_activation, config):
+    if layer.gate is None:
+        return feed_forward(layer, x, config.activation)
+    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
+    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
+    y = activate_gated(gate_activation, gate, up)
+    return product("bsh,hd->bsd", y, layer.down, layer.down_bias)
+
+
+def final_norm(
+    self: Any, x: Float[Array, "batch tokens width"]
+) -> Float[Array, "batch tokens width"]:
+    return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)

@@ -15,8 +15,8 @@ from ._attention import Mask, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
-from ._einsum import product
-from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
+from ._einsum import feed_forward, keys_values, product, queries
+from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, check_labels, first_token
 from ._scan_layers import Remat, scan_layers
 
@@ -224,11 +224,12 @@ class Bert(eqx.Module):
         visible = full_view(real, segments)
 
         def layer_fn(x, cache, layer, index, key):
-            attention_key, mlp_key = split_key(key, 2)
-            x = x + encoder_attention(layer, x, visible, c, attention_key)
-            x = attention_norm(layer, x, c.norm_eps)
-            x = x + mlp(layer, x, c, mlp_key)
-            return mlp_norm(layer, x, c.norm_eps), cache
+            attention_key, key = split_key(key, 2)
+            q, kv = queries(layer, x), keys_values(layer, x)
+            x = x + attention_output(layer, q, kv, visible, c, attention_key)
+            x = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
+            x = x + dropout(feed_forward(layer, x, c.activation), c.dropout, key)
+            return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps), cache
 
         return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)[0]
 

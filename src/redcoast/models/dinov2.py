@@ -7,18 +7,15 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._attention import attend, full_view
-from ._basic import activate_gated, layer_norm, small_normal
+from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
-from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._heads import Linear, check_labels
-from ._patches import add_scaled
+from ._patches import ScaledLayers, embed_any_size, scaled_layers
 from ._resample import resample
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
@@ -102,50 +99,6 @@ class Dinov2Config:
         return -(-(2 * whole // 3) // 8) * 8 if self.gated else whole
 
 
-class Dinov2Layers(eqx.Module):
-    """The parameters of all layers, stacked along their first dimension."""
-
-    attention_norm: Float[Array, "layers width"]
-    attention_norm_shift: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"]
-    attention_scale: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
-    gate: Float[Array, "layers width hidden"] | None
-    gate_bias: Float[Array, "layers hidden"] | None
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"]
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"]
-    mlp_scale: Float[Array, "layers width"]
-
-    def __init__(self, config: Dinov2Config, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        stream, head = (c.layers, c.width), (c.heads, c.head_dim)
-        into, features = (*stream, c.hidden), (c.layers, c.hidden)
-        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *head)) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (c.layers, *head, c.width))
-        biases = (jnp.zeros((c.layers, *head)) if c.qkv_bias else None for _ in range(3))
-        self.bq, self.bk, self.bv = biases
-        self.bo = jnp.zeros(stream)
-        self.attention_scale, self.mlp_scale = (jnp.full(stream, c.layer_scale, float),) * 2
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.gate = small_normal(gate, into) if c.gated else None
-        self.gate_bias = jnp.zeros(features) if c.gated else None
-        self.up, self.up_bias = small_normal(up, into), jnp.zeros(features)
-        self.down = small_normal(down, (c.layers, c.hidden, c.width))
-        self.down_bias = jnp.zeros(stream)
-
-
 class Dinov2(eqx.Module):
     """The DINOv2 encoder (Oquab et al., 2023, <https://arxiv.org/abs/2304.07193>), also with
     registers (Darcet et al., 2023, <https://arxiv.org/abs/2309.16588>).
@@ -164,13 +117,14 @@ class Dinov2(eqx.Module):
     mask_token: Float[Array, " width"] | None
     register_tokens: Float[Array, "registers width"] | None
     position_embed: Float[Array, "tokens width"]
-    layers: Dinov2Layers
+    layers: ScaledLayers
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
     head: Linear | None
     config: Dinov2Config = eqx.field(static=True)
 
     from ._patches import features
+    from ._patches import final_norm as _norm
 
     def __init__(self, config: Dinov2Config, *, key: PRNGKeyArray):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
@@ -184,7 +138,8 @@ class Dinov2(eqx.Module):
         registers = (c.registers, c.width)
         self.register_tokens = small_normal(keys[2], registers) if c.registers else None
         self.position_embed = small_normal(keys[3], (1 + (c.image // c.patch) ** 2, c.width))
-        self.layers = Dinov2Layers(c, key=keys[4])
+        biases = (c.qkv_bias, c.qkv_bias, c.qkv_bias, True, True)
+        self.layers = ScaledLayers(c, biases=biases, key=keys[4])
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.head = Linear(2 * c.width, c.labels, key=keys[5]) if c.head else None
         self.config = config
@@ -235,48 +190,21 @@ class Dinov2(eqx.Module):
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
-    def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
-        return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
-
     def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
         """The hidden states, and those after so many layers."""
-        c = self.config
         embed_key, key = split_key(key, 2)
-        x = dropout(self._embed(pixels, masked), c.dropout, embed_key)
-        visible = full_view(np.ones((1, x.shape[1]), bool))
-
-        def layer_fn(x, maps, layer, index, key):
-            keys = split_key(key, 3)
-            y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
-            q, (k, v) = queries(layer, y), keys_values(layer, y)
-            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
-            x = add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
-            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
-            x = add_scaled(x, _mlp(layer, y, c), layer.mlp_scale, c, keys[2])
-            found = zip(wanted, maps, strict=True)
-            return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
-
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        return scan_layers(layer_fn, x, self.layers, cache=(x,) * len(wanted), **options)
+        x = dropout(self._embed(pixels, masked), self.config.dropout, embed_key)
+        return scaled_layers(self, x, wanted, key, gate="silu")
 
     def _embed(self, pixels: Array, masked: Any) -> Float[Array, "batch tokens width"]:
         c = self.config
-        if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
-            raise ValueError(
-                f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
-                f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
-            )
-        rows, columns = (size // c.patch for size in pixels.shape[2:])
-        # A product over patches, not a convolution, so that every dimension can be sharded.
-        x = pixels.astype(self.patch_embed.dtype)
-        x = x.reshape(-1, c.channels, rows, c.patch, columns, c.patch)
-        x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)
-        x = x.reshape(-1, rows * columns, c.width)
+        x = embed_any_size(self, pixels)
         if masked is not None:
             x = self._replace(x, masked)
         # The versions with registers were trained with a filter that avoids aliasing.
         table, filtered = self.position_embed, c.registers > 0
-        positions = resample(table[1:], c.image // c.patch, (rows, columns), filtered=filtered)
+        grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
+        positions = resample(table[1:], c.image // c.patch, grid, filtered=filtered)
         first = (self.cls_token + table[0])[None]
         rest = [] if self.register_tokens is None else [self.register_tokens]
         first = jnp.concatenate([first, *rest])
@@ -289,11 +217,3 @@ class Dinov2(eqx.Module):
                 "`masked` needs a mask token, but the configuration has `mask_token=False`."
             )
         return jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
-
-
-def _mlp(layer, x, config):
-    if layer.gate is None:
-        return feed_forward(layer, x, config.activation)
-    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
-    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
-    return product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.down, layer.down_bias)

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._attention import attend, full_view
-from ._basic import activate_gated, layer_norm, small_normal
+from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import split_key
-from ._einsum import feed_forward, keys_values, outputs, product, queries
-from ._patches import add_scaled
-from ._rotary import rotate
-from ._scan_layers import Remat, scan_layers
+from ._patches import ScaledLayers, embed_any_size, scaled_layers
+from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
@@ -100,51 +97,6 @@ class Dinov3Config:
                 raise ValueError(f"`{name}` must be at least 1, but is {value}.")
 
 
-class Dinov3Layers(eqx.Module):
-    """The parameters of all layers, stacked along their first dimension."""
-
-    attention_norm: Float[Array, "layers width"]
-    attention_norm_shift: Float[Array, "layers width"]
-    wq: Float[Array, "layers width heads head_dim"]
-    wk: Float[Array, "layers width heads head_dim"]
-    wv: Float[Array, "layers width heads head_dim"]
-    wo: Float[Array, "layers heads head_dim width"]
-    bq: Float[Array, "layers heads head_dim"] | None
-    bk: Float[Array, "layers heads head_dim"] | None
-    bv: Float[Array, "layers heads head_dim"] | None
-    bo: Float[Array, "layers width"] | None
-    attention_scale: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
-    gate: Float[Array, "layers width hidden"] | None
-    gate_bias: Float[Array, "layers hidden"] | None
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"] | None
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"] | None
-    mlp_scale: Float[Array, "layers width"]
-
-    def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
-        c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        stream, heads = (c.layers, c.width), (c.heads, c.head_dim)
-        into, features = (*stream, c.hidden), (c.layers, c.hidden)
-        zeros = lambda shape, wanted: jnp.zeros(shape) if wanted else None
-        self.attention_norm, self.attention_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.wq, self.wk, self.wv = (small_normal(k, (*stream, *heads)) for k in (wq, wk, wv))
-        self.wo = small_normal(wo, (c.layers, *heads, c.width))
-        wanted = (c.q_bias, c.k_bias, c.v_bias)
-        self.bq, self.bk, self.bv = (zeros((c.layers, *heads), bias) for bias in wanted)
-        self.bo = zeros(stream, c.o_bias)
-        self.attention_scale, self.mlp_scale = (jnp.full(stream, c.layer_scale, float),) * 2
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-        self.gate = small_normal(gate, into) if c.gated else None
-        self.gate_bias = zeros(features, c.gated and c.mlp_bias)
-        self.up, self.up_bias = small_normal(up, into), zeros(features, c.mlp_bias)
-        self.down = small_normal(down, (c.layers, c.hidden, c.width))
-        self.down_bias = zeros(stream, c.mlp_bias)
-
-
 class Dinov3(eqx.Module):
     """The DINOv3 encoder (Siméoni et al., 2025, <https://arxiv.org/abs/2508.10104>).
 
@@ -161,12 +113,13 @@ class Dinov3(eqx.Module):
     cls_token: Float[Array, " width"]
     mask_token: Float[Array, " width"]
     register_tokens: Float[Array, "registers width"]
-    layers: Dinov3Layers
+    layers: ScaledLayers
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
     config: Dinov3Config = eqx.field(static=True)
 
     from ._patches import features
+    from ._patches import final_norm as _norm
 
     def __init__(self, config: Dinov3Config, *, key: PRNGKeyArray):
         """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
@@ -178,7 +131,8 @@ class Dinov3(eqx.Module):
         self.cls_token = small_normal(keys[1], (c.width,))
         self.mask_token = jnp.zeros(c.width)
         self.register_tokens = small_normal(keys[2], (c.registers, c.width))
-        self.layers = Dinov3Layers(c, key=keys[3])
+        biases = (c.q_bias, c.k_bias, c.v_bias, c.o_bias, c.mlp_bias)
+        self.layers = ScaledLayers(c, biases=biases, key=keys[3])
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.config = config
 
@@ -209,9 +163,6 @@ class Dinov3(eqx.Module):
         """
         return self._norm(self._run(pixels, masked, (), key)[0])
 
-    def _norm(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch tokens width"]:
-        return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
-
     def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
         """The hidden states, and those after so many layers."""
         c = self.config
@@ -219,36 +170,10 @@ class Dinov3(eqx.Module):
         x = self._embed(pixels, masked)
         grid = tuple(size // c.patch for size in pixels.shape[2:])
         angles = _angles(c, grid, x.dtype, position_key)
-        visible = full_view(np.ones((1, x.shape[1]), bool))
-
-        def layer_fn(x, maps, layer, index, key):
-            keys = split_key(key, 3)
-            y = layer_norm(x, layer.attention_norm, layer.attention_norm_shift, c.norm_eps)
-            q, (k, v) = queries(layer, y), keys_values(layer, y)
-            q, k = rotate(q, angles), rotate(k, angles)
-            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=keys[0])
-            x = add_scaled(x, outputs(layer, y), layer.attention_scale, c, keys[1])
-            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
-            x = add_scaled(x, _mlp(layer, y, c), layer.mlp_scale, c, keys[2])
-            found = zip(wanted, maps, strict=True)
-            return x, tuple(jnp.where(index + 1 == n, x, before) for n, before in found)
-
-        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
-        return scan_layers(layer_fn, x, self.layers, cache=(x,) * len(wanted), **options)
+        return scaled_layers(self, x, wanted, key, gate=c.activation, angles=angles)
 
     def _embed(self, pixels: Array, masked: Any) -> Float[Array, "batch tokens width"]:
-        c = self.config
-        if pixels.shape[1] != c.channels or any(size % c.patch for size in pixels.shape[2:]):
-            raise ValueError(
-                f"The images have shape {pixels.shape[1:]}, but the model takes {c.channels} "
-                f"channels, and a height and a width that are multiples of {c.patch}. Resize them."
-            )
-        rows, columns = (size // c.patch for size in pixels.shape[2:])
-        # A product over patches, not a convolution, so that every dimension can be sharded.
-        x = pixels.astype(self.patch_embed.dtype)
-        x = x.reshape(-1, c.channels, rows, c.patch, columns, c.patch)
-        x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)
-        x = x.reshape(-1, rows * columns, c.width)
+        x = embed_any_size(self, pixels)
         if masked is not None:
             x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
         first = jnp.concatenate([self.cls_token[None], self.register_tokens])
@@ -284,12 +209,3 @@ def _changed(points: Float[Array, "patches 2"], config: Dinov3Config, key: Any) 
         if most is not None:
             points = points * jnp.exp(draw(key, size, float(np.log(most)))).astype(points.dtype)
     return points
-
-
-def _mlp(layer, x, config):
-    if layer.gate is None:
-        return feed_forward(layer, x, config.activation)
-    gate = product("bsd,dh->bsh", x, layer.gate, layer.gate_bias)
-    up = product("bsd,dh->bsh", x, layer.up, layer.up_bias)
-    y = activate_gated(config.activation, gate, up)
-    return product("bsh,hd->bsd", y, layer.down, layer.down_bias)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import attend
 from ._basic import layer_norm, look_up, output_scale
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
-from ._einsum import feed_forward, keys_values, outputs, product, queries
+from ._einsum import feed_forward, keys_values, product, queries
+from ._encoder import attention_output
 from ._methods import tied_or_own_head
 from ._scan_layers import Remat, scan_layers
 
@@ -195,10 +195,13 @@ class OPT(eqx.Module):
             attention_key, mlp_key = split_key(key, 2)
             norms = (layer.attention_norm, layer.attention_norm_shift)
             y = x if c.post_norm else _norm(x, *norms)
-            y, cache = _attention(layer, y, visible, cache, index, attention_key, c)
+            q, kv = queries(layer, y), keys_values(layer, y)
+            cache, *kv = extend(cache, index, *kv)
+            y = attention_output(layer, q, kv, visible, c, attention_key)
             x = _norm(x + y, *norms) if c.post_norm else x + y
             norms = (layer.mlp_norm, layer.mlp_norm_shift)
-            y = _mlp(layer, x if c.post_norm else _norm(x, *norms), mlp_key, c)
+            y = feed_forward(layer, x if c.post_norm else _norm(x, *norms), c.activation)
+            y = dropout(y, c.dropout, mlp_key)
             return _norm(x + y, *norms) if c.post_norm else x + y, cache
 
         x, cache = scan_layers(
@@ -211,15 +214,3 @@ def _norm(x, scale, shift):
     if scale is None:
         scale, shift = jnp.ones(x.shape[-1], x.dtype), jnp.zeros(x.shape[-1], x.dtype)
     return layer_norm(x, scale, shift, 1e-5)
-
-
-def _attention(layer, x, visible, cache, index, key, config):
-    weights_key, key = split_key(key, 2)
-    q, (k, v) = queries(layer, x), keys_values(layer, x)
-    cache, k, v = extend(cache, index, k, v)
-    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
-    return dropout(outputs(layer, out), config.dropout, key), cache
-
-
-def _mlp(layer, x, key, config):
-    return dropout(feed_forward(layer, x, config.activation), config.dropout, key)

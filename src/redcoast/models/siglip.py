@@ -13,9 +13,10 @@ from ._basic import layer_norm, look_up, small_normal
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import split_key
 from ._einsum import feed_forward, product
-from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
+from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
-from ._scan_layers import Remat, scan_layers
+from ._patches import embed_patches
+from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
@@ -325,13 +326,11 @@ class Siglip(eqx.Module):
                 f"The images have shape {pixels.shape[1:]}, but the model takes "
                 f"{(c.channels, c.image, c.image)}: channels, height and width. Resize them."
             )
-        rows = c.image // c.patch
-        # A product over patches, not a convolution, so that every dimension can be sharded.
-        x = pixels[..., : rows * c.patch, : rows * c.patch].astype(part.patch_embed.dtype)
-        x = x.reshape(-1, c.channels, rows, c.patch, rows, c.patch)
-        x = product("bcrpsq,cpqd->brsd", x, part.patch_embed, part.patch_bias)
-        x = x.reshape(-1, rows * rows, c.width) + part.position_embed[None]
-        return _run(part, x, None, c, key)
+        side = c.image // c.patch * c.patch
+        x = embed_patches(pixels[..., :side, :side], part.patch_embed, part.patch_bias)
+        x = x + part.position_embed[None]
+        visible = full_view(np.ones((1, x.shape[1]), bool))
+        return pre_norm_layers(part, x, visible, c, key)
 
     def hidden_of_texts(
         self,
@@ -344,7 +343,8 @@ class Siglip(eqx.Module):
         c, part = self.config.text, self.text
         check_length(c, tokens.shape[1])
         x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
-        return _run(part, x, mask, c, key)
+        visible = full_view(real_tokens(tokens.shape, mask))
+        return pre_norm_layers(part, x, visible, c, key)
 
     def pool(self, hidden: Float[Array, "images patches width"]) -> Float[Array, "images width"]:
         """Returns the outputs for images, given the hidden states of their patches."""
@@ -357,21 +357,6 @@ class Siglip(eqx.Module):
         x = product("bshk,hkd->bsd", x, w.wo, w.bo)
         y = layer_norm(x, pooler.norm, pooler.norm_shift, c.norm_eps)
         return (x + feed_forward(pooler, y, c.activation))[:, 0]
-
-
-def _run(part, x, mask, config, key):
-    c, shape = config, x.shape[:2]
-    real = np.ones((1, shape[1]), bool) if mask is None else real_tokens(shape, mask)
-    visible = full_view(real)
-
-    def layer_fn(x, cache, layer, index, key):
-        attention_key, mlp_key = split_key(key, 2)
-        y = attention_norm(layer, x, c.norm_eps)
-        x = x + encoder_attention(layer, y, visible, c, attention_key)
-        return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache
-
-    x, _ = scan_layers(layer_fn, x, part.layers, key=key, remat=c.remat, unroll=c.unroll)
-    return layer_norm(x, part.norm, part.norm_shift, c.norm_eps)
 
 
 def _unit(x: Float[Array, "rows outputs"]) -> Float[Array, "rows outputs"]:

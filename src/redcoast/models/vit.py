@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
-from ._basic import layer_norm, small_normal
+from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
-from ._einsum import product
-from ._encoder import EncoderLayers, attention_norm, encoder_attention, mlp, mlp_norm
+from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear, check_labels
-from ._scan_layers import Remat, scan_layers
+from ._patches import embed_patches
+from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,7 @@ class ViT(eqx.Module):
         c = self.config
         embed_key, key = split_key(key, 2)
         x = dropout(self._embed(pixels), c.dropout, embed_key)
-        visible = full_view(jnp.ones((1, x.shape[1]), bool))
-
-        def layer_fn(x, cache, layer, index, key):
-            attention_key, mlp_key = split_key(key, 2)
-            x = x + encoder_attention(
-                layer, attention_norm(layer, x, c.norm_eps), visible, c, attention_key
-            )
-            return x + mlp(layer, mlp_norm(layer, x, c.norm_eps), c, mlp_key), cache
-
-        x, _ = scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)
-        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps)
+        return pre_norm_layers(self, x, full_view(jnp.ones((1, x.shape[1]), bool)), c, key)
 
     def pool(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch pooled"]:
         """Applies the pooler to the hidden state of the class token."""
@@ -183,16 +173,12 @@ class ViT(eqx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def _embed(self, pixels):
-        c, (rows, columns) = self.config, self.config.grid
+        c = self.config
         if pixels.shape[1:] != (c.channels, *c.image):
             raise ValueError(
                 f"The images have shape {pixels.shape[1:]}, but the model takes "
                 f"{(c.channels, *c.image)}: channels, height and width. Resize them."
             )
-        # A product over patches, not a convolution, so that every dimension can be sharded.
-        x = pixels.astype(self.patch_embed.dtype)
-        x = x.reshape(-1, c.channels, rows, c.patch[0], columns, c.patch[1])
-        x = product("bcrpsq,cpqd->brsd", x, self.patch_embed, self.patch_bias)
-        x = x.reshape(-1, rows * columns, c.width)
+        x = embed_patches(pixels, self.patch_embed, self.patch_bias)
         first = jnp.broadcast_to(self.cls_token, (x.shape[0], 1, c.width))
         return jnp.concatenate([first, x], axis=1) + self.position_embed[None]

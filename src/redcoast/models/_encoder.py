@@ -1,4 +1,5 @@
-"""The layers of encoders: attention and a feed-forward network, with biases."""
+"""The layers of encoders, and of BART and Whisper: attention and a feed-forward network, with
+biases."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
-from ._basic import layer_norm, small_normal
+from ._basic import ACTIVATIONS, layer_norm, small_normal
 from ._dropout import dropout, split_key
-from ._einsum import feed_forward, keys_values, outputs, queries
+from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
 from ._scan_layers import scan_layers
 
 
@@ -88,3 +89,40 @@ def pre_norm_layers(
 
     x, _ = scan_layers(layer_fn, x, part.layers, key=key, remat=c.remat, unroll=c.unroll)
     return layer_norm(x, part.norm, part.norm_shift, c.norm_eps)
+
+
+class CrossLayers(eqx.Module):
+    """The parameters of all layers of the encoder or decoder, stacked along their first
+    dimension."""
+
+    attention: Projections
+    cross: Projections | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    mlp_norm_shift: Float[Array, "layers width"]
+
+    def __init__(
+        self, config: Any, layers: int, *, decoder: bool, key_bias: bool = True, key: PRNGKeyArray
+    ):
+        attention, cross, up, down = jax.random.split(key, 4)
+        stream, hidden = (layers, config.width), (layers, config.hidden)
+        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4, key_bias=key_bias)
+        self.attention = create(key=attention)
+        self.cross = create(key=cross) if decoder else None
+        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
+        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
+        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
+
+
+def mlp_output(
+    layer: Any, x: Float[Array, "batch seq width"], config: Any, key: PRNGKeyArray | None
+) -> Float[Array, "batch seq width"]:
+    """Computes the output of one layer's feed-forward network, with dropout of its hidden features,
+    to be added to the residual stream."""
+    hidden_key, key = split_key(key, 2)
+    hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
+    hidden = dropout(hidden, config.activation_dropout, hidden_key)
+    return dropout(product("bsh,hd->bsd", hidden, layer.down, layer.down_bias), config.dropout, key)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import attend
-from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
+from ._basic import layer_norm, look_up, small_normal
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
-from ._einsum import Projections, keys_values, outputs, product, queries
+from ._einsum import keys_values, product, queries
+from ._encoder import CrossLayers, attention_output, mlp_output
 from ._scan_layers import Remat, scan_layers
 
 
@@ -81,43 +81,19 @@ _UNUSED = 2
 _EPS = 1e-5
 
 
-class BartLayers(eqx.Module):
-    """The parameters of all layers of the encoder or decoder, stacked along their first
-    dimension."""
-
-    attention: Projections
-    cross: Projections | None
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"]
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
-
-    def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
-        attention, cross, up, down = jax.random.split(key, 4)
-        stream, hidden = (layers, config.width), (layers, config.hidden)
-        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4)
-        self.attention = create(key=attention)
-        self.cross = create(key=cross) if decoder else None
-        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
-        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-
-
 class BartStack(eqx.Module):
     """The encoder or the decoder."""
 
     position_embed: Float[Array, "positions width"]
     embed_norm: Float[Array, " width"]
     embed_norm_shift: Float[Array, " width"]
-    layers: BartLayers
+    layers: CrossLayers
 
     def __init__(self, config: BartConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
         table, key = jax.random.split(key)
         self.position_embed = small_normal(table, (_UNUSED + config.positions, config.width))
         self.embed_norm, self.embed_norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
-        self.layers = BartLayers(config, layers, decoder=decoder, key=key)
+        self.layers = CrossLayers(config, layers, decoder=decoder, key=key)
 
 
 class Bart(eqx.Module):
@@ -179,7 +155,8 @@ class Bart(eqx.Module):
             if layer.cross is not None:
                 kv = keys_values(layer.cross, memory) if kv is None else kv
                 x = _attention(layer.cross, x, kv, seen, keys[1], c)
-            return _mlp(layer, x, keys[2], c), cache
+            x = x + mlp_output(layer, x, c, keys[2])
+            return layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS), cache
 
         layers = (stack.layers, stored)
         return scan_layers(
@@ -188,18 +165,5 @@ class Bart(eqx.Module):
 
 
 def _attention(layer, x, kv, visible, key, config):
-    weights_key, key = split_key(key, 2)
-    rate = config.attention_dropout
-    out = attend(queries(layer, x), *kv, visible=visible, rate=rate, key=weights_key)
-    out = dropout(outputs(layer, out), config.dropout, key)
-    return layer_norm(x + out, layer.norm, layer.norm_shift, _EPS)
-
-
-def _mlp(layer, x, key, config):
-    hidden_key, key = split_key(key, 2)
-    hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    hidden = dropout(hidden, config.activation_dropout, hidden_key)
-    out = product("bsh,hd->bsd", hidden, layer.down, layer.down_bias)
-    return layer_norm(
-        x + dropout(out, config.dropout, key), layer.mlp_norm, layer.mlp_norm_shift, _EPS
-    )
+    x = x + attention_output(layer, queries(layer, x), kv, visible, config, key)
+    return layer_norm(x, layer.norm, layer.norm_shift, _EPS)

@@ -94,9 +94,8 @@ class GPT2Layers(eqx.Module):
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         c = config
         attention, cross, up, down = jax.random.split(key, 4)
-        create = eqx.Partial(
-            Projections, c, c.layers, scales=(0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))
-        )
+        scales = (0.02, 0.02, 0.02, 0.02 * output_scale(c.layers))
+        create = eqx.Partial(Projections, c, c.layers, scales=scales)
         self.attention = create(key=attention)
         self.cross = create(key=cross) if c.cross_attention else None
         stream, inside = (c.layers, c.width), (c.layers, c.hidden)
@@ -252,7 +251,9 @@ class GPT2(eqx.Module):
             x = x + y
             if layer.cross is not None:
                 x = x + _attention(layer.cross, x, seen, None, index, keys[1], c, kv=kv)[0]
-            return x + _mlp(layer, x, keys[2], c), cache
+            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            y = feed_forward(layer, y, c.activation)
+            return x + dropout(y, c.residual_dropout, keys[2]), cache
 
         inputs = (self.layers, stored)
         x, cache = scan_layers(
@@ -272,8 +273,3 @@ def _attention(layer, x, visible, cache, index, key, config, *, kv=None):
     scale, rate = None if config.scale_scores else 1.0, config.attention_dropout
     out = attend(q, *kv, visible=visible, scale=scale, rate=rate, key=weights_key)
     return dropout(outputs(layer, out), config.residual_dropout, key), cache
-
-
-def _mlp(layer, x, key, config):
-    x = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, config.norm_eps)
-    return dropout(feed_forward(layer, x, config.activation), config.residual_dropout, key)

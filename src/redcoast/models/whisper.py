@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._attention import Mask, causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
-from ._einsum import Projections, keys_values, outputs, product, queries
+from ._einsum import keys_values, product, queries
+from ._encoder import CrossLayers, attention_output, mlp_output
 from ._scan_layers import Remat, scan_layers
 
 
@@ -88,30 +89,6 @@ _EPS = 1e-5
 _TAPS = 3
 
 
-class WhisperLayers(eqx.Module):
-    """The parameters of all layers of the encoder or decoder, stacked along their first
-    dimension. Keys have no bias."""
-
-    attention: Projections
-    cross: Projections | None
-    up: Float[Array, "layers width hidden"]
-    up_bias: Float[Array, "layers hidden"]
-    down: Float[Array, "layers hidden width"]
-    down_bias: Float[Array, "layers width"]
-    mlp_norm: Float[Array, "layers width"]
-    mlp_norm_shift: Float[Array, "layers width"]
-
-    def __init__(self, config: WhisperConfig, layers: int, *, decoder: bool, key: PRNGKeyArray):
-        attention, cross, up, down = jax.random.split(key, 4)
-        stream, hidden = (layers, config.width), (layers, config.hidden)
-        create = eqx.Partial(Projections, config, layers, scales=(0.02,) * 4, key_bias=False)
-        self.attention = create(key=attention)
-        self.cross = create(key=cross) if decoder else None
-        self.up, self.up_bias = small_normal(up, (*stream, config.hidden)), jnp.zeros(hidden)
-        self.down, self.down_bias = small_normal(down, (*hidden, config.width)), jnp.zeros(stream)
-        self.mlp_norm, self.mlp_norm_shift = jnp.ones(stream), jnp.zeros(stream)
-
-
 class WhisperEncoder(eqx.Module):
     """Two convolutions over time, of which the second halves the number of frames, and layers."""
 
@@ -120,7 +97,7 @@ class WhisperEncoder(eqx.Module):
     second: Float[Array, "taps width_in width"]
     second_bias: Float[Array, " width"]
     position_embed: Float[Array, "positions width"]
-    layers: WhisperLayers
+    layers: CrossLayers
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
 
@@ -131,7 +108,7 @@ class WhisperEncoder(eqx.Module):
         self.second = small_normal(second, (_TAPS, c.width, c.width))
         self.first_bias, self.second_bias = jnp.zeros(c.width), jnp.zeros(c.width)
         self.position_embed = jnp.asarray(sinusoids(c.frames // 2, c.width), self.first.dtype)
-        self.layers = WhisperLayers(c, c.layers, decoder=False, key=layers)
+        self.layers = CrossLayers(c, c.layers, decoder=False, key_bias=False, key=layers)
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
 
 
@@ -139,14 +116,15 @@ class WhisperDecoder(eqx.Module):
     """Layers with cross-attention, over embeddings with learned positions."""
 
     position_embed: Float[Array, "positions width"]
-    layers: WhisperLayers
+    layers: CrossLayers
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
 
     def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
         table, layers = jax.random.split(key)
         self.position_embed = small_normal(table, (config.positions, config.width))
-        self.layers = WhisperLayers(config, config.decoder_layers, decoder=True, key=layers)
+        create = eqx.Partial(CrossLayers, config, config.decoder_layers, key_bias=False)
+        self.layers = create(decoder=True, key=layers)
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
 
 
@@ -280,14 +258,16 @@ class Whisper(eqx.Module):
         def layer_fn(x, cache, inputs, index, key):
             layer, kv = inputs
             keys = split_key(key, 3)
-            own = layer.attention
-            y = _norm(own, x)
-            cache, *own_kv = extend(cache, index, *keys_values(own, y))
-            x = x + _attention(own, y, own_kv, visible, keys[0], c)
+            y = _norm(layer.attention, x)
+            cache, *own = extend(cache, index, *keys_values(layer.attention, y))
+            q = queries(layer.attention, y)
+            x = x + attention_output(layer.attention, q, own, visible, c, keys[0])
             if layer.cross is not None:
                 kv = keys_values(layer.cross, memory) if kv is None else kv
-                x = x + _attention(layer.cross, _norm(layer.cross, x), kv, seen, keys[1], c)
-            return x + _mlp(layer, x, keys[2], c), cache
+                q = queries(layer.cross, _norm(layer.cross, x))
+                x = x + attention_output(layer.cross, q, kv, seen, c, keys[1])
+            y = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS)
+            return x + mlp_output(layer, y, c, keys[2]), cache
 
         layers = (stack.layers, stored)
         x, cache = scan_layers(
@@ -314,18 +294,3 @@ def _convolve(x, kernel, bias, *, stride):
 
 def _norm(layer, x):
     return layer_norm(x, layer.norm, layer.norm_shift, _EPS)
-
-
-def _attention(layer, x, kv, visible, key, config):
-    weights_key, key = split_key(key, 2)
-    rate = config.attention_dropout
-    out = attend(queries(layer, x), *kv, visible=visible, rate=rate, key=weights_key)
-    return dropout(outputs(layer, out), config.dropout, key)
-
-
-def _mlp(layer, x, key, config):
-    hidden_key, key = split_key(key, 2)
-    x = layer_norm(x, layer.mlp_norm, layer.mlp_norm_shift, _EPS)
-    hidden = ACTIVATIONS[config.activation](product("bsd,dh->bsh", x, layer.up, layer.up_bias))
-    hidden = dropout(hidden, config.activation_dropout, hidden_key)
-    return dropout(product("bsh,hd->bsd", hidden, layer.down, layer.down_bias), config.dropout, key)

@@ -110,6 +110,36 @@ def output_scale(layers: int) -> float:
     return 1 / math.sqrt(2 * layers)
 
 
+def initial_tables(
+    config: Any, embed: PRNGKeyArray, head: PRNGKeyArray
+) -> tuple[Float[Array, "vocab width"], Float[Array, "width vocab"] | None]:
+    """Returns the initial embedding of a decoder, and its output head unless that is tied."""
+    shape = (config.width, config.vocab)
+    table = normal(embed, shape[::-1], fan_in=config.width)
+    return table, None if config.tied else normal(head, shape, fan_in=config.width)
+
+
+def initial_attention(
+    config: Any, q: PRNGKeyArray, k: PRNGKeyArray, v: PRNGKeyArray, o: PRNGKeyArray
+) -> tuple[Float[Array, "..."], ...]:
+    """Returns the initial projections of all layers to queries, keys and values, and of outputs."""
+    c = config
+    into = lambda key, heads: normal(key, (c.layers, c.width, heads, c.head_dim), fan_in=c.width)
+    shape, scale = (c.layers, c.heads, c.head_dim, c.width), output_scale(c.layers)
+    out = normal(o, shape, fan_in=c.heads * c.head_dim, scale=scale)
+    return into(q, c.heads), into(k, c.kv_heads), into(v, c.kv_heads), out
+
+
+def initial_mlp(
+    config: Any, gate: PRNGKeyArray, up: PRNGKeyArray, down: PRNGKeyArray, *experts: int
+) -> tuple[Float[Array, "..."], ...]:
+    """Returns the initial gate, up and down projections of all layers, or of all their experts."""
+    c, stack = config, (config.layers, *experts)
+    into = lambda key: normal(key, (*stack, c.width, c.hidden), fan_in=c.width)
+    shape, scale = (*stack, c.hidden, c.width), output_scale(c.layers)
+    return into(gate), into(up), normal(down, shape, fan_in=c.hidden, scale=scale)
+
+
 def look_up(table: Any, ids: Integer[Array, "#batch seq"]) -> Float[Array, "batch seq width"]:
     """Returns rows of an array, and NaN for ids outside of it, which indexing would clamp."""
     return jnp.take(table, ids, axis=0)

@@ -3,6 +3,7 @@
 import functools as ft
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..core._most_of_rows import most_of_rows
 from ._attention import wide
+from ._basic import activate_gated
+from ._einsum import product
 
 # Capacity of an expert in one pass, as a multiple of an equal share of a row's tokens.
 _ROOM = 2
@@ -59,6 +62,15 @@ def mix_experts(
     probability = jnp.sum(jnp.where(real[..., None], probabilities, 0), axis=(0, 1))
     mixed = dispatch(expert_fn, x, jnp.einsum("bsc,bsce->bes", weights, hits), chosen)
     return mixed, (count, probability)
+
+
+def gated_experts(
+    layer: Any, x: Float[Array, "batch experts tokens width"]
+) -> Float[Array, "batch experts tokens width"]:
+    """Applies each expert of a layer, a SwiGLU, to its tokens."""
+    gate = product("betd,edh->beth", x, layer.gate)
+    up = product("betd,edh->beth", x, layer.up)
+    return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)
 
 
 def router_loss(

@@ -124,6 +124,20 @@ def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[n
     return frequencies * (1 - scaled + scaled / scaling.factor)
 
 
+def yarn_angles(
+    positions: Int[Array, "#batch seq"],
+    head_dim: int,
+    base: int | float,
+    scaling: Yarn | None,
+    dtype: Any,
+) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
+    """Returns the cosines and sines of the angles at each position, which may be scaled."""
+    if scaling is None:
+        return rotary_angles(positions, rotary_frequencies(head_dim, base), dtype)
+    cos, sin = rotary_angles(positions, yarn_frequencies(head_dim, base, scaling), dtype)
+    return cos * scaling.amplitude, sin * scaling.amplitude
+
+
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:

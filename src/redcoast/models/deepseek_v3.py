@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
-from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
+from ._basic import activate_gated, initial_tables, look_up, normal, output_scale, rms_norm
 from ._cache import Cache, extend
 from ._check_config import check_config
 from ._dropout import split_key
 from ._einsum import LowRank, gated_feed_forward, product
-from ._moe import dispatch
-from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, rotate_pairs, yarn_frequencies
+from ._moe import dispatch, gated_experts
+from ._rotary import Yarn, rotate, rotate_pairs, yarn_angles
 from ._scan_layers import Remat, scan_layers
 
 
@@ -225,12 +225,11 @@ class DeepseekV3(eqx.Module):
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         c = config
         embed, dense, layers, head = jax.random.split(key, 4)
-        self.embed = normal(embed, (c.vocab, c.width), fan_in=c.width)
+        self.embed, self.head = initial_tables(c, embed, head)
         make = eqx.Partial(DeepseekV3Layers, c)
         self.dense = make(c.dense_layers, routed=False, key=dense) if c.dense_layers else None
         self.layers = make(c.layers - c.dense_layers, routed=True, key=layers)
         self.norm = jnp.ones(c.width)
-        self.head = None if c.tied else normal(head, (c.width, c.vocab), fan_in=c.width)
         self.config = config
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -244,7 +243,7 @@ class DeepseekV3(eqx.Module):
         c, visible = self.config, see()
         real = as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)
-        angles = _angles(positions, c, wide(x.dtype))
+        angles = yarn_angles(positions, c.rope_size, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(first, x, cache, layer, index, key):
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
@@ -261,15 +260,6 @@ class DeepseekV3(eqx.Module):
             x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
             first = c.dense_layers
         return rms_norm(x, self.norm, c.norm_eps), cache
-
-
-def _angles(positions, c, dtype):
-    scaling = c.rope_scaling
-    if scaling is None:
-        frequencies = rotary_frequencies(c.rope_size, c.rope_base)
-        return rotary_angles(positions, frequencies, dtype)
-    frequencies = yarn_frequencies(c.rope_size, c.rope_base, scaling)
-    return tuple(scaling.amplitude * x for x in rotary_angles(positions, frequencies, dtype))
 
 
 def _score_scale(c):
@@ -313,7 +303,7 @@ def _mix(layer, x, real, c):
     scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))
     weights = route(scores, layer.correction.astype(full), c)
     weights = jnp.swapaxes(jnp.where(real[..., None], weights, 0), 1, 2)
-    routed = dispatch(ft.partial(_experts, layer), x, weights, c.chosen)
+    routed = dispatch(ft.partial(gated_experts, layer), x, weights, c.chosen)
     gate = product("bsd,dh->bsh", x, layer.shared_gate)
     up = product("bsd,dh->bsh", x, layer.shared_up)
     return routed + product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
@@ -345,9 +335,3 @@ def route(
 def _highest(x: Float[Array, "batch seq many"], count: int) -> Bool[Array, "batch seq many"]:
     which = jax.lax.top_k(x, count)[1]
     return jnp.any(jax.nn.one_hot(which, x.shape[-1], dtype=bool), axis=-2)
-
-
-def _experts(layer, x):
-    gate = product("betd,edh->beth", x, layer.gate)
-    up = product("betd,edh->beth", x, layer.up)
-    return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, attend_near, wide
-from ._basic import look_up, normal, output_scale
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up
 from ._cache import extend
 from ._check_config import check_config, check_local
 from ._einsum import gated_feed_forward, product
@@ -117,23 +117,14 @@ class GemmaLayers(eqx.Module):
 
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        scale = output_scale(c.layers)
-        q, kv = ((c.layers, c.width, heads, c.head_dim) for heads in (c.heads, c.kv_heads))
-        norms = lambda size, there=True: jnp.zeros((c.layers, size)) if there else None
-        self.attention_norm = jnp.zeros((c.layers, c.width))
-        self.wq = normal(wq, q, fan_in=c.width)
-        self.wk = normal(wk, kv, fan_in=c.width)
-        self.wv = normal(wv, kv, fan_in=c.width)
-        out = (c.layers, c.heads, c.head_dim, c.width)
-        self.wo = normal(wo, out, fan_in=c.heads * c.head_dim, scale=scale)
+        keys = jax.random.split(key, 7)
+        norms = lambda size, there: jnp.zeros((c.layers, size)) if there else None
+        self.attention_norm, self.mlp_norm = (jnp.zeros((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.q_norm, self.k_norm = (norms(c.head_dim, c.qk_norm) for _ in range(2))
         self.attention_post_norm = norms(c.width, c.post_norms)
-        self.mlp_norm = jnp.zeros((c.layers, c.width))
-        self.gate = normal(gate, (c.layers, c.width, c.hidden), fan_in=c.width)
-        self.up = normal(up, (c.layers, c.width, c.hidden), fan_in=c.width)
-        self.down = normal(down, (c.layers, c.hidden, c.width), fan_in=c.hidden, scale=scale)
         self.mlp_post_norm = norms(c.width, c.post_norms)
+        self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
 
 
 class Gemma(eqx.Module):
@@ -162,11 +153,9 @@ class Gemma(eqx.Module):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = GemmaLayers(config, key=layers)
         self.norm = jnp.zeros(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, attend_near, real_tokens, wide
-from ._basic import look_up, normal, output_scale, rms_norm
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._cache import extend
 from ._check_config import (
     check_chosen,
@@ -23,7 +23,7 @@ from ._check_config import (
 )
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts
-from ._rotary import Yarn, rotary_angles, rotary_frequencies, rotate, yarn_frequencies
+from ._rotary import Yarn, rotate, yarn_angles
 from ._scan_layers import Remat, scan_layers
 
 # The gain of the sigmoid in the experts.
@@ -132,23 +132,17 @@ class GptOssLayers(eqx.Module):
 
     def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
-        scale = output_scale(c.layers)
+        keys = jax.random.split(key, 8)
         q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
-        into = lambda key, *out: normal(key, (c.layers, c.width, *out), fan_in=c.width)
         zeros = lambda *shape: jnp.zeros((c.layers, *shape))
-        self.attention_norm = jnp.ones((c.layers, c.width))
-        self.wq, self.wk, self.wv = into(wq, *q), into(wk, *kv), into(wv, *kv)
-        self.wo = normal(wo, (c.layers, *q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
+        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.bq, self.bk, self.bv, self.bo = zeros(*q), zeros(*kv), zeros(*kv), zeros(c.width)
         self.sinks = zeros(c.heads)
-        self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.router, self.router_bias = into(router, c.experts), zeros(c.experts)
-        shape = (c.layers, c.experts, c.width, c.hidden)
-        self.gate, self.up = (normal(k, shape, fan_in=c.width) for k in (gate, up))
+        self.router = normal(keys[4], (c.layers, c.width, c.experts), fan_in=c.width)
+        self.router_bias = zeros(c.experts)
+        self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
         self.gate_bias, self.up_bias = (zeros(c.experts, c.hidden) for _ in range(2))
-        shape = (c.layers, c.experts, c.hidden, c.width)
-        self.down = normal(down, shape, fan_in=c.hidden, scale=scale)
         self.down_bias = zeros(c.experts, c.width)
 
 
@@ -180,11 +174,9 @@ class GptOss(eqx.Module):
         deviations. The output projections of the layers are divided by sqrt(2 * layers). Biases and
         attention sinks are zero."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = GptOssLayers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def _run(self, tokens, mask, positions, see, cache, key):
@@ -192,7 +184,7 @@ class GptOss(eqx.Module):
         visible = [see(window=window) for window in (None, c.window)]
         real = as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)
-        angles = _angles(c, positions, wide(x.dtype))
+        angles = yarn_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(x, carry, inputs, index, key):
             layer, local = inputs
@@ -214,15 +206,6 @@ class GptOss(eqx.Module):
         options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
         x, carry = scan_layers(layer_fn, x, layers, cache=carry, **options)
         return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
-
-
-def _angles(config, positions, dtype):
-    c = config
-    if c.rope_scaling is None:
-        return rotary_angles(positions, rotary_frequencies(c.head_dim, c.rope_base), dtype)
-    frequencies = yarn_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-    cos, sin = rotary_angles(positions, frequencies, dtype)
-    return cos * c.rope_scaling.amplitude, sin * c.rope_scaling.amplitude
 
 
 def _attention(layer, x, angles, attend_fn, cache, index, key, config):

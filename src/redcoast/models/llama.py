@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
-from ._basic import look_up, normal, output_scale, rms_norm
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
 from ._cache import extend
 from ._check_config import check_config, check_heads, drop_default_head_size
 from ._einsum import gated_feed_forward, keys_values, product, queries
@@ -117,21 +117,14 @@ class LlamaLayers(eqx.Module):
 
     def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        scale = output_scale(c.layers)
+        keys = jax.random.split(key, 7)
         q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
-        self.attention_norm = jnp.ones((c.layers, c.width))
-        self.wq = normal(wq, (c.layers, c.width, *q[1:]), fan_in=c.width)
-        self.wk = normal(wk, (c.layers, c.width, *kv[1:]), fan_in=c.width)
-        self.wv = normal(wv, (c.layers, c.width, *kv[1:]), fan_in=c.width)
-        self.wo = normal(wo, (*q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
+        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.bq, self.bk, self.bv = (jnp.zeros(s) if c.qkv_bias else None for s in (q, kv, kv))
         norms = (q, kv) if c.output_norms else 2 * ((c.layers, c.head_dim),)
         self.q_norm, self.k_norm = (jnp.ones(s) if c.qk_norm else None for s in norms)
-        self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.gate = normal(gate, (c.layers, c.width, c.hidden), fan_in=c.width)
-        self.up = normal(up, (c.layers, c.width, c.hidden), fan_in=c.width)
-        self.down = normal(down, (c.layers, c.hidden, c.width), fan_in=c.hidden, scale=scale)
+        self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
 
 
 class Llama(eqx.Module):
@@ -161,11 +154,9 @@ class Llama(eqx.Module):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = LlamaLayers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def _run(self, tokens, mask, positions, see, cache, key):

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, as_array, real_tokens, wide
-from ._basic import look_up, normal, output_scale, rms_norm
+from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
 from ._check_config import check_config
 from ._einsum import product
 from ._scan_layers import Remat, scan_layers
@@ -173,11 +173,9 @@ class Mamba2(eqx.Module):
         deviations, the output projections divided by sqrt(2 * layers); time steps between 0.001 and
         0.1, and decays of 1 to `heads`."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = Mamba2Layers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def __call__(

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
-from ._basic import activate_gated, look_up, normal, output_scale, rms_norm
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads, drop_default_head_size
 from ._einsum import product
-from ._moe import mix_experts
+from ._moe import gated_experts, mix_experts
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
 
@@ -115,26 +115,13 @@ class MixtralLayers(eqx.Module):
 
     def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, router, gate, up, down = jax.random.split(key, 8)
-        scale = output_scale(c.layers)
-        q, kv = (
-            (c.layers, c.width, c.heads, c.head_dim),
-            (c.layers, c.width, c.kv_heads, c.head_dim),
-        )
-        into = (c.layers, c.experts, c.width, c.hidden)
-        self.attention_norm = jnp.ones((c.layers, c.width))
-        self.wq = normal(wq, q, fan_in=c.width)
-        self.wk = normal(wk, kv, fan_in=c.width)
-        self.wv = normal(wv, kv, fan_in=c.width)
-        out = (c.layers, c.heads, c.head_dim, c.width)
-        self.wo = normal(wo, out, fan_in=c.heads * c.head_dim, scale=scale)
+        keys = jax.random.split(key, 8)
+        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
         self.q_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
         self.k_norm = jnp.ones((c.layers, c.head_dim)) if c.qk_norm else None
-        self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.router = normal(router, (c.layers, c.width, c.experts), fan_in=c.width)
-        self.gate, self.up = (normal(k, into, fan_in=c.width) for k in (gate, up))
-        out = (c.layers, c.experts, c.hidden, c.width)
-        self.down = normal(down, out, fan_in=c.hidden, scale=scale)
+        self.router = normal(keys[4], (c.layers, c.width, c.experts), fan_in=c.width)
+        self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
 
 
 class Mixtral(eqx.Module):
@@ -164,11 +151,9 @@ class Mixtral(eqx.Module):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = MixtralLayers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def _run(self, tokens, mask, positions, see, cache, key):
@@ -186,7 +171,7 @@ class Mixtral(eqx.Module):
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router)
             options = {"chosen": c.chosen, "weights_sum_to_one": c.weights_sum_to_one}
-            y, more = mix_experts(ft.partial(_mlp, layer), y, scores, real, **options)
+            y, more = mix_experts(ft.partial(gated_experts, layer), y, scores, real, **options)
             return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
 
         carry = (cache, *jnp.zeros((2, c.experts), wide(x.dtype)))
@@ -204,9 +189,3 @@ def _attention(layer, x, angles, visible, cache, index, key, config):
     cache, k, v = extend(cache, index, rotate(k, angles), v)
     out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
     return product("bshk,hkd->bsd", out, layer.wo), cache
-
-
-def _mlp(layer, x):
-    gate = product("betd,edh->beth", x, layer.gate)
-    up = product("betd,edh->beth", x, layer.up)
-    return product("beth,ehd->betd", activate_gated("silu", gate, up), layer.down)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
-from ._basic import look_up, normal, output_scale, rms_norm
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
@@ -114,16 +114,10 @@ class Phi3Layers(eqx.Module):
 
     def __init__(self, config: Phi3Config, *, key: PRNGKeyArray):
         c = config
-        wq, wk, wv, wo, gate, up, down = jax.random.split(key, 7)
-        scale = output_scale(c.layers)
-        q, kv = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
-        into = lambda key, *out: normal(key, (c.layers, c.width, *out), fan_in=c.width)
-        self.attention_norm = jnp.ones((c.layers, c.width))
-        self.wq, self.wk, self.wv = into(wq, *q), into(wk, *kv), into(wv, *kv)
-        self.wo = normal(wo, (c.layers, *q, c.width), fan_in=c.heads * c.head_dim, scale=scale)
-        self.mlp_norm = jnp.ones((c.layers, c.width))
-        self.gate, self.up = into(gate, c.hidden), into(up, c.hidden)
-        self.down = normal(down, (c.layers, c.hidden, c.width), fan_in=c.hidden, scale=scale)
+        keys = jax.random.split(key, 7)
+        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
+        self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
 
 
 class Phi3(eqx.Module):
@@ -152,11 +146,9 @@ class Phi3(eqx.Module):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
         deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
-        shape = (config.width, config.vocab)
-        self.embed = normal(embed, shape[::-1], fan_in=config.width)
+        self.embed, self.head = initial_tables(config, embed, head)
         self.layers = Phi3Layers(config, key=layers)
         self.norm = jnp.ones(config.width)
-        self.head = None if config.tied else normal(head, shape, fan_in=config.width)
         self.config = config
 
     def _run(self, tokens, mask, positions, see, cache, key):

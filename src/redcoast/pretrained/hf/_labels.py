@@ -1,7 +1,10 @@
-"""The settings of encoders for heads and labels."""
+"""The settings of encoders for heads, labels and images, and abstract images."""
 
 from collections.abc import Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 LABELLED = ("classification", "tokens")  # the heads with labels
 
@@ -44,3 +47,19 @@ def write_labels(config: Any) -> dict[str, Any]:
 
 def _numbered(count: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(count)]
+
+
+def read_side(size: Any, name: str) -> int:
+    """Returns the height and width of images or patches, which must be squares."""
+    if not isinstance(size, list):
+        return size
+    if len({*size}) > 1:
+        raise ValueError(f"`{name}` is {size}, but only squares are implemented.")
+    return size[0]
+
+
+def image_inputs(config: Any, rows: int) -> tuple[Any, ...]:
+    """Returns abstract images for planning."""
+    image = config.image
+    sides = (image, image) if isinstance(image, int) else image
+    return (jax.ShapeDtypeStruct((rows, config.channels, *sides), jnp.float32),)

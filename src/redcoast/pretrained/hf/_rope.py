@@ -1,8 +1,19 @@
 """The settings of `config.json` for the scaling of rotary embeddings."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from ...models._rotary import RopeScaling
+from ...models._rotary import RopeScaling, Yarn
+
+_YARN = {
+    "factor": "factor",
+    "original": "original_max_position_embeddings",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "rounded": "truncate",
+    "amplitude": "attention_factor",
+}
 
 
 def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
@@ -43,3 +54,39 @@ def write_rope(scaling: RopeScaling | None) -> dict[str, Any]:
         settings |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
         settings |= {"original_max_position_embeddings": scaling.original}
     return {"rope_scaling": settings}
+
+
+def read_yarn(
+    c: dict[str, Any], default: Mapping[str, Any], scales: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Reads the base and the scaling of a model whose rotary embeddings may be scaled by YaRN.
+
+    `scales` are the names of two numbers that the size of the embeddings follows from, of which the
+    second also scales the scores of attention.
+    """
+    rope = dict(c["rope_parameters"] or c["rope_scaling"] or default)
+    base = rope.pop("rope_theta", c["rope_theta"])
+    kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
+    if not kinds:
+        return {"rope_base": base, "rope_scaling": None}
+    if kinds != {"yarn"}:
+        raise ValueError(
+            f"The rotary embeddings have the types {sorted(kinds)}, but only 'default' and 'yarn' "
+            "are implemented for this model."
+        )
+    given = [rope.pop(name, None) or 0.0 for name in scales]
+    if unknown := rope.keys() - {*_YARN.values()}:
+        raise ValueError(f"The rotary embeddings have unknown settings: {sorted(unknown)}.")
+    if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
+        raise ValueError(f"Rotary embeddings of the type 'yarn' need {sorted(missing)}.")
+    fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
+    size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
+    both = given and all(given)
+    fields.setdefault("amplitude", size(given[0]) / size(given[1]) if both else size(1))
+    found = {"rope_base": base, "rope_scaling": Yarn(**fields)}
+    return found | ({"score_scaling": given[1]} if given else {})
+
+
+def write_yarn(scaling: Yarn) -> dict[str, Any]:
+    """The inverse of `read_yarn`, without the base."""
+    return {"rope_type": "yarn"} | {name: getattr(scaling, x) for x, name in _YARN.items()}

@@ -1,9 +1,33 @@
-"""Patterns and tables of tensors that several families share."""
+"""Names of settings, and patterns and tables of tensors, that several families share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._tensors import Tensor
+from .._tensors import Tensor, tensor_names
+
+SIZES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "intermediate_size",
+}
+BERT_NAMES = {
+    **SIZES,
+    "activation": "hidden_act",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+}
+LLAMA_NAMES = {
+    **SIZES,
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "attention_dropout": "attention_dropout",
+    "context": "max_position_embeddings",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
 
 VECTOR = "width -> width"
 EMBED = "vocab width -> vocab width"
@@ -11,6 +35,9 @@ TURNED = "outputs inputs -> inputs outputs"
 INTO_HEADS = "(heads head_dim) width -> width heads head_dim"
 OUT_OF_HEADS = "width (heads head_dim) -> heads head_dim width"
 HEADS_BIAS = "(heads head_dim) -> heads head_dim"
+# The modules of attention layers, by letter.
+PROJ = {letter: f"{letter}_proj" for letter in "qkvo"}
+OUT_PROJ = PROJ | {"o": "out_proj"}
 
 
 def linear(leaf: str, name: str) -> dict[str, Tensor]:
@@ -25,26 +52,52 @@ def norm(leaf: str, name: str) -> dict[str, Tensor]:
     return {leaf: Tensor(name + ".weight", VECTOR), leaf + "_shift": shift}
 
 
-def attention(names: str, *letters: str) -> dict[str, Tensor]:
-    """Returns the weights of attention layers: of `letters`, and of the output if `o` is in them.
+def dense(leaf: str, name: str, pattern: str = TURNED) -> dict[str, Tensor]:
+    """Returns a weight and its bias."""
+    bias = Tensor(name + ".bias", VECTOR)
+    return {leaf: Tensor(name + ".weight", pattern), leaf + "_bias": bias}
 
-    `names` has a field `{part}` for the letter, such as `"{part}_proj.weight"`.
+
+def patches(leaf: str, name: str) -> dict[str, Tensor]:
+    """Returns the weight and the bias of the embedding of patches."""
+    kernel = "width channels rows columns -> channels rows columns width"
+    weight, bias = Tensor(name + ".weight", kernel), Tensor(name + ".bias", VECTOR)
+    return {leaf + "patch_embed": weight, leaf + "patch_bias": bias}
+
+
+def attention(
+    leaf: str, prefix: str, modules: Mapping[str, str], *, biases: str = "", **fixed: int
+) -> dict[str, Tensor]:
+    """Returns the weights of attention layers, and the biases of the letters in `biases`.
+
+    `modules` has the names behind `prefix` by their letter: `q`, `k`, `v`, and `o` for the output.
     """
-    patterns = dict.fromkeys("qkv", INTO_HEADS) | {"o": OUT_OF_HEADS}
-    return {f"layers/w{x}": Tensor(names.replace("{part}", x), patterns[x]) for x in letters}
+    found = {}
+    for letter, module in modules.items():
+        pattern = OUT_OF_HEADS if letter == "o" else INTO_HEADS
+        found[f"{leaf}w{letter}"] = Tensor(f"{prefix}{module}.weight", pattern, **fixed)
+        if letter in biases:
+            pattern, sizes = (VECTOR, {}) if letter == "o" else (HEADS_BIAS, fixed)
+            found[f"{leaf}b{letter}"] = Tensor(f"{prefix}{module}.bias", pattern, **sizes)
+    return found
+
+
+def names_of(table: Mapping[str, Tensor], layers: int) -> list[str]:
+    """Returns the names of all tensors of a table."""
+    return [name for t in table.values() for name in tensor_names(t, (layers,)).values()]
 
 
 LLAMA_LAYER = "model.layers.{layer}."
 
 
-def llama_attention() -> dict[str, Tensor]:
+def llama_attention(biases: str = "") -> dict[str, Tensor]:
     """Returns the embedding and the attention layers of LLaMA and its descendants, and the norm
     after them."""
     layer = LLAMA_LAYER
     return {
         "embed": Tensor("model.embed_tokens.weight", EMBED),
         "layers/attention_norm": Tensor(layer + "input_layernorm.weight", VECTOR),
-        **attention(layer + "self_attn.{part}_proj.weight", *"qkvo"),
+        **attention("layers/", layer + "self_attn.", PROJ, biases=biases),
         "layers/mlp_norm": Tensor(layer + "post_attention_layernorm.weight", VECTOR),
     }
 

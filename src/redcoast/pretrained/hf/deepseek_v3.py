@@ -1,24 +1,28 @@
 """The settings and tensors of DeepSeek-V3 in Hugging Face's format."""
 
-import math
 from typing import Any
 
-from ...models._rotary import Yarn
 from ...models.deepseek_v3 import DeepseekV3Config
 from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, OUT_OF_HEADS, TURNED, VECTOR, llama_norm, own_head, tied_head
+from ._rope import read_yarn, write_yarn
+from ._tables import (
+    EMBED,
+    LLAMA_NAMES,
+    OUT_OF_HEADS,
+    TURNED,
+    VECTOR,
+    llama_norm,
+    own_head,
+    tied_head,
+)
 
 BASE_PREFIX = "model."
 # The layer that predicts a further token, in the published files.
 BUFFERS = (r"^model\.layers\.61\.",)
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
+    **LLAMA_NAMES,
     "expert_hidden": "moe_intermediate_size",
     "experts": "n_routed_experts",
     "chosen": "num_experts_per_tok",
@@ -34,20 +38,6 @@ _NAMES = {
     "value_size": "v_head_dim",
     "rope_base": "rope_theta",
     "rope_pairs": "rope_interleave",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "attention_dropout": "attention_dropout",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
-}
-_YARN = {
-    "factor": "factor",
-    "original": "original_max_position_embeddings",
-    "fast": "beta_fast",
-    "slow": "beta_slow",
-    "rounded": "truncate",
-    "amplitude": "attention_factor",
 }
 # Settings of the training loss, of the layers that predict further tokens, of how experts are
 # distributed, and sizes that follow from others.
@@ -85,30 +75,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": (settings.get("num_attention_heads"), None),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    dense = {"dense_layers": c["first_k_dense_replace"]}
-    return read_fields(c, _NAMES) | dense | _read_rope(c)
-
-
-def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(c["rope_parameters"] or c["rope_scaling"] or {})
-    base = rope.pop("rope_theta", c["rope_theta"])
-    kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
-    if not kinds:
-        return {"rope_base": base, "rope_scaling": None}
-    if kinds != {"yarn"}:
-        raise ValueError(
-            f"The rotary embeddings have the types {sorted(kinds)}, but only 'default' and 'yarn' "
-            "are implemented for this model."
-        )
-    scales = [rope.pop(name, None) or 0.0 for name in ("mscale", "mscale_all_dim")]
-    if unknown := rope.keys() - {*_YARN.values()}:
-        raise ValueError(f"The rotary embeddings have unknown settings: {sorted(unknown)}.")
-    if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
-        raise ValueError(f"Rotary embeddings of the type 'yarn' need {sorted(missing)}.")
-    fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
-    size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
-    fields.setdefault("amplitude", size(scales[0]) / size(scales[1]) if all(scales) else size(1))
-    return {"rope_base": base, "rope_scaling": Yarn(**fields), "score_scaling": scales[1]}
+    fields = read_fields(c, _NAMES) | {"dense_layers": c["first_k_dense_replace"]}
+    return fields | read_yarn(c, {}, ("mscale", "mscale_all_dim"))
 
 
 def write(config: DeepseekV3Config) -> dict[str, Any]:
@@ -119,8 +87,7 @@ def write(config: DeepseekV3Config) -> dict[str, Any]:
     settings |= {"first_k_dense_replace": c.dense_layers}
     if c.rope_scaling is None:
         return settings
-    rope = {name: getattr(c.rope_scaling, field) for field, name in _YARN.items()}
-    rope |= {"rope_type": "yarn", "mscale_all_dim": c.score_scaling}
+    rope = write_yarn(c.rope_scaling) | {"mscale_all_dim": c.score_scaling}
     return settings | {"rope_scaling": rope}
 
 

@@ -6,24 +6,23 @@ from ...models.gemma import GemmaConfig
 from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope, write_rope
-from ._tables import LLAMA_LAYER, VECTOR, llama_attention, llama_mlp, own_head, tied_head
+from ._tables import (
+    LLAMA_LAYER,
+    LLAMA_NAMES,
+    VECTOR,
+    llama_attention,
+    llama_mlp,
+    own_head,
+    tied_head,
+)
+from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+    **LLAMA_NAMES,
     "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
     "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "attention_dropout": "attention_dropout",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
 }
 # Settings since Gemma 2.
 _LATER = {
@@ -33,7 +32,6 @@ _LATER = {
     "window": "sliding_window",
 }
 _GELU = "gelu_pytorch_tanh"
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,20 +80,16 @@ def _local(c: dict[str, Any]) -> dict[str, Any]:
         return {"window": None}
     each = c["sliding_window_pattern"]
     kinds = c["layer_types"] or [
-        _LOCAL if (i + 1) % each else _GLOBAL for i in range(c["num_hidden_layers"])
+        LOCAL if (i + 1) % each else GLOBAL for i in range(c["num_hidden_layers"])
     ]
-    if odd := {*kinds} - {_LOCAL, _GLOBAL}:
-        raise ValueError(
-            f"`layer_types` has {sorted(odd)}, but only {[_LOCAL, _GLOBAL]} are implemented."
-        )
-    return {"local": tuple(kind == _LOCAL for kind in kinds)}
+    return {"local": read_windows(kinds)}
 
 
 def _rope(c: dict[str, Any]) -> dict[str, Any]:
     """Reads the rotary embeddings. Layers with a window may have a separate base."""
     rope = c["rope_parameters"] or {}
-    by_kind = {_LOCAL, _GLOBAL} & rope.keys()
-    everywhere = (rope.get(_GLOBAL) or {}) if by_kind else rope
+    by_kind = {LOCAL, GLOBAL} & rope.keys()
+    everywhere = (rope.get(GLOBAL) or {}) if by_kind else rope
     everywhere = everywhere | (c["rope_scaling"] or {})
     found = {
         "rope_base": everywhere.get("rope_theta", c["rope_theta"]),
@@ -107,10 +101,10 @@ def _rope(c: dict[str, Any]) -> dict[str, Any]:
                 "`rope_parameters` has an entry for each layer type, which only Gemma 3 supports."
             )
         return found
-    near = (rope.get(_LOCAL) or {}) if by_kind else {}
+    near = (rope.get(LOCAL) or {}) if by_kind else {}
     if read_rope(near):
         raise ValueError(
-            f"`rope_parameters` scales the layers with {_LOCAL!r}, which is not implemented."
+            f"`rope_parameters` scales the layers with {LOCAL!r}, which is not implemented."
         )
     return found | {"local_rope_base": near.get("rope_theta", c["rope_local_base_freq"])}
 
@@ -127,8 +121,7 @@ def write(config: GemmaConfig) -> dict[str, Any]:
     if kind == "gemma":
         return settings
     settings |= {name: getattr(c, field) for field, name in _LATER.items()}
-    local = c.local or (False,) * c.layers
-    settings["layer_types"] = [_LOCAL if near else _GLOBAL for near in local]
+    settings["layer_types"] = write_windows(c.local or (False,) * c.layers)
     settings["query_pre_attn_scalar"] = c.score_scale or c.head_dim
     if kind == "gemma3_text":
         settings["rope_local_base_freq"] = c.local_rope_base or c.rope_base

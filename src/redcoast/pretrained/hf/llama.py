@@ -7,24 +7,22 @@ from ...models.llama import LlamaConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
-from ._tables import HEADS_BIAS, LLAMA_LAYER, VECTOR, llama_attention, llama_mlp, own_head
+from ._tables import (
+    HEADS_BIAS,
+    LLAMA_LAYER,
+    LLAMA_NAMES,
+    VECTOR,
+    llama_attention,
+    llama_mlp,
+    own_head,
+)
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+    **LLAMA_NAMES,
     "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
     "head_size": "head_dim",
     "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
     "window": "sliding_window",
-    "attention_dropout": "attention_dropout",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
 }
 KINDS = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 # Default values that differ between them.
@@ -79,10 +77,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     if kind == "smollm3":
         only["use_sliding_window"] = (False,)
     c = read_settings(settings, defaults, only)
-    kv_heads = c["num_key_value_heads"]
-    fields = read_fields(c, _NAMES)
-    return fields | {
-        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
+    if c["num_key_value_heads"] is None:
+        c["num_key_value_heads"] = c["num_attention_heads"]
+    return read_fields(c, _NAMES) | {
         **read_rope_settings(c),
         "window": _window(c),
         "rope_layers": _rope_layers(c) if kind == "smollm3" else (),
@@ -157,10 +154,7 @@ _ARCHITECTURES = {
 def tensors(config: LlamaConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     layer = LLAMA_LAYER + "self_attn."
-    found = llama_attention() | llama_mlp()
-    if config.qkv_bias:
-        for letter in "qkv":
-            found[f"layers/b{letter}"] = Tensor(f"{layer}{letter}_proj.bias", HEADS_BIAS)
+    found = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
     if config.qk_norm:
         pattern = HEADS_BIAS if config.output_norms else "head_dim -> head_dim"
         for letter in "qk":

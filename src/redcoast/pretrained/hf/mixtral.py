@@ -6,32 +6,28 @@ from ...models.mixtral import MixtralConfig
 from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
-from ._tables import LLAMA_LAYER, TURNED, llama_attention, llama_norm, own_head, tied_head
+from ._tables import (
+    LLAMA_LAYER,
+    LLAMA_NAMES,
+    TURNED,
+    llama_attention,
+    llama_norm,
+    own_head,
+    tied_head,
+)
 
 BASE_PREFIX = "model."
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+    **LLAMA_NAMES,
     "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
     "experts": "num_local_experts",
     "chosen": "num_experts_per_tok",
     "head_size": "head_dim",
     "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
     "window": "sliding_window",
-    "attention_dropout": "attention_dropout",
     "router_loss_weight": "router_aux_loss_coef",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
 }
-
-
 # The same settings in Qwen3-MoE.
 _QWEN3 = {
     "hidden": "moe_intermediate_size",
@@ -75,12 +71,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     # size of dense layers is not used: there are none.
     ignored = ("output_router_logits", "max_window_layers", *["intermediate_size"] * qwen3)
     c = read_settings(settings, defaults, only, ignored)
-    kv_heads = c["num_key_value_heads"]
-    fields = read_fields(c, names) | {
-        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
-        **read_rope_settings(c),
-        "qk_norm": qwen3,
-    }
+    if c["num_key_value_heads"] is None:
+        c["num_key_value_heads"] = c["num_attention_heads"]
+    fields = read_fields(c, names) | {**read_rope_settings(c), "qk_norm": qwen3}
     return fields | ({"window": None} if qwen3 and not c["use_sliding_window"] else {})
 
 

@@ -7,25 +7,15 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import LLAMA_LAYER, llama_attention, llama_mlp, own_head, tied_head
+from ._tables import LLAMA_LAYER, LLAMA_NAMES, llama_attention, llama_mlp, own_head, tied_head
 
 BASE_PREFIX = "model."
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+    **LLAMA_NAMES,
     "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
     "window": "sliding_window",
-    "attention_dropout": "attention_dropout",
     "residual_dropout": "resid_pdrop",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
 }
 _FACTORS = {"short": "short_factor", "long": "long_factor"}
 

@@ -5,7 +5,14 @@ from typing import Any
 from ...models.bart import BartConfig
 from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, VECTOR, norm
+from ._stacks import (
+    OTHER_STACK_NAMES,
+    STACK_NAMES,
+    only_equal_stacks,
+    stack_tensors,
+    write_equal_stacks,
+)
+from ._tables import EMBED, norm
 
 BASE_PREFIX = "model."
 BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
@@ -13,26 +20,9 @@ BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
 ZEROS = ("final_logits_bias",)
 
 _NAMES = {
-    "vocab": "vocab_size",
-    "width": "d_model",
-    "layers": "encoder_layers",
-    "decoder_layers": "decoder_layers",
-    "heads": "encoder_attention_heads",
-    "hidden": "encoder_ffn_dim",
+    **STACK_NAMES,
     "positions": "max_position_embeddings",
-    "activation": "activation_function",
     "scale_embedding": "scale_embedding",
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "activation_dropout": "activation_dropout",
-    "decoder_start": "decoder_start_token_id",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
-}
-_OTHER_NAMES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "encoder_attention_heads",
-    "num_hidden_layers": "encoder_layers",
 }
 # Settings of heads that are not implemented, of generation, of distillation, and of old versions of
 # `transformers`.
@@ -48,7 +38,7 @@ _NEVER = """
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    settings = rename(settings, _OTHER_NAMES)
+    settings = rename(settings, OTHER_STACK_NAMES)
     defaults = {
         **dict.fromkeys(_NAMES.values(), REQUIRED),
         "max_position_embeddings": 1024,
@@ -63,13 +53,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     only = {
         "model_type": ("bart",),
-        "is_encoder_decoder": (True,),
-        "tie_word_embeddings": (True,),
+        **only_equal_stacks(settings),
         "normalize_embedding": (True,),
         "extra_pos_embeddings": (2,),
-        "decoder_attention_heads": (settings.get("encoder_attention_heads"),),
-        "decoder_ffn_dim": (settings.get("encoder_ffn_dim"),),
-        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), (0.0, None)),
         **dict.fromkeys(_NEVER.split(), (False,)),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
@@ -77,57 +63,19 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: BartConfig) -> dict[str, Any]:
-    c = config
-    settings = write_fields(c, _NAMES)
-    return settings | {
-        "architectures": ["BartForConditionalGeneration"],
-        "model_type": "bart",
-        "is_encoder_decoder": True,
-        "tie_word_embeddings": True,
-        "decoder_attention_heads": c.heads,
-        "decoder_ffn_dim": c.hidden,
-    }
+    kind = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
+    return write_fields(config, _NAMES) | write_equal_stacks(config) | kind
 
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
-    return {
+    found = {
         "embed": Tensor("model.shared.weight", EMBED),
-        **_stack("encoder"),
-        **_stack("decoder"),
         "logits_bias": Tensor("final_logits_bias", "1 vocab -> vocab"),
     }
-
-
-def _stack(stack: str) -> dict[str, Tensor]:
-    prefix = f"model.{stack}."
-    layer, leaf = prefix + "layers.{layer}.", stack + "/layers/"
-    table = prefix + "embed_positions.weight"
-    found = {
-        f"{stack}/position_embed": Tensor(table, "positions width -> positions width"),
-        **norm(f"{stack}/embed_norm", prefix + "layernorm_embedding"),
-        **_attention(layer + "self_attn", leaf + "attention/"),
-        **norm(leaf + "mlp_norm", layer + "final_layer_norm"),
-        leaf + "up": Tensor(layer + "fc1.weight", "hidden width -> width hidden"),
-        leaf + "up_bias": Tensor(layer + "fc1.bias", "hidden -> hidden"),
-        leaf + "down": Tensor(layer + "fc2.weight", "width hidden -> hidden width"),
-        leaf + "down_bias": Tensor(layer + "fc2.bias", VECTOR),
-    }
-    return found | (
-        _attention(layer + "encoder_attn", leaf + "cross/") if stack == "decoder" else {}
-    )
-
-
-def _attention(name: str, leaf: str) -> dict[str, Tensor]:
-    found = {
-        **norm(leaf + "norm", name + "_layer_norm"),
-        leaf + "wo": Tensor(name + ".out_proj.weight", OUT_OF_HEADS),
-        leaf + "bo": Tensor(name + ".out_proj.bias", VECTOR),
-    }
-    for letter in "qkv":
-        part = f"{name}.{letter}_proj."
-        found[f"{leaf}w{letter}"] = Tensor(part + "weight", INTO_HEADS)
-        found[f"{leaf}b{letter}"] = Tensor(part + "bias", HEADS_BIAS)
+    for stack in ("encoder", "decoder"):
+        found |= stack_tensors(stack, "qkvo")
+        found |= norm(f"{stack}/embed_norm", f"model.{stack}.layernorm_embedding")
     return found
 
 

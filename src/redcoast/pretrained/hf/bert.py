@@ -7,27 +7,21 @@ from typing import Any
 
 from ...models.bert import BertConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
-from .._tensors import Tensor, tensor_names
+from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
-from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+from ._tables import BERT_NAMES, attention, dense, linear, names_of, norm
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 
 _NAMES = {
+    **BERT_NAMES,
     "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
     "types": "type_vocab_size",
-    "activation": "hidden_act",
-    "norm_eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
     "head_dropout": "classifier_dropout",
     "pad": "pad_token_id",
     "bos": "bos_token_id",
 }
+_ATTENTION = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
 _HEADS = {
     None: "Model",
     "masked": "ForMaskedLM",
@@ -112,25 +106,18 @@ def tensors(config: BertConfig) -> dict[str, Tensor]:
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
     kept, fixed = "rows width -> rows width", {"heads": config.heads}
-    found = {
+    return {
         "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
         "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
         "type_embed": Tensor(base + "embeddings.token_type_embeddings.weight", kept),
         **norm("norm", base + "embeddings.LayerNorm"),
-        "layers/wo": Tensor(layer + "attention.output.dense.weight", OUT_OF_HEADS, **fixed),
-        "layers/bo": Tensor(layer + "attention.output.dense.bias", VECTOR),
+        **attention("layers/", layer + "attention.", _ATTENTION, biases="qkvo", **fixed),
         **norm("layers/attention_norm", layer + "attention.output.LayerNorm"),
-        "layers/up": Tensor(layer + "intermediate.dense.weight", TURNED),
-        "layers/up_bias": Tensor(layer + "intermediate.dense.bias", "hidden -> hidden"),
-        "layers/down": Tensor(layer + "output.dense.weight", TURNED),
-        "layers/down_bias": Tensor(layer + "output.dense.bias", VECTOR),
+        **dense("layers/up", layer + "intermediate.dense"),
+        **dense("layers/down", layer + "output.dense"),
         **norm("layers/mlp_norm", layer + "output.LayerNorm"),
+        **_heads(config, base),
     }
-    for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
-        name = f"{layer}attention.self.{name}"
-        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, **fixed)
-        found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, **fixed)
-    return found | _heads(config, base)
 
 
 def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
@@ -159,14 +146,13 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
 def duplicates(config: BertConfig) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     found, base = {}, f"{config.kind}."
-    for tensor in tensors(config).values():
-        for name in tensor_names(tensor, (config.layers,)).values():
-            others = [name, name if config.head else base + name]
-            # The names in Google's original files.
-            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-            old = old.replace("LayerNorm.bias", "LayerNorm.beta")
-            others += [old, old if config.head else base + old]
-            found |= {other: name for other in others if other != name}
+    for name in names_of(tensors(config), config.layers):
+        others = [name, name if config.head else base + name]
+        # The names in Google's original files.
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        old = old.replace("LayerNorm.bias", "LayerNorm.beta")
+        others += [old, old if config.head else base + old]
+        found |= {other: name for other in others if other != name}
     if config.head in ("masked", "pretraining"):
         prefix = "lm_head." if config.kind == "roberta" else "cls.predictions."
         found[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"

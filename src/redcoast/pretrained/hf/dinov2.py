@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ...models.dinov2 import Dinov2Config
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
-from .._tensors import Tensor, tensor_names
-from ._labels import read_architecture, read_labels, write_labels
-from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+from .._tensors import Tensor
+from ._labels import image_inputs, read_architecture, read_labels, read_side, write_labels
+from ._tables import VECTOR, attention, dense, linear, names_of, norm, patches
+from .vit import VIT_ATTENTION, VIT_MODULES
 
 _NAMES = {
     "width": "hidden_size",
@@ -59,7 +57,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     known = {_TYPES.get(kind, "") + name: head for name, head in _HEADS.items()}
     head = read_architecture(settings, known, next(iter(known)))
     for name in ("image_size", "patch_size"):
-        c[name] = _side(c[name], name)
+        c[name] = read_side(c[name], name)
     fields = read_fields(c, _NAMES) | (read_labels(settings) if head else {})
     if more and c["num_register_tokens"] < 1:
         raise ValueError(
@@ -67,14 +65,6 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         )
     own = {"registers": c["num_register_tokens"]} if more else {"mask_token": c["use_mask_token"]}
     return fields | own | {"head": head}
-
-
-def _side(size: Any, name: str) -> int:
-    if not isinstance(size, list):
-        return size
-    if len({*size}) > 1:
-        raise ValueError(f"`{name}` is {size}, but only squares are implemented.")
-    return size[0]
 
 
 def write(config: Dinov2Config) -> dict[str, Any]:
@@ -95,17 +85,14 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
     c = config
     base = f"{_kind(c)}." if c.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
-    attention, mlp, patch = layer + "attention.", layer + "mlp.", "patch_embeddings.projection."
-    kernel = "width channels rows columns -> channels rows columns width"
-    table = "1 tokens width -> tokens width"
+    mlp, table = layer + "mlp.", "1 tokens width -> tokens width"
+    biases, modules = "qkvo" if c.qkv_bias else "o", VIT_ATTENTION
     found = {
-        "patch_embed": Tensor(embeddings + patch + "weight", kernel),
-        "patch_bias": Tensor(embeddings + patch + "bias", VECTOR),
+        **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "position_embed": Tensor(embeddings + "position_embeddings", table),
         **norm("layers/attention_norm", layer + "norm1"),
-        "layers/wo": Tensor(attention + "output.dense.weight", OUT_OF_HEADS, heads=c.heads),
-        "layers/bo": Tensor(attention + "output.dense.bias", VECTOR),
+        **attention("layers/", layer + "attention.", modules, biases=biases, heads=c.heads),
         "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
         **norm("layers/mlp_norm", layer + "norm2"),
         "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
@@ -115,19 +102,9 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         found["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
     if c.registers:
         found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
-    for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
-        name = f"{attention}attention.{name}"
-        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, heads=c.heads)
-        if c.qkv_bias:
-            found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, heads=c.heads)
-    found |= _gated(mlp) if c.gated else _pair_of("layers/up", mlp + "fc1")
-    found |= _pair_of("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
+    found |= _gated(mlp) if c.gated else dense("layers/up", mlp + "fc1")
+    found |= dense("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
     return found | (linear("head", "classifier") if c.head else {})
-
-
-def _pair_of(leaf: str, name: str) -> dict[str, Tensor]:
-    weight = Tensor(name + ".weight", TURNED)
-    return {leaf: weight, leaf + "_bias": Tensor(name + ".bias", VECTOR)}
 
 
 def _gated(mlp: str) -> dict[str, Tensor]:
@@ -141,13 +118,7 @@ def _gated(mlp: str) -> dict[str, Tensor]:
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.
-_MODULES = {
-    "attention.attention.query": "attention.q_proj",
-    "attention.attention.key": "attention.k_proj",
-    "attention.attention.value": "attention.v_proj",
-    "attention.output.dense": "attention.o_proj",
-    "mlp.weights_out": "mlp.down_proj",
-}
+_MODULES = {**VIT_MODULES, "mlp.weights_out": "mlp.down_proj"}
 
 
 def module_name(name: str) -> str:
@@ -163,19 +134,15 @@ def split_modules(config: Dinov2Config) -> dict[str, Tensor]:
     if not config.gated:
         return {}
     mlp = (f"{_kind(config)}." if config.head else "") + "encoder.layer.{layer}.mlp."
-    return _pair_of("layers/gate", mlp + "gate_proj") | _pair_of("layers/up", mlp + "up_proj")
+    return dense("layers/gate", mlp + "gate_proj") | dense("layers/up", mlp + "up_proj")
 
 
 def duplicates(config: Dinov2Config) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:
         return {}
-    table = tensors(config).values()
-    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
+    names = names_of(tensors(config), config.layers)
     return {f"{_kind(config)}.{name}": name for name in names}
 
 
-def example_inputs(config: Dinov2Config, rows: int) -> tuple[Any, ...]:
-    """Returns abstract inputs for planning."""
-    shape = (rows, config.channels, config.image, config.image)
-    return (jax.ShapeDtypeStruct(shape, jnp.float32),)
+example_inputs = image_inputs

@@ -2,20 +2,14 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ...models.dinov3 import Dinov3Config
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
-from .._tensors import Tensor, tensor_names
-from ._labels import read_architecture
-from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, norm
+from .._tensors import Tensor
+from ._labels import image_inputs, read_architecture, read_side
+from ._tables import PROJ, SIZES, TURNED, VECTOR, attention, names_of, norm, patches
 
 _NAMES = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
+    **SIZES,
     "image": "image_size",
     "patch": "patch_size",
     "channels": "num_channels",
@@ -67,10 +61,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, {"model_type": ("dinov3_vit",)}, tuple(ignored.split()))
     read_architecture(settings, _HEADS, next(iter(_HEADS)))
     for name in ("image_size", "patch_size"):
-        if isinstance(c[name], list):
-            if len({*c[name]}) > 1:
-                raise ValueError(f"`{name}` is {c[name]}, but only squares are implemented.")
-            c[name] = c[name][0]
+        c[name] = read_side(c[name], name)
     return read_fields(c, _NAMES)
 
 
@@ -82,29 +73,20 @@ def write(config: Dinov3Config) -> dict[str, Any]:
 def tensors(config: Dinov3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     c, layer = config, "layer.{layer}."
-    embeddings, patch = "embeddings.", "embeddings.patch_embeddings."
-    kernel = "width channels rows columns -> channels rows columns width"
+    embeddings, table = "embeddings.", "1 tokens width -> tokens width"
+    biases = "".join(letter for letter in "qkvo" if getattr(c, f"{letter}_bias"))
     found = {
-        "patch_embed": Tensor(patch + "weight", kernel),
-        "patch_bias": Tensor(patch + "bias", VECTOR),
+        **patches("", embeddings + "patch_embeddings"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
         "mask_token": Tensor(embeddings + "mask_token", "1 1 width -> width"),
-        "register_tokens": Tensor(embeddings + "register_tokens", "1 tokens width -> tokens width"),
+        "register_tokens": Tensor(embeddings + "register_tokens", table),
         **norm("layers/attention_norm", layer + "norm1"),
+        **attention("layers/", layer + "attention.", PROJ, biases=biases, heads=c.heads),
         "layers/attention_scale": Tensor(layer + "layer_scale1.lambda1", VECTOR),
         **norm("layers/mlp_norm", layer + "norm2"),
         "layers/mlp_scale": Tensor(layer + "layer_scale2.lambda1", VECTOR),
         **norm("norm", "norm"),
     }
-    for letter in "qkv":
-        name = f"{layer}attention.{letter}_proj"
-        found[f"layers/w{letter}"] = Tensor(name + ".weight", INTO_HEADS, heads=c.heads)
-        if getattr(c, f"{letter}_bias"):
-            found[f"layers/b{letter}"] = Tensor(name + ".bias", HEADS_BIAS, heads=c.heads)
-    out = layer + "attention.o_proj"
-    found["layers/wo"] = Tensor(out + ".weight", OUT_OF_HEADS, heads=c.heads)
-    if c.o_bias:
-        found["layers/bo"] = Tensor(out + ".bias", VECTOR)
     for leaf in ("gate", "up", "down") if c.gated else ("up", "down"):
         name = f"{layer}mlp.{leaf}_proj"
         found[f"layers/{leaf}"] = Tensor(name + ".weight", TURNED)
@@ -121,12 +103,8 @@ def module_name(name: str) -> str:
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
-    table = tensors(config).values()
-    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
+    names = names_of(tensors(config), config.layers)
     return {module_name(name): name for name in names if module_name(name) != name}
 
 
-def example_inputs(config: Dinov3Config, rows: int) -> tuple[Any, ...]:
-    """Returns abstract inputs for planning."""
-    shape = (rows, config.channels, config.image, config.image)
-    return (jax.ShapeDtypeStruct(shape, jnp.float32),)
+example_inputs = image_inputs

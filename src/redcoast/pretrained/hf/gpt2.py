@@ -5,30 +5,34 @@ from typing import Any
 from ...models.gpt2 import GPT2Config
 from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, VECTOR, norm, own_head, tied_head
+from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head
 
 BASE_PREFIX = "transformer."
 # Causal masks, and the score of masked tokens.
 BUFFERS = (r"^(transformer\.)?h\.\d+\.(attn|crossattention)\.(masked_)?bias$",)
 
-_NAMES = {
+# The names that GPT-J shares.
+GPT2_NAMES = {
     "vocab": "vocab_size",
     "width": "n_embd",
     "layers": "n_layer",
     "heads": "n_head",
     "hidden": "n_inner",
-    "positions": "n_positions",
     "activation": "activation_function",
     "norm_eps": "layer_norm_epsilon",
     "tied": "tie_word_embeddings",
-    "scale_scores": "scale_attn_weights",
-    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
-    "cross_attention": "add_cross_attention",
     "embed_dropout": "embd_pdrop",
     "residual_dropout": "resid_pdrop",
     "attention_dropout": "attn_pdrop",
     "bos": "bos_token_id",
     "pad": "pad_token_id",
+}
+_NAMES = {
+    **GPT2_NAMES,
+    "positions": "n_positions",
+    "scale_scores": "scale_attn_weights",
+    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
+    "cross_attention": "add_cross_attention",
 }
 OTHER_NAMES = {
     "hidden_size": "n_embd",
@@ -81,10 +85,8 @@ def tensors(config: GPT2Config) -> dict[str, Tensor]:
         "position_embed": Tensor("transformer.wpe.weight", "positions width -> positions width"),
         **_attention(layer + "attn.", layer + "ln_1", "layers/attention/"),
         **norm("layers/mlp_norm", layer + "ln_2"),
-        "layers/up": Tensor(layer + "mlp.c_fc.weight", "width hidden -> width hidden"),
-        "layers/up_bias": Tensor(layer + "mlp.c_fc.bias", "hidden -> hidden"),
-        "layers/down": Tensor(layer + "mlp.c_proj.weight", "hidden width -> hidden width"),
-        "layers/down_bias": Tensor(layer + "mlp.c_proj.bias", VECTOR),
+        **dense("layers/up", layer + "mlp.c_fc", "inputs outputs -> inputs outputs"),
+        **dense("layers/down", layer + "mlp.c_proj", "inputs outputs -> inputs outputs"),
         **norm("norm", "transformer.ln_f"),
     }
     if config.cross_attention:

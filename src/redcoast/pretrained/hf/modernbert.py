@@ -4,18 +4,26 @@ from typing import Any
 
 from ...models.modernbert import ModernBertConfig, all_but_every
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
-from .._tensors import Tensor, tensor_names
+from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
-from ._tables import EMBED, OUT_OF_HEADS, TURNED, VECTOR, linear
+from ._tables import (
+    EMBED,
+    HEADS_BIAS,
+    INTO_HEADS,
+    OUT_OF_HEADS,
+    SIZES,
+    TURNED,
+    VECTOR,
+    linear,
+    names_of,
+)
+from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
 _NAMES = {
+    **SIZES,
     "vocab": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
     "window": "local_attention",
     "rope_base": "global_rope_theta",
     "local_rope_base": "local_rope_theta",
@@ -42,8 +50,7 @@ _HEADS = {
     "ModernBertForSequenceClassification": "classification",
     "ModernBertForTokenClassification": "tokens",
 }
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_BASES = {"rope_base": _GLOBAL, "local_rope_base": _LOCAL}
+_BASES = {"rope_base": GLOBAL, "local_rope_base": LOCAL}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
@@ -92,11 +99,7 @@ def _read_local(c: dict[str, Any]) -> tuple[bool, ...]:
                 f"{c['global_attn_every_n_layers']}."
             )
         return all_but_every(c["global_attn_every_n_layers"], c["num_hidden_layers"])
-    if odd := {*c["layer_types"]} - {_LOCAL, _GLOBAL}:
-        raise ValueError(
-            f"`layer_types` has {sorted(odd)}, but only {[_LOCAL, _GLOBAL]} are implemented."
-        )
-    return tuple(kind == _LOCAL for kind in c["layer_types"])
+    return read_windows(c["layer_types"])
 
 
 def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
 def write(config: ModernBertConfig) -> dict[str, Any]:
     c = config
     settings = write_fields(c, _NAMES) | write_labels(c)
-    settings["layer_types"] = [_LOCAL if near else _GLOBAL for near in c.has_window]
+    settings["layer_types"] = write_windows(c.has_window)
     # The setting of the versions of `transformers` that do not know `layer_types`.
     every = [n for n in range(1, c.layers + 1) if all_but_every(n, c.layers) == c.has_window]
     if every:
@@ -149,11 +152,9 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
         found |= _norm(c, "attention_norm", base + "layers.{layer+1}.attn_norm")
     for i, letter in enumerate("qkv"):
         part = {"heads": (i * c.heads, 3 * c.heads), "head_dim": c.head_dim}
-        pattern = "(heads head_dim) width -> width heads head_dim"
-        found[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", pattern, **part)
+        found[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", INTO_HEADS, **part)
         if c.attention_bias:
-            pattern = "(heads head_dim) -> heads head_dim"
-            found[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", pattern, **part)
+            found[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", HEADS_BIAS, **part)
     for i, leaf in enumerate(("layers/gate", "layers/up")):
         pattern = "(part outputs) inputs -> inputs outputs"
         found[leaf] = Tensor(layer + "mlp.Wi.weight", pattern, part=(i, 2))
@@ -191,6 +192,4 @@ def duplicates(config: ModernBertConfig) -> dict[str, str]:
     if config.head:
         tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
         return tied if config.head == "masked" else {}
-    table = tensors(config).values()
-    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
-    return {BASE_PREFIX + name: name for name in names}
+    return {BASE_PREFIX + name: name for name in names_of(tensors(config), config.layers)}

@@ -5,17 +5,7 @@ from typing import Any
 from ...models.opt import OPTConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import (
-    EMBED,
-    HEADS_BIAS,
-    INTO_HEADS,
-    OUT_OF_HEADS,
-    TURNED,
-    VECTOR,
-    norm,
-    own_head,
-    tied_head,
-)
+from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head, tied_head
 
 BASE_PREFIX = "model."
 
@@ -95,18 +85,10 @@ def tensors(config: OPTConfig) -> dict[str, Tensor]:
 
 
 def _layers(config: OPTConfig, layer: str) -> dict[str, Tensor]:
-    found = {}
-    for letter in "qkv":
-        name = f"{layer}self_attn.{letter}_proj."
-        found[f"layers/w{letter}"] = Tensor(name + "weight", INTO_HEADS)
-        found[f"layers/b{letter}"] = Tensor(name + "bias", HEADS_BIAS)
-    found["layers/wo"] = Tensor(layer + "self_attn.out_proj.weight", OUT_OF_HEADS)
-    found["layers/bo"] = Tensor(layer + "self_attn.out_proj.bias", VECTOR)
-    for leaf, name in (("up", "fc1"), ("down", "fc2")):
-        found[f"layers/{leaf}"] = Tensor(f"{layer}{name}.weight", TURNED)
-        found[f"layers/{leaf}_bias"] = Tensor(f"{layer}{name}.bias", "size -> size")
-    if not config.bias:
-        found = {leaf: tensor for leaf, tensor in found.items() if tensor.name.endswith("weight")}
+    biases = "qkvo" if config.bias else ""
+    found = attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases)
+    mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")
+    found |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
     if config.affine:
         found |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
         found |= norm("layers/mlp_norm", layer + "final_layer_norm")

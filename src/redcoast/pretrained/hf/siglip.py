@@ -8,16 +8,13 @@ import jax.numpy as jnp
 from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import read_architecture
-from ._tables import EMBED, HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+from ._labels import image_inputs, read_architecture
+from ._tables import EMBED, OUT_PROJ, SIZES, attention, dense, linear, norm, patches
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
 
 _BOTH = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
+    **SIZES,
     "activation": "hidden_act",
     "norm_eps": "layer_norm_eps",
     "attention_dropout": "attention_dropout",
@@ -95,11 +92,8 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors. Q, K and V of the pooler are in one."""
     image, text, kept = "vision_model.", "text_model.", "rows width -> rows width"
     positions = "embeddings.position_embedding.weight"
-    kernel = "width channels rows columns -> channels rows columns width"
-    patch = image + "embeddings.patch_embedding."
     return {
-        "image/patch_embed": Tensor(patch + "weight", kernel),
-        "image/patch_bias": Tensor(patch + "bias", VECTOR),
+        **patches("image/", image + "embeddings.patch_embedding"),
         "image/position_embed": Tensor(image + positions, kept),
         **_layers("image/layers/", image, config.image.heads),
         **norm("image/norm", image + "post_layernorm"),
@@ -116,40 +110,26 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
 
 def _layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
     layer = part + "encoder.layers.{layer}."
-    attention = layer + "self_attn."
-    found = {
+    return {
         **norm(leaf + "attention_norm", layer + "layer_norm1"),
-        leaf + "wo": Tensor(attention + "out_proj.weight", OUT_OF_HEADS, heads=heads),
-        leaf + "bo": Tensor(attention + "out_proj.bias", VECTOR),
+        **attention(leaf, layer + "self_attn.", OUT_PROJ, biases="qkvo", heads=heads),
         **norm(leaf + "mlp_norm", layer + "layer_norm2"),
-        **_mlp(leaf, layer + "mlp."),
+        **dense(leaf + "up", layer + "mlp.fc1"),
+        **dense(leaf + "down", layer + "mlp.fc2"),
     }
-    for letter in "qkv":
-        name = f"{attention}{letter}_proj."
-        found[f"{leaf}w{letter}"] = Tensor(name + "weight", INTO_HEADS, heads=heads)
-        found[f"{leaf}b{letter}"] = Tensor(name + "bias", HEADS_BIAS, heads=heads)
-    return found
-
-
-def _mlp(leaf: str, name: str) -> dict[str, Tensor]:
-    found = {}
-    for side, number in {"up": "fc1", "down": "fc2"}.items():
-        found[leaf + side] = Tensor(f"{name}{number}.weight", TURNED)
-        found[f"{leaf}{side}_bias"] = Tensor(f"{name}{number}.bias", VECTOR)
-    return found
 
 
 def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
-    attention = name + "attention."
+    inside = name + "attention."
     found = {
         leaf + "query": Tensor(name + "probe", "1 1 width -> width"),
-        leaf + "attention/wo": Tensor(attention + "out_proj.weight", OUT_OF_HEADS, heads=heads),
-        leaf + "attention/bo": Tensor(attention + "out_proj.bias", VECTOR),
+        **attention(leaf + "attention/", inside, {"o": "out_proj"}, biases="o", heads=heads),
         **norm(leaf + "norm", name + "layernorm"),
-        **_mlp(leaf, name + "mlp."),
+        **dense(leaf + "up", name + "mlp.fc1"),
+        **dense(leaf + "down", name + "mlp.fc2"),
     }
     for i, letter in enumerate("qkv"):
-        weight, bias = (attention + f"in_proj_{kind}" for kind in ("weight", "bias"))
+        weight, bias = (inside + f"in_proj_{kind}" for kind in ("weight", "bias"))
         part = "(part heads head_dim) width -> width heads head_dim"
         fixed = {"part": (i, 3), "heads": heads}
         found[f"{leaf}attention/w{letter}"] = Tensor(weight, part, **fixed)
@@ -160,7 +140,5 @@ def _pooler(leaf: str, name: str, heads: int) -> dict[str, Tensor]:
 
 def example_inputs(config: SiglipConfig, rows: int) -> tuple[Any, ...]:
     """Returns abstract inputs for planning."""
-    image = config.image
-    pixels = (rows, image.channels, image.image, image.image)
     tokens = jax.ShapeDtypeStruct((rows, config.text.positions), jnp.int32)
-    return jax.ShapeDtypeStruct(pixels, jnp.float32), tokens
+    return (*image_inputs(config.image, rows), tokens)

@@ -4,27 +4,23 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ...models.vit import ViTConfig
 from .._settings import REQUIRED, read_fields, read_settings, write_fields
-from .._tensors import Tensor, tensor_names
-from ._labels import read_architecture, read_labels, write_labels
-from ._tables import HEADS_BIAS, INTO_HEADS, OUT_OF_HEADS, TURNED, VECTOR, linear, norm
+from .._tensors import Tensor
+from ._labels import image_inputs, read_architecture, read_labels, write_labels
+from ._tables import BERT_NAMES, attention, dense, linear, names_of, norm, patches
 
 _NAMES = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
+    **BERT_NAMES,
     "channels": "num_channels",
     "pooler_size": "pooler_output_size",
-    "activation": "hidden_act",
-    "norm_eps": "layer_norm_eps",
     "qkv_bias": "qkv_bias",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
+}
+VIT_ATTENTION = {
+    "q": "attention.query",
+    "k": "attention.key",
+    "v": "attention.value",
+    "o": "output.dense",
 }
 _HEADS = {"ViTModel": None, "ViTForImageClassification": "classification"}
 
@@ -93,46 +89,34 @@ def tensors(config: ViTConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     base = "vit." if config.head else ""
     embeddings, layer = base + "embeddings.", base + "encoder.layer.{layer}."
-    attention = layer + "attention.attention."
-    patch = "patch_embeddings.projection."
-    kernel = "width channels rows columns -> channels rows columns width"
-    fixed = {"heads": config.heads}
+    positions, biases = embeddings + "position_embeddings", "qkvo" if config.qkv_bias else "o"
+    modules = VIT_ATTENTION
     found = {
-        "patch_embed": Tensor(embeddings + patch + "weight", kernel),
-        "patch_bias": Tensor(embeddings + patch + "bias", VECTOR),
+        **patches("", embeddings + "patch_embeddings.projection"),
         "cls_token": Tensor(embeddings + "cls_token", "1 1 width -> width"),
-        "position_embed": Tensor(
-            embeddings + "position_embeddings", "1 tokens width -> tokens width"
-        ),
+        "position_embed": Tensor(positions, "1 tokens width -> tokens width"),
         **norm("layers/attention_norm", layer + "layernorm_before"),
-        "layers/wo": Tensor(layer + "attention.output.dense.weight", OUT_OF_HEADS, **fixed),
-        "layers/bo": Tensor(layer + "attention.output.dense.bias", VECTOR),
+        **attention("layers/", layer + "attention.", modules, biases=biases, heads=config.heads),
         **norm("layers/mlp_norm", layer + "layernorm_after"),
-        **_pair_of("layers/up", "_bias", layer + "intermediate.dense", TURNED),
-        **_pair_of("layers/down", "_bias", layer + "output.dense", TURNED),
+        **dense("layers/up", layer + "intermediate.dense"),
+        **dense("layers/down", layer + "output.dense"),
         **norm("norm", base + "layernorm"),
     }
-    for letter, name in {"q": "query", "k": "key", "v": "value"}.items():
-        found[f"layers/w{letter}"] = Tensor(f"{attention}{name}.weight", INTO_HEADS, **fixed)
-        if config.qkv_bias:
-            found[f"layers/b{letter}"] = Tensor(f"{attention}{name}.bias", HEADS_BIAS, **fixed)
     if config.head:
         return found | linear("head", "classifier")
     return found | (linear("pooler", "pooler.dense") if config.pooler else {})
 
 
-def _pair_of(leaf: str, suffix: str, name: str, pattern: str) -> dict[str, Tensor]:
-    bias = Tensor(name + ".bias", VECTOR)
-    return {leaf: Tensor(name + ".weight", pattern), leaf + suffix: bias}
-
-
 # The modules of `transformers` 5, whose files keep the names of earlier versions.
-_MODULES = {
-    "encoder.layer.": "layers.",
+VIT_MODULES = {
     "attention.attention.query": "attention.q_proj",
     "attention.attention.key": "attention.k_proj",
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
+}
+_MODULES = {
+    "encoder.layer.": "layers.",
+    **VIT_MODULES,
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
@@ -149,11 +133,7 @@ def duplicates(config: ViTConfig) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:
         return {}
-    table = tensors(config).values()
-    names = [name for t in table for name in tensor_names(t, (config.layers,)).values()]
-    return {"vit." + name: name for name in names}
+    return {"vit." + name: name for name in names_of(tensors(config), config.layers)}
 
 
-def example_inputs(config: ViTConfig, rows: int) -> tuple[Any, ...]:
-    """Returns abstract inputs for planning."""
-    return (jax.ShapeDtypeStruct((rows, config.channels, *config.image), jnp.float32),)
+example_inputs = image_inputs

@@ -1,0 +1,66 @@
+"""What BART and Whisper share: the settings and the tensors of an encoder and a decoder."""
+
+from typing import Any
+
+from .._tensors import Tensor
+from ._tables import OUT_PROJ, attention, dense, norm
+
+STACK_NAMES = {
+    "vocab": "vocab_size",
+    "width": "d_model",
+    "layers": "encoder_layers",
+    "decoder_layers": "decoder_layers",
+    "heads": "encoder_attention_heads",
+    "hidden": "encoder_ffn_dim",
+    "activation": "activation_function",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "activation_dropout",
+    "decoder_start": "decoder_start_token_id",
+    "bos": "bos_token_id",
+    "pad": "pad_token_id",
+}
+OTHER_STACK_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
+}
+
+
+def only_equal_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Returns the settings of which only some values are implemented."""
+    return {
+        "is_encoder_decoder": (True,),
+        "tie_word_embeddings": (True,),
+        "decoder_attention_heads": (settings.get("encoder_attention_heads"),),
+        "decoder_ffn_dim": (settings.get("encoder_ffn_dim"),),
+        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), (0.0, None)),
+    }
+
+
+def write_equal_stacks(config: Any) -> dict[str, Any]:
+    return {
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": True,
+        "decoder_attention_heads": config.heads,
+        "decoder_ffn_dim": config.hidden,
+    }
+
+
+def stack_tensors(stack: str, biases: str) -> dict[str, Tensor]:
+    """Returns the positions and the layers of the encoder or the decoder. `biases` has the letters
+    of the projections that have biases."""
+    layer, leaf = f"model.{stack}.layers.{{layer}}.", stack + "/layers/"
+    table = f"model.{stack}.embed_positions.weight"
+    found = {
+        f"{stack}/position_embed": Tensor(table, "positions width -> positions width"),
+        **norm(leaf + "mlp_norm", layer + "final_layer_norm"),
+        **dense(leaf + "up", layer + "fc1"),
+        **dense(leaf + "down", layer + "fc2"),
+    }
+    parts = {"attention": "self_attn", "cross": "encoder_attn"}
+    for part in ("attention", "cross") if stack == "decoder" else ("attention",):
+        name = layer + parts[part]
+        found |= attention(f"{leaf}{part}/", name + ".", OUT_PROJ, biases=biases)
+        found |= norm(f"{leaf}{part}/norm", name + "_layer_norm")
+    return found

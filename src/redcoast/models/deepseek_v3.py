@@ -55,9 +55,8 @@ class DeepseekV3Config:
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights outside of the experts) or `"full"` (the entire
-      layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights outside of the
+      experts) or `"full"`.
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.

@@ -200,7 +200,11 @@ class Dinov2(eqx.Module):
         c = self.config
         x = embed_any_size(self, pixels)
         if masked is not None:
-            x = self._replace(x, masked)
+            if self.mask_token is None:
+                raise ValueError(
+                    "`masked` needs a mask token, but the configuration has `mask_token=False`."
+                )
+            x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
         # The versions with registers were trained with a filter that avoids aliasing.
         table, filtered = self.position_embed, c.registers > 0
         grid = pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
@@ -210,10 +214,3 @@ class Dinov2(eqx.Module):
         first = jnp.concatenate([first, *rest])
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
         return jnp.concatenate([first, x + positions[None]], axis=1)
-
-    def _replace(self, x: Array, masked: Any) -> Array:
-        if self.mask_token is None:
-            raise ValueError(
-                "`masked` needs a mask token, but the configuration has `mask_token=False`."
-            )
-        return jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)

@@ -12,7 +12,6 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
@@ -169,7 +168,11 @@ class Gemma(eqx.Module):
         x = look_up(self.embed, tokens)
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
-        angles = [rotary_angles(positions, f, wide(x.dtype)) for f in _frequencies(c)]
+        everywhere = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
+        near = everywhere
+        if c.local_rope_base is not None:
+            near = rotary_frequencies(c.head_dim, c.local_rope_base)
+        angles = [rotary_angles(positions, f, wide(x.dtype)) for f in (everywhere, near)]
 
         def layer_fn(x, cache, inputs, index, key):
             layer, local = inputs
@@ -188,15 +191,6 @@ class Gemma(eqx.Module):
             layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return _norm(x, self.norm, c), cache
-
-
-def _frequencies(config: GemmaConfig) -> list[Float[np.ndarray, " half"]]:
-    """Returns the rotary frequencies of the layers without and with a window."""
-    c = config
-    everywhere = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-    if c.local_rope_base is None:
-        return [everywhere, everywhere]
-    return [everywhere, rotary_frequencies(c.head_dim, c.local_rope_base)]
 
 
 def _norm(x, scale, config):

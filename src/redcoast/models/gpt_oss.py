@@ -55,9 +55,8 @@ class GptOssConfig:
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights outside of the experts) or `"full"` (the entire
-      layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights outside of the
+      experts) or `"full"`.
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.

@@ -166,12 +166,16 @@ class Llama(eqx.Module):
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
 
+        norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
+        same = lambda x, scale: x
+        before, after = (same, norm) if c.output_norms else (norm, same)
+
         def layer_fn(x, cache, inputs, index, key):
-            layer, rotated = inputs
-            before, after = _norms(c)
-            turns = angles if rotated is None else _turned_if(rotated, angles)
+            (layer, rotated), (cos, sin) = inputs, angles
+            if rotated is not None:
+                cos, sin = jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
             y = before(x, layer.attention_norm)
-            y, cache = _attention(layer, y, turns, visible, cache, index, key, c)
+            y, cache = _attention(layer, y, (cos, sin), visible, cache, index, key, c)
             x = x + after(y, layer.attention_norm)
             y = gated_feed_forward(layer, before(x, layer.mlp_norm), "silu")
             return x + after(y, layer.mlp_norm), cache
@@ -181,19 +185,6 @@ class Llama(eqx.Module):
             layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return rms_norm(x, self.norm, c.norm_eps), cache
-
-
-def _norms(config):
-    """Returns what is applied to the inputs and to the outputs of attention and feed-forward."""
-    norm = lambda x, scale: rms_norm(x, scale, config.norm_eps)
-    same = lambda x, scale: x
-    return (same, norm) if config.output_norms else (norm, same)
-
-
-def _turned_if(rotated, angles):
-    """Returns the angles, or those of no rotation."""
-    cos, sin = angles
-    return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
 
 
 def _attention(layer, x, angles, visible, cache, index, key, config):

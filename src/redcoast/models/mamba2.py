@@ -34,8 +34,7 @@ class Mamba2Config:
     - `wide_residual`: whether the residual stream has at least float32, whatever the parameters'
       dtype.
     - `tied`: whether the output head shares the weights of the embedding.
-    - `remat`: what to rematerialise in the backward pass, to save memory: `"none"`, `"dots"`
-      (everything except the products with weights) or `"full"` (the entire layer).
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.

@@ -48,17 +48,13 @@ def _slice(leaf: Any, index: tuple[int, ...]) -> jax.Array:
     """Indexes the leading dimensions of an array; the result is readable by this process."""
     if not isinstance(leaf, jax.Array):
         return leaf[index]
-    copy = _copy_into(_readable(leaf.sharding, len(index)))
-    return copy(leaf, np.array(index, np.int32))
-
-
-def _readable(sharding: Sharding, lead: int) -> Sharding | None:
-    """Returns the sharding of the array without its leading dimensions, or a replicated sharding if
-    other processes hold parts of it."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    readable = sharding.is_fully_addressable
-    return NamedSharding(sharding.mesh, P(*sharding.spec[lead:]) if readable else P())
+    sharding = None
+    if isinstance(leaf.sharding, NamedSharding):
+        # Replicated if other processes hold parts of it.
+        here = leaf.sharding.is_fully_addressable
+        spec = P(*leaf.sharding.spec[len(index) :]) if here else P()
+        sharding = NamedSharding(leaf.sharding.mesh, spec)
+    return _copy_into(sharding)(leaf, np.array(index, np.int32))
 
 
 @ft.lru_cache

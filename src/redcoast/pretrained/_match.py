@@ -89,7 +89,9 @@ def match(
     problems = {
         "missing": [name for name in needed if name not in found],
         "unexpected": [
-            name for name in stored if name not in known and not _is_buffer(name, layout)
+            name
+            for name in stored
+            if name not in known and not any(re.search(buffer, name) for buffer in layout.buffers)
         ],
         "misshapen": [
             f"{name} ({x.shape} of {x.dtype}, expected {needed[name]})"
@@ -110,10 +112,6 @@ def match(
             + "."
         )
     return found
-
-
-def _is_buffer(name: str, layout: Layout) -> bool:
-    return any(re.search(pattern, name) for pattern in layout.buffers)
 
 
 def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:

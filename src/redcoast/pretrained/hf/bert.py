@@ -64,7 +64,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         pooler_size_per_head pooler_type output_past _num_labels
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
-    head = read_architecture(settings, _architectures(kind), _name(kind, None))
+    known = {_name(kind, x): x for x in _HEADS if (kind, x) != ("roberta", "pretraining")}
+    head = read_architecture(settings, known, _name(kind, None))
     fields = read_fields(c, _NAMES)
     fields |= read_labels(settings) if head in LABELLED else {}
     positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
@@ -73,11 +74,6 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _name(kind: str, head: str | None) -> str:
     return kind.capitalize() + _HEADS[head]
-
-
-def _architectures(kind: str) -> dict[str, str | None]:
-    known = [head for head in _HEADS if (kind, head) != ("roberta", "pretraining")]
-    return {_name(kind, head): head for head in known}
 
 
 def write(config: BertConfig) -> dict[str, Any]:

@@ -102,19 +102,13 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         found["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
     if c.registers:
         found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
-    found |= _gated(mlp) if c.gated else dense("layers/up", mlp + "fc1")
+    found |= dense("layers/up", mlp + "fc1") if not c.gated else {}
     found |= dense("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
+    for i, leaf in enumerate(("layers/gate", "layers/up")) if c.gated else ():
+        weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
+        found[leaf] = Tensor(mlp + "weights_in.weight", weight, part=(i, 2))
+        found[leaf + "_bias"] = Tensor(mlp + "weights_in.bias", bias, part=(i, 2))
     return found | (linear("head", "classifier") if c.head else {})
-
-
-def _gated(mlp: str) -> dict[str, Tensor]:
-    found = {}
-    for i, leaf in enumerate(("layers/gate", "layers/up")):
-        pattern = "(part outputs) inputs -> inputs outputs"
-        found[leaf] = Tensor(mlp + "weights_in.weight", pattern, part=(i, 2))
-        pattern = "(part outputs) -> outputs"
-        found[leaf + "_bias"] = Tensor(mlp + "weights_in.bias", pattern, part=(i, 2))
-    return found
 
 
 # The modules of `transformers` 5, whose files keep the names of earlier versions.

@@ -72,9 +72,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: GPT2Config) -> dict[str, Any]:
-    c = config
-    settings = write_fields(c, _NAMES)
-    return settings | {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    return write_fields(config, _NAMES) | kind
 
 
 def tensors(config: GPT2Config) -> dict[str, Tensor]:

@@ -48,9 +48,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(config: GPTJConfig) -> dict[str, Any]:
-    c = config
-    settings = write_fields(c, _NAMES)
-    return settings | {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
+    kind = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
+    return write_fields(config, _NAMES) | kind
 
 
 def tensors(config: GPTJConfig) -> dict[str, Tensor]:

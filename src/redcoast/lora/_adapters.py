@@ -16,7 +16,7 @@ from ..core._pytree import show_path
 from ..models._attention import wide
 from ..models._basic import normal
 from ..models._einsum import LowRank
-from ._targets import Matrix, find_adapted, find_matrices, is_adapted
+from ._targets import find_adapted, find_matrices, is_adapted
 
 
 @hide_frames
@@ -77,7 +77,11 @@ def add_adapters(
         name = show_path(path)
         if name not in keys:
             return leaf
-        return _new(leaf, matrices[name], rank, scale, keys[name])
+        matrix, dtype = matrices[name], wide(leaf.dtype)
+        stack, inputs, outputs = matrix.sides(leaf.shape)
+        a = normal(keys[name], (*stack, *inputs, rank), fan_in=prod(inputs)).astype(dtype)
+        b = jnp.zeros((*stack, rank, *outputs), dtype)
+        return LowRank(leaf, a, b, scale, matrix.outputs_first)
 
     return jax.tree_util.tree_map_with_path(adapt, model, is_leaf=is_adapted)
 
@@ -98,14 +102,6 @@ def _match(targets: Sequence[str], matrices: Iterable[str]) -> set[str]:
             )
         chosen |= matched
     return chosen
-
-
-def _new(weight: Any, matrix: Matrix, rank: int, scale: float, key: PRNGKeyArray) -> LowRank:
-    stack, inputs, outputs = matrix.sides(weight.shape)
-    dtype = wide(weight.dtype)
-    a = normal(key, (*stack, *inputs, rank), fan_in=prod(inputs)).astype(dtype)
-    b = jnp.zeros((*stack, rank, *outputs), dtype)
-    return LowRank(weight, a, b, scale, matrix.outputs_first)
 
 
 @hide_frames

@@ -33,6 +33,7 @@ from redcoast.models import (
 from redcoast.models._check_config import check_fields
 from redcoast.models._rotary import LongRope, RopeScaling
 from redcoast.pretrained._registry import hf_names, read_config, write_config
+from redcoast.pretrained._settings import names_of
 
 SIZES: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
 TEXT: dict[str, Any] = {**SIZES, "vocab": 11}
@@ -61,7 +62,7 @@ CONFIGS = {
 def numbers_of(family):
     """Each setting of a `config.json` that a field of the configuration is read from, if it is a
     number: (setting, value)."""
-    names = hf_names(CONFIGS[family])._NAMES
+    names = names_of(hf_names(CONFIGS[family])._FIELDS)
     settings = write_config(CONFIGS[family])
     found = [(name, settings.get(name)) for name in names.values()]
     return [(name, value) for name, value in found if type(value) in (int, float)]

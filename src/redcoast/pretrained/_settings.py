@@ -119,15 +119,29 @@ def published_ids(
     return {"eos_token_id": ends, "bos_token_id": bos, "pad_token_id": pad}
 
 
-def read_fields(c: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields of a configuration whose settings have the names `names`, and `eos`."""
-    fields = {field: c[name] for field, name in names.items()}
-    return fields | ({"eos": token_ids(c["eos_token_id"])} if "eos_token_id" in c else {})
+def defaults_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the default values of the settings in a table of fields, or `REQUIRED`.
+
+    Such a table has, for each field of a configuration, the name of its setting; or this name and
+    the default value of the setting.
+    """
+    return dict((x, REQUIRED) if isinstance(x, str) else x for x in fields.values())
 
 
-def write_fields(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of the settings in a table of fields."""
+    return {field: x if isinstance(x, str) else x[0] for field, x in fields.items()}
+
+
+def read_fields(c: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a configuration in a table of fields, and `eos`."""
+    found = {field: c[name] for field, name in names_of(fields).items()}
+    return found | ({"eos": token_ids(c["eos_token_id"])} if "eos_token_id" in c else {})
+
+
+def write_fields(config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `read_fields`: the settings of a `config.json`."""
-    settings = {name: getattr(config, field) for field, name in names.items()}
+    settings = {name: getattr(config, field) for field, name in names_of(fields).items()}
     if not hasattr(config, "eos"):
         return settings
     return settings | published_ids(eos=config.eos, bos=config.bos, pad=config.pad)

@@ -5,17 +5,17 @@ from typing import Any
 from .._tensors import Tensor
 from ._tables import OUT_PROJ, attention, dense, norm
 
-STACK_NAMES = {
+STACK_FIELDS = {
     "vocab": "vocab_size",
     "width": "d_model",
     "layers": "encoder_layers",
     "decoder_layers": "decoder_layers",
     "heads": "encoder_attention_heads",
     "hidden": "encoder_ffn_dim",
-    "activation": "activation_function",
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "activation_dropout": "activation_dropout",
+    "activation": ("activation_function", "gelu"),
+    "dropout": ("dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "activation_dropout": ("activation_dropout", 0.0),
     "decoder_start": "decoder_start_token_id",
     "bos": "bos_token_id",
     "pad": "pad_token_id",

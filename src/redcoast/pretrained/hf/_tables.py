@@ -11,22 +11,22 @@ SIZES = {
     "heads": "num_attention_heads",
     "hidden": "intermediate_size",
 }
-BERT_NAMES = {
+BERT_FIELDS = {
     **SIZES,
-    "activation": "hidden_act",
-    "norm_eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
+    "activation": ("hidden_act", "gelu"),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "dropout": ("hidden_dropout_prob", 0.0),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
 }
-LLAMA_NAMES = {
+LLAMA_FIELDS = {
     **SIZES,
     "vocab": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "attention_dropout": "attention_dropout",
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tied": ("tie_word_embeddings", False),
+    "attention_dropout": ("attention_dropout", 0.0),
     "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "bos": ("bos_token_id", None),
+    "pad": ("pad_token_id", None),
 }
 
 VECTOR = "width -> width"
@@ -82,7 +82,7 @@ def attention(
     return found
 
 
-def names_of(table: Mapping[str, Tensor], layers: int) -> list[str]:
+def all_names(table: Mapping[str, Tensor], layers: int) -> list[str]:
     """Returns the names of all tensors of a table."""
     return [name for t in table.values() for name in tensor_names(t, (layers,)).values()]
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from ...models.bart import BartConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._stacks import (
     OTHER_STACK_NAMES,
-    STACK_NAMES,
+    STACK_FIELDS,
     only_equal_stacks,
     stack_tensors,
     write_equal_stacks,
@@ -19,10 +19,14 @@ BUFFERS = (r"^(model\.)?(encoder|decoder)\.version$",)
 # Files of the base model lack it, and in all others it is zero unless a user has set it.
 ZEROS = ("final_logits_bias",)
 
-_NAMES = {
-    **STACK_NAMES,
-    "positions": "max_position_embeddings",
-    "scale_embedding": "scale_embedding",
+_FIELDS = {
+    **STACK_FIELDS,
+    "positions": ("max_position_embeddings", 1024),
+    "scale_embedding": ("scale_embedding", False),
+    "dropout": ("dropout", 0.1),
+    "decoder_start": ("decoder_start_token_id", 2),
+    "bos": ("bos_token_id", 0),
+    "pad": ("pad_token_id", 1),
 }
 # Settings of heads that are not implemented, of generation, of distillation, and of old versions of
 # `transformers`.
@@ -39,18 +43,7 @@ _NEVER = """
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     settings = rename(settings, OTHER_STACK_NAMES)
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "max_position_embeddings": 1024,
-        "activation_function": "gelu",
-        "scale_embedding": False,
-        "dropout": 0.1,
-        **dict.fromkeys(("attention_dropout", "activation_dropout"), 0.0),
-        "decoder_start_token_id": 2,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-    }
+    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     only = {
         "model_type": ("bart",),
         **only_equal_stacks(settings),
@@ -59,12 +52,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(_NEVER.split(), (False,)),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    return read_fields(c, _NAMES)
+    return read_fields(c, _FIELDS)
 
 
 def write(config: BartConfig) -> dict[str, Any]:
     kind = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
-    return write_fields(config, _NAMES) | write_equal_stacks(config) | kind
+    return write_fields(config, _FIELDS) | write_equal_stacks(config) | kind
 
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:

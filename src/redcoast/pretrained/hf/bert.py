@@ -6,20 +6,22 @@ from collections.abc import Collection
 from typing import Any
 
 from ...models.bert import BertConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
-from ._tables import BERT_NAMES, attention, dense, linear, names_of, norm
+from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm
 
 BUFFERS = (r"(^|\.)embeddings\.(position_ids|token_type_ids)$",)
 
-_NAMES = {
-    **BERT_NAMES,
+_FIELDS = {
+    **BERT_FIELDS,
     "vocab": "vocab_size",
-    "types": "type_vocab_size",
-    "head_dropout": "classifier_dropout",
+    "types": ("type_vocab_size", 2),
+    "head_dropout": ("classifier_dropout", None),
     "pad": "pad_token_id",
     "bos": "bos_token_id",
+    "dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
 _ATTENTION = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
 _HEADS = {
@@ -38,14 +40,8 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "type_vocab_size": 2,
+        **defaults_of(_FIELDS),
         "max_position_embeddings": 512,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-        "classifier_dropout": None,
         "pad_token_id": 1 if roberta else 0,
         "bos_token_id": 0 if roberta else None,
         "eos_token_id": 2 if roberta else None,
@@ -66,7 +62,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     known = {_name(kind, x): x for x in _HEADS if (kind, x) != ("roberta", "pretraining")}
     head = read_architecture(settings, known, _name(kind, None))
-    fields = read_fields(c, _NAMES)
+    fields = read_fields(c, _FIELDS)
     fields |= read_labels(settings) if head in LABELLED else {}
     positions = c["max_position_embeddings"] - (c["pad_token_id"] + 1 if roberta else 0)
     return fields | {"positions": positions, "kind": kind, "head": head, "pooler": head is None}
@@ -78,7 +74,7 @@ def _name(kind: str, head: str | None) -> str:
 
 def write(config: BertConfig) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES) | write_labels(c)
+    settings = write_fields(c, _FIELDS) | write_labels(c)
     settings["max_position_embeddings"] = c.first_position + c.positions
     return settings | {"architectures": [_name(c.kind, c.head)], "model_type": c.kind}
 
@@ -142,7 +138,7 @@ def _heads(config: BertConfig, base: str) -> dict[str, Tensor]:
 def duplicates(config: BertConfig) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     found, base = {}, f"{config.kind}."
-    for name in names_of(tensors(config), config.layers):
+    for name in all_names(tensors(config), config.layers):
         others = [name, name if config.head else base + name]
         # The names in Google's original files.
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma")

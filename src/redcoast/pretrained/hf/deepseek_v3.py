@@ -3,12 +3,12 @@
 from typing import Any
 
 from ...models.deepseek_v3 import DeepseekV3Config
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_yarn, write_yarn
 from ._tables import (
     EMBED,
-    LLAMA_NAMES,
+    LLAMA_FIELDS,
     OUT_OF_HEADS,
     TURNED,
     VECTOR,
@@ -21,23 +21,25 @@ BASE_PREFIX = "model."
 # The layer that predicts a further token, in the published files.
 BUFFERS = (r"^model\.layers\.61\.",)
 
-_NAMES = {
-    **LLAMA_NAMES,
+_FIELDS = {
+    **LLAMA_FIELDS,
     "expert_hidden": "moe_intermediate_size",
     "experts": "n_routed_experts",
     "chosen": "num_experts_per_tok",
     "shared": "n_shared_experts",
     "groups": "n_group",
     "chosen_groups": "topk_group",
-    "weights_sum_to_one": "norm_topk_prob",
-    "route_scale": "routed_scaling_factor",
-    "q_rank": "q_lora_rank",
+    "weights_sum_to_one": ("norm_topk_prob", True),
+    "route_scale": ("routed_scaling_factor", 2.5),
+    "q_rank": ("q_lora_rank", 1536),
     "kv_rank": "kv_lora_rank",
     "plain_size": "qk_nope_head_dim",
     "rope_size": "qk_rope_head_dim",
     "value_size": "v_head_dim",
-    "rope_base": "rope_theta",
-    "rope_pairs": "rope_interleave",
+    "rope_base": ("rope_theta", 10000.0),
+    "rope_pairs": ("rope_interleave", True),
+    "context": ("max_position_embeddings", 4096),
+    "bos": ("bos_token_id", 0),
 }
 # Settings of the training loss, of the layers that predict further tokens, of how experts are
 # distributed, and sizes that follow from others.
@@ -50,20 +52,10 @@ _IGNORED = """
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     settings = rename(settings, {"num_local_experts": "n_routed_experts"})
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
+        **defaults_of(_FIELDS),
         "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "q_lora_rank": 1536,
-        "rope_theta": 10000.0,
-        "rope_interleave": True,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
         "eos_token_id": 1,
-        **dict.fromkeys(("pad_token_id", "rope_scaling", "rope_parameters")),
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
     only = {
         "model_type": ("deepseek_v3",),
@@ -75,13 +67,13 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": (settings.get("num_attention_heads"), None),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
-    fields = read_fields(c, _NAMES) | {"dense_layers": c["first_k_dense_replace"]}
+    fields = read_fields(c, _FIELDS) | {"dense_layers": c["first_k_dense_replace"]}
     return fields | read_yarn(c, {}, ("mscale", "mscale_all_dim"))
 
 
 def write(config: DeepseekV3Config) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     settings |= {"hidden_act": "silu", "attention_bias": False, "num_key_value_heads": c.heads}
     settings |= {"first_k_dense_replace": c.dense_layers}

@@ -3,28 +3,28 @@
 from typing import Any
 
 from ...models.dinov2 import Dinov2Config
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, read_side, write_labels
-from ._tables import VECTOR, attention, dense, linear, names_of, norm, patches
+from ._tables import VECTOR, all_names, attention, dense, linear, norm, patches
 from .vit import VIT_ATTENTION, VIT_MODULES
 
-_NAMES = {
+_FIELDS = {
     "width": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
-    "mlp_ratio": "mlp_ratio",
-    "image": "image_size",
-    "patch": "patch_size",
-    "channels": "num_channels",
-    "gated": "use_swiglu_ffn",
-    "activation": "hidden_act",
-    "norm_eps": "layer_norm_eps",
-    "qkv_bias": "qkv_bias",
-    "layer_scale": "layerscale_value",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-    "path_dropout": "drop_path_rate",
+    "mlp_ratio": ("mlp_ratio", 4),
+    "image": ("image_size", 224),
+    "patch": ("patch_size", 14),
+    "channels": ("num_channels", 3),
+    "gated": ("use_swiglu_ffn", False),
+    "activation": ("hidden_act", "gelu"),
+    "norm_eps": ("layer_norm_eps", 1e-6),
+    "qkv_bias": ("qkv_bias", True),
+    "layer_scale": ("layerscale_value", 1.0),
+    "dropout": ("hidden_dropout_prob", 0.0),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+    "path_dropout": ("drop_path_rate", 0.0),
 }
 _TYPES = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}
 _HEADS = {"Model": None, "Backbone": None, "ForImageClassification": "classification"}
@@ -33,21 +33,11 @@ _HEADS = {"Model": None, "Backbone": None, "ForImageClassification": "classifica
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "dinov2")
     more = kind == "dinov2_with_registers"
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "mlp_ratio": 4,
-        "image_size": 224,
-        "patch_size": 16 if more else 14,
-        "num_channels": 3,
-        "use_swiglu_ffn": False,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-6,
-        "qkv_bias": True,
-        "layerscale_value": 1.0,
-        **dict.fromkeys([name for name in _NAMES.values() if "dropout" in name], 0.0),
-        "drop_path_rate": 0.0,
-        **({"num_register_tokens": 4} if more else {"use_mask_token": True}),
-    }
+    defaults = defaults_of(_FIELDS)
+    if more:
+        defaults |= {"patch_size": 16, "num_register_tokens": 4}
+    else:
+        defaults |= {"use_mask_token": True}
     # Settings of backbones, which `features` takes as arguments.
     ignored = """
         apply_layernorm reshape_hidden_states out_features out_indices stage_names
@@ -58,7 +48,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     head = read_architecture(settings, known, next(iter(known)))
     for name in ("image_size", "patch_size"):
         c[name] = read_side(c[name], name)
-    fields = read_fields(c, _NAMES) | (read_labels(settings) if head else {})
+    fields = read_fields(c, _FIELDS) | (read_labels(settings) if head else {})
     if more and c["num_register_tokens"] < 1:
         raise ValueError(
             f"`num_register_tokens` must be at least 1, but is {c['num_register_tokens']}."
@@ -72,7 +62,7 @@ def write(config: Dinov2Config) -> dict[str, Any]:
     kind = _kind(c)
     name = "ForImageClassification" if c.head else "Model"
     own = {"num_register_tokens": c.registers} if c.registers else {"use_mask_token": c.mask_token}
-    settings = write_fields(c, _NAMES) | write_labels(c) | own
+    settings = write_fields(c, _FIELDS) | write_labels(c) | own
     return settings | {"architectures": [_TYPES[kind] + name], "model_type": kind}
 
 
@@ -135,7 +125,7 @@ def duplicates(config: Dinov2Config) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:
         return {}
-    names = names_of(tensors(config), config.layers)
+    names = all_names(tensors(config), config.layers)
     return {f"{_kind(config)}.{name}": name for name in names}
 
 

@@ -3,71 +3,50 @@
 from typing import Any
 
 from ...models.dinov3 import Dinov3Config
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_side
-from ._tables import PROJ, SIZES, TURNED, VECTOR, attention, names_of, norm, patches
+from ._tables import PROJ, SIZES, TURNED, VECTOR, all_names, attention, norm, patches
 
-_NAMES = {
+_FIELDS = {
     **SIZES,
-    "image": "image_size",
-    "patch": "patch_size",
-    "channels": "num_channels",
-    "registers": "num_register_tokens",
-    "gated": "use_gated_mlp",
-    "activation": "hidden_act",
-    "rope_base": "rope_theta",
-    "shift": "pos_embed_shift",
-    "jitter": "pos_embed_jitter",
-    "rescale": "pos_embed_rescale",
-    "norm_eps": "layer_norm_eps",
-    "q_bias": "query_bias",
-    "k_bias": "key_bias",
-    "v_bias": "value_bias",
-    "o_bias": "proj_bias",
-    "mlp_bias": "mlp_bias",
-    "layer_scale": "layerscale_value",
-    "attention_dropout": "attention_dropout",
-    "path_dropout": "drop_path_rate",
+    "image": ("image_size", 224),
+    "patch": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+    "registers": ("num_register_tokens", 0),
+    "gated": ("use_gated_mlp", False),
+    "activation": ("hidden_act", "gelu"),
+    "rope_base": ("rope_theta", 100.0),
+    "shift": ("pos_embed_shift", None),
+    "jitter": ("pos_embed_jitter", None),
+    "rescale": ("pos_embed_rescale", 2.0),
+    "norm_eps": ("layer_norm_eps", 1e-5),
+    "q_bias": ("query_bias", True),
+    "k_bias": ("key_bias", False),
+    "v_bias": ("value_bias", True),
+    "o_bias": ("proj_bias", True),
+    "mlp_bias": ("mlp_bias", True),
+    "layer_scale": ("layerscale_value", 1.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "path_dropout": ("drop_path_rate", 0.0),
 }
 _HEADS = {"DINOv3ViTModel": None, "DINOv3ViTBackbone": None}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "image_size": 224,
-        "patch_size": 16,
-        "num_channels": 3,
-        "num_register_tokens": 0,
-        "use_gated_mlp": False,
-        "hidden_act": "gelu",
-        "rope_theta": 100.0,
-        "pos_embed_shift": None,
-        "pos_embed_jitter": None,
-        "pos_embed_rescale": 2.0,
-        "layer_norm_eps": 1e-5,
-        "query_bias": True,
-        "key_bias": False,
-        "value_bias": True,
-        "proj_bias": True,
-        "mlp_bias": True,
-        "layerscale_value": 1.0,
-        "attention_dropout": 0.0,
-        "drop_path_rate": 0.0,
-    }
+    defaults = defaults_of(_FIELDS)
     # Settings of backbones, which `features` takes as arguments.
     ignored = "apply_layernorm reshape_hidden_states out_features out_indices stage_names"
     c = read_settings(settings, defaults, {"model_type": ("dinov3_vit",)}, tuple(ignored.split()))
     read_architecture(settings, _HEADS, next(iter(_HEADS)))
     for name in ("image_size", "patch_size"):
         c[name] = read_side(c[name], name)
-    return read_fields(c, _NAMES)
+    return read_fields(c, _FIELDS)
 
 
 def write(config: Dinov3Config) -> dict[str, Any]:
     kind = {"architectures": ["DINOv3ViTModel"], "model_type": "dinov3_vit"}
-    return write_fields(config, _NAMES) | kind
+    return write_fields(config, _FIELDS) | kind
 
 
 def tensors(config: Dinov3Config) -> dict[str, Tensor]:
@@ -103,7 +82,7 @@ def module_name(name: str) -> str:
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
-    names = names_of(tensors(config), config.layers)
+    names = all_names(tensors(config), config.layers)
     return {module_name(name): name for name in names if module_name(name) != name}
 
 

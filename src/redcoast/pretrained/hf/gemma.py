@@ -3,12 +3,12 @@
 from typing import Any
 
 from ...models.gemma import GemmaConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope, write_rope
 from ._tables import (
+    LLAMA_FIELDS,
     LLAMA_LAYER,
-    LLAMA_NAMES,
     VECTOR,
     llama_attention,
     llama_mlp,
@@ -19,17 +19,20 @@ from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
-_NAMES = {
-    **LLAMA_NAMES,
+_FIELDS = {
+    **LLAMA_FIELDS,
     "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
+    "head_dim": ("head_dim", 256),
+    "tied": ("tie_word_embeddings", True),
+    "bos": ("bos_token_id", 2),
+    "pad": ("pad_token_id", 0),
 }
 # Settings since Gemma 2.
 _LATER = {
-    "score_scale": "query_pre_attn_scalar",
-    "score_cap": "attn_logit_softcapping",
-    "logit_cap": "final_logit_softcapping",
-    "window": "sliding_window",
+    "score_scale": ("query_pre_attn_scalar", 256),
+    "score_cap": ("attn_logit_softcapping", None),
+    "logit_cap": ("final_logit_softcapping", None),
+    "window": ("sliding_window", 4096),
 }
 _GELU = "gelu_pytorch_tanh"
 
@@ -37,16 +40,11 @@ _GELU = "gelu_pytorch_tanh"
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "gemma")
     second, third = kind == "gemma2", kind == "gemma3_text"
+    table = _FIELDS | _LATER if second or third else _FIELDS
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "attention_dropout": 0.0,
+        **defaults_of(table),
         "max_position_embeddings": 131072 if third else 8192,
-        "bos_token_id": 2,
         "eos_token_id": 1,
-        "pad_token_id": 0,
         "rope_theta": 1e6 if third else 1e4,
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
@@ -59,9 +57,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "use_bidirectional_attention": (False, None),
     }
     if second or third:
-        defaults |= dict.fromkeys(_LATER.values())
-        defaults |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None}
-        defaults |= {"sliding_window_pattern": 6 if third else 2}
+        defaults |= {"layer_types": None, "sliding_window_pattern": 6 if third else 2}
         settings = rename(settings, {"_sliding_window_pattern": "sliding_window_pattern"})
     if second:
         defaults |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -69,8 +65,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         defaults |= {"rope_local_base_freq": 1e4}
         only["attn_logit_softcapping"] = (None,)
     c = read_settings(settings, defaults, only)
-    fields = read_fields(c, {k: name for k, name in (_NAMES | _LATER).items() if name in c})
-    fields |= {"post_norms": second or third, "qk_norm": third}
+    fields = read_fields(c, table) | {"post_norms": second or third, "qk_norm": third}
     return fields | _local(c) | _rope(c)
 
 
@@ -113,14 +108,13 @@ def write(config: GemmaConfig) -> dict[str, Any]:
     c = config
     kind = _kind(c)
     name = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3"}[kind]
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS if kind == "gemma" else _FIELDS | _LATER)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"rope_theta": c.rope_base}
     settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
     settings |= write_rope(c.rope_scaling)
     if kind == "gemma":
         return settings
-    settings |= {name: getattr(c, field) for field, name in _LATER.items()}
     settings["layer_types"] = write_windows(c.local or (False,) * c.layers)
     settings["query_pre_attn_scalar"] = c.score_scale or c.head_dim
     if kind == "gemma3_text":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...models.gpt2 import GPT2Config
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, VECTOR, dense, norm, own_head, tied_head
 
@@ -12,27 +12,27 @@ BASE_PREFIX = "transformer."
 BUFFERS = (r"^(transformer\.)?h\.\d+\.(attn|crossattention)\.(masked_)?bias$",)
 
 # The names that GPT-J shares.
-GPT2_NAMES = {
+GPT2_FIELDS = {
     "vocab": "vocab_size",
     "width": "n_embd",
     "layers": "n_layer",
     "heads": "n_head",
-    "hidden": "n_inner",
-    "activation": "activation_function",
-    "norm_eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
-    "embed_dropout": "embd_pdrop",
-    "residual_dropout": "resid_pdrop",
-    "attention_dropout": "attn_pdrop",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "hidden": ("n_inner", None),
+    "activation": ("activation_function", "gelu_new"),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "tied": ("tie_word_embeddings", True),
+    "embed_dropout": ("embd_pdrop", 0.1),
+    "residual_dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+    "bos": ("bos_token_id", 50256),
+    "pad": ("pad_token_id", None),
 }
-_NAMES = {
-    **GPT2_NAMES,
-    "positions": "n_positions",
-    "scale_scores": "scale_attn_weights",
-    "scale_by_layer": "scale_attn_by_inverse_layer_idx",
-    "cross_attention": "add_cross_attention",
+_FIELDS = {
+    **GPT2_FIELDS,
+    "positions": ("n_positions", 1024),
+    "scale_scores": ("scale_attn_weights", True),
+    "scale_by_layer": ("scale_attn_by_inverse_layer_idx", False),
+    "cross_attention": ("add_cross_attention", False),
 }
 OTHER_NAMES = {
     "hidden_size": "n_embd",
@@ -50,30 +50,17 @@ _IGNORED = """
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "n_inner": None,
-        "n_positions": 1024,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.1),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 50256),
-        "pad_token_id": None,
-    }
+    defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {"model_type": ("gpt2",), "is_encoder_decoder": (False,)}
     settings = rename(settings, OTHER_NAMES)
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
     hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return read_fields(c, _NAMES) | {"hidden": hidden}
+    return read_fields(c, _FIELDS) | {"hidden": hidden}
 
 
 def write(config: GPT2Config) -> dict[str, Any]:
     kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    return write_fields(config, _NAMES) | kind
+    return write_fields(config, _FIELDS) | kind
 
 
 def tensors(config: GPT2Config) -> dict[str, Tensor]:

@@ -3,12 +3,12 @@
 from typing import Any
 
 from ...models.gpt_oss import GptOssConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_yarn, write_yarn
 from ._tables import (
+    LLAMA_FIELDS,
     LLAMA_LAYER,
-    LLAMA_NAMES,
     dense,
     llama_attention,
     llama_norm,
@@ -19,36 +19,26 @@ from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
-_NAMES = {
-    **LLAMA_NAMES,
+_FIELDS = {
+    **LLAMA_FIELDS,
     "kv_heads": "num_key_value_heads",
     "experts": "num_local_experts",
     "chosen": "num_experts_per_tok",
-    "head_size": "head_dim",
-    "rope_base": "rope_theta",
-    "window": "sliding_window",
-    "limit": "swiglu_limit",
-    "router_loss_weight": "router_aux_loss_coef",
+    "head_size": ("head_dim", 64),
+    "rope_base": ("rope_theta", 150000.0),
+    "window": ("sliding_window", 128),
+    "limit": ("swiglu_limit", 7.0),
+    "router_loss_weight": ("router_aux_loss_coef", 0.001),
+    "norm_eps": ("rms_norm_eps", 1e-5),
+    "context": ("max_position_embeddings", 131072),
 }
 _DEFAULT_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 _DEFAULT_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "head_dim": 64,
-        "rope_theta": 150000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "attention_dropout": 0.0,
-        "router_aux_loss_coef": 0.001,
-        "max_position_embeddings": 131072,
-        **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id")),
-        **dict.fromkeys(("rope_scaling", "rope_parameters", "layer_types")),
-    }
+    more = ("eos_token_id", "rope_scaling", "rope_parameters", "layer_types")
+    defaults = defaults_of(_FIELDS) | dict.fromkeys(more)
     only = {
         "model_type": ("gpt_oss",),
         "hidden_act": ("silu",),
@@ -61,13 +51,13 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, ("output_router_logits", "initial_context_length"))
     kinds = c["layer_types"] or [(LOCAL, GLOBAL)[i % 2] for i in range(c["num_hidden_layers"])]
     local = tuple(near and c["sliding_window"] is not None for near in read_windows(kinds))
-    return read_fields(c, _NAMES) | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
+    return read_fields(c, _FIELDS) | {"local": local, **read_yarn(c, _DEFAULT_ROPE)}
 
 
 def write(config: GptOssConfig) -> dict[str, Any]:
     c = config
     rope = write_yarn(c.rope_scaling) if c.rope_scaling else {"rope_type": "default"}
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim, "attention_bias": True}
     settings["layer_types"] = write_windows(c.local or (False,) * c.layers)

@@ -3,16 +3,24 @@
 from typing import Any
 
 from ...models.gptj import GPTJConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, attention, dense, norm, own_head, tied_head
-from .gpt2 import GPT2_NAMES, OTHER_NAMES
+from .gpt2 import GPT2_FIELDS, OTHER_NAMES
 
 BASE_PREFIX = "transformer."
 # Causal masks, the score of masked tokens, and the rotary angles.
 BUFFERS = (r"^(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)$",)
 
-_NAMES = {**GPT2_NAMES, "rotary_dim": "rotary_dim", "context": "n_positions"}
+_FIELDS = {
+    **GPT2_FIELDS,
+    "rotary_dim": ("rotary_dim", 64),
+    "context": ("n_positions", 2048),
+    "tied": ("tie_word_embeddings", False),
+    "embed_dropout": ("embd_pdrop", 0.0),
+    "residual_dropout": ("resid_pdrop", 0.0),
+    "attention_dropout": ("attn_pdrop", 0.0),
+}
 # Settings of heads that are not implemented, and of old versions of `transformers`.
 _IGNORED = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
@@ -21,18 +29,7 @@ _IGNORED = """
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "n_inner": None,
-        "rotary_dim": 64,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": False,
-        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
-        "n_positions": 2048,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 50256),
-        "pad_token_id": None,
-    }
+    defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
     only = {
         "model_type": ("gptj",),
         "rotary": (True,),
@@ -44,12 +41,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     if c["rotary_dim"] is None:
         raise ValueError("`rotary_dim` must be a number of features, but is None.")
     hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]
-    return read_fields(c, _NAMES) | {"hidden": hidden}
+    return read_fields(c, _FIELDS) | {"hidden": hidden}
 
 
 def write(config: GPTJConfig) -> dict[str, Any]:
     kind = {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"}
-    return write_fields(config, _NAMES) | kind
+    return write_fields(config, _FIELDS) | kind
 
 
 def tensors(config: GPTJConfig) -> dict[str, Tensor]:

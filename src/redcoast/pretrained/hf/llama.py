@@ -4,25 +4,26 @@ format."""
 from typing import Any
 
 from ...models.llama import LlamaConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
 from ._tables import (
     HEADS_BIAS,
+    LLAMA_FIELDS,
     LLAMA_LAYER,
-    LLAMA_NAMES,
     VECTOR,
     llama_attention,
     llama_mlp,
     own_head,
 )
 
-_NAMES = {
-    **LLAMA_NAMES,
-    "kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "rope_base": "rope_theta",
-    "window": "sliding_window",
+_FIELDS = {
+    **LLAMA_FIELDS,
+    "kv_heads": ("num_key_value_heads", None),
+    "head_size": ("head_dim", None),
+    "rope_base": ("rope_theta", 10000.0),
+    "window": ("sliding_window", None),
+    "context": ("max_position_embeddings", 2048),
 }
 KINDS = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 # Default values that differ between them.
@@ -52,16 +53,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "llama")
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "sliding_window": None,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": 2048,
-        **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id")),
+        **defaults_of(_FIELDS),
+        "eos_token_id": None,
         **dict.fromkeys(("rope_scaling", "rope_parameters", "layer_types")),
         "use_sliding_window": False,
         "max_window_layers": 0,
@@ -79,7 +72,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only)
     if c["num_key_value_heads"] is None:
         c["num_key_value_heads"] = c["num_attention_heads"]
-    return read_fields(c, _NAMES) | {
+    return read_fields(c, _FIELDS) | {
         **read_rope_settings(c),
         "window": _window(c),
         "rope_layers": _rope_layers(c) if kind == "smollm3" else (),
@@ -110,7 +103,7 @@ def _window(c: dict[str, Any]) -> int | None:
 def write(config: LlamaConfig) -> dict[str, Any]:
     c = config
     name = _architecture(c)
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     settings |= write_rope(c.rope_scaling)

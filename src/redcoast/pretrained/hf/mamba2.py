@@ -4,27 +4,27 @@ import math
 from typing import Any
 
 from ...models.mamba2 import Mamba2Config
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, TURNED, VECTOR, own_head, tied_head
 
 BASE_PREFIX = "backbone."
 
-_NAMES = {
+_FIELDS = {
     "vocab": "vocab_size",
     "width": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_heads",
     "head_size": "head_dim",
     "state": "state_size",
-    "groups": "n_groups",
-    "taps": "conv_kernel",
-    "chunk": "chunk_size",
-    "norm_eps": "layer_norm_epsilon",
-    "wide_residual": "residual_in_fp32",
-    "tied": "tie_word_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "groups": ("n_groups", 8),
+    "taps": ("conv_kernel", 4),
+    "chunk": ("chunk_size", 256),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "wide_residual": ("residual_in_fp32", True),
+    "tied": ("tie_word_embeddings", False),
+    "bos": ("bos_token_id", 0),
+    "pad": ("pad_token_id", 1),
 }
 # Settings of the initialisation, sizes that follow from others, and settings that published files
 # have and `transformers` does not read.
@@ -36,18 +36,7 @@ _IGNORED = """
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "n_groups": 8,
-        "conv_kernel": 4,
-        "chunk_size": 256,
-        "layer_norm_epsilon": 1e-5,
-        "residual_in_fp32": True,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-    }
+    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     given = (settings.get(name) for name in ("num_heads", "head_dim", "hidden_size"))
     sizes = [value for value in given if type(value) is int and value > 0]
     # A file of `transformers` holds infinity as a number, or in this form.
@@ -60,12 +49,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "time_step_limit": tuple([0.0, end] for end in infinity),
         "expand": (sizes[0] * sizes[1] / sizes[2],) if len(sizes) == 3 else (2,),
     }
-    return read_fields(read_settings(settings, defaults, only, tuple(_IGNORED.split())), _NAMES)
+    return read_fields(read_settings(settings, defaults, only, tuple(_IGNORED.split())), _FIELDS)
 
 
 def write(config: Mamba2Config) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}
     settings |= {"hidden_act": "silu", "use_bias": False, "use_conv_bias": True}
     return settings | {"expand": c.inner // c.width}

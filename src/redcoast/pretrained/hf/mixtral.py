@@ -3,12 +3,12 @@
 from typing import Any
 
 from ...models.mixtral import MixtralConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
 from ._tables import (
+    LLAMA_FIELDS,
     LLAMA_LAYER,
-    LLAMA_NAMES,
     TURNED,
     llama_attention,
     llama_norm,
@@ -18,50 +18,48 @@ from ._tables import (
 
 BASE_PREFIX = "model."
 
-_NAMES = {
-    **LLAMA_NAMES,
-    "kv_heads": "num_key_value_heads",
-    "experts": "num_local_experts",
-    "chosen": "num_experts_per_tok",
-    "head_size": "head_dim",
-    "rope_base": "rope_theta",
-    "window": "sliding_window",
-    "router_loss_weight": "router_aux_loss_coef",
+_FIELDS = {
+    **LLAMA_FIELDS,
+    "kv_heads": ("num_key_value_heads", 8),
+    "experts": ("num_local_experts", 8),
+    "chosen": ("num_experts_per_tok", 2),
+    "head_size": ("head_dim", None),
+    "rope_base": ("rope_theta", 1e6),
+    "norm_eps": ("rms_norm_eps", 1e-5),
+    "window": ("sliding_window", None),
+    "router_loss_weight": ("router_aux_loss_coef", 0.001),
+    "context": ("max_position_embeddings", 131072),
+    "bos": ("bos_token_id", 1),
 }
-# The same settings in Qwen3-MoE.
 _QWEN3 = {
+    **_FIELDS,
+    "kv_heads": ("num_key_value_heads", 4),
     "hidden": "moe_intermediate_size",
-    "experts": "num_experts",
-    "weights_sum_to_one": "norm_topk_prob",
+    "experts": ("num_experts", 128),
+    "chosen": ("num_experts_per_tok", 8),
+    "weights_sum_to_one": ("norm_topk_prob", False),
+    "rope_base": ("rope_theta", 1e4),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "window": ("sliding_window", 4096),
+    "context": ("max_position_embeddings", 32768),
+    "bos": ("bos_token_id", None),
 }
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     qwen3 = settings.get("model_type") == "qwen3_moe"
-    names = _NAMES | (_QWEN3 if qwen3 else {})
+    table = _QWEN3 if qwen3 else _FIELDS
     defaults = {
-        **dict.fromkeys(names.values(), REQUIRED),
-        "num_key_value_heads": 4 if qwen3 else 8,
-        names["experts"]: 128 if qwen3 else 8,
-        "num_experts_per_tok": 8 if qwen3 else 2,
-        "head_dim": None,
-        "rope_theta": 1e4 if qwen3 else 1e6,
-        "rms_norm_eps": 1e-6 if qwen3 else 1e-5,
-        "tie_word_embeddings": False,
-        "sliding_window": 4096 if qwen3 else None,
-        "attention_dropout": 0.0,
-        "router_aux_loss_coef": 0.001,
-        "max_position_embeddings": 32768 if qwen3 else 131072,
-        "bos_token_id": None if qwen3 else 1,
+        **defaults_of(table),
         "eos_token_id": None if qwen3 else 2,
-        **dict.fromkeys(("pad_token_id", "rope_scaling", "rope_parameters")),
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
     only: dict[str, tuple[Any, ...]] = {
         "model_type": ("mixtral", "qwen3_moe"),
         "hidden_act": ("silu",),
     }
     if qwen3:
-        defaults |= {"norm_topk_prob": False, "use_sliding_window": False}
+        defaults |= {"use_sliding_window": False}
         only |= {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
         only |= {"attention_bias": (False,)}
         settings = rename(settings, {"num_local_experts": "num_experts"})
@@ -73,7 +71,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, ignored)
     if c["num_key_value_heads"] is None:
         c["num_key_value_heads"] = c["num_attention_heads"]
-    fields = read_fields(c, names) | {**read_rope_settings(c), "qk_norm": qwen3}
+    fields = read_fields(c, table) | {**read_rope_settings(c), "qk_norm": qwen3}
     return fields | ({"window": None} if qwen3 and not c["use_sliding_window"] else {})
 
 
@@ -85,7 +83,7 @@ def write(config: MixtralConfig) -> dict[str, Any]:
             "`qk_norm`, which Qwen3-MoE has."
         )
     name, kind = ("Qwen3Moe", "qwen3_moe") if c.qk_norm else ("Mixtral", "mixtral")
-    settings = write_fields(c, _NAMES | (_QWEN3 if c.qk_norm else {}))
+    settings = write_fields(c, _QWEN3 if c.qk_norm else _FIELDS)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
     if c.qk_norm:

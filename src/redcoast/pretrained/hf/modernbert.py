@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...models.modernbert import ModernBertConfig, all_but_every
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import (
@@ -14,35 +14,35 @@ from ._tables import (
     SIZES,
     TURNED,
     VECTOR,
+    all_names,
     linear,
-    names_of,
 )
 from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
 
-_NAMES = {
+_FIELDS = {
     **SIZES,
     "vocab": "vocab_size",
-    "window": "local_attention",
-    "rope_base": "global_rope_theta",
-    "local_rope_base": "local_rope_theta",
-    "pooling": "classifier_pooling",
-    "activation": "hidden_activation",
-    "head_activation": "classifier_activation",
-    "attention_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
-    "norm_bias": "norm_bias",
-    "head_bias": "classifier_bias",
-    "vocab_bias": "decoder_bias",
-    "norm_eps": "norm_eps",
-    "dropout": "embedding_dropout",
-    "attention_dropout": "attention_dropout",
-    "mlp_dropout": "mlp_dropout",
-    "head_dropout": "classifier_dropout",
-    "context": "max_position_embeddings",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "window": ("local_attention", 128),
+    "rope_base": ("global_rope_theta", 160000.0),
+    "local_rope_base": ("local_rope_theta", 10000.0),
+    "pooling": ("classifier_pooling", "cls"),
+    "activation": ("hidden_activation", "gelu"),
+    "head_activation": ("classifier_activation", "gelu"),
+    "attention_bias": ("attention_bias", False),
+    "mlp_bias": ("mlp_bias", False),
+    "norm_bias": ("norm_bias", False),
+    "head_bias": ("classifier_bias", False),
+    "vocab_bias": ("decoder_bias", True),
+    "norm_eps": ("norm_eps", 1e-5),
+    "dropout": ("embedding_dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "mlp_dropout": ("mlp_dropout", 0.0),
+    "head_dropout": ("classifier_dropout", 0.0),
+    "context": ("max_position_embeddings", 8192),
+    "bos": ("bos_token_id", 50281),
+    "pad": ("pad_token_id", 50283),
 }
 _HEADS = {
     "ModernBertModel": None,
@@ -55,20 +55,8 @@ _BASES = {"rope_base": GLOBAL, "local_rope_base": LOCAL}
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "local_attention": 128,
-        "global_rope_theta": 160000.0,
-        "local_rope_theta": 10000.0,
-        "classifier_pooling": "cls",
-        **dict.fromkeys(("hidden_activation", "classifier_activation"), "gelu"),
-        **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), False),
-        "decoder_bias": True,
-        "norm_eps": 1e-5,
-        **dict.fromkeys([name for name in _NAMES.values() if name.endswith("dropout")], 0.0),
-        "max_position_embeddings": 8192,
-        "bos_token_id": 50281,
+        **defaults_of(_FIELDS),
         "eos_token_id": 50282,
-        "pad_token_id": 50283,
         "global_attn_every_n_layers": 3,
         **dict.fromkeys(("layer_types", "rope_parameters")),
     }
@@ -85,7 +73,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ModernBertModel")
-    fields = read_fields(c, _NAMES) | {"head": head, "local": _read_local(c)}
+    fields = read_fields(c, _FIELDS) | {"head": head, "local": _read_local(c)}
     fields |= read_labels(settings) if head in LABELLED else {}
     return fields | _read_rope(c["rope_parameters"] or {})
 
@@ -121,7 +109,7 @@ def _read_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 def write(config: ModernBertConfig) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES) | write_labels(c)
+    settings = write_fields(c, _FIELDS) | write_labels(c)
     settings["layer_types"] = write_windows(c.has_window)
     # The setting of the versions of `transformers` that do not know `layer_types`.
     every = [n for n in range(1, c.layers + 1) if all_but_every(n, c.layers) == c.has_window]
@@ -192,4 +180,4 @@ def duplicates(config: ModernBertConfig) -> dict[str, str]:
     if config.head:
         tied = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
         return tied if config.head == "masked" else {}
-    return {BASE_PREFIX + name: name for name in names_of(tensors(config), config.layers)}
+    return {BASE_PREFIX + name: name for name in all_names(tensors(config), config.layers)}

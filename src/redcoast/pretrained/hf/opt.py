@@ -3,47 +3,34 @@
 from typing import Any
 
 from ...models.opt import OPTConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, OUT_PROJ, TURNED, attention, dense, norm, own_head, tied_head
 
 BASE_PREFIX = "model."
 
-_NAMES = {
+_FIELDS = {
     "vocab": "vocab_size",
     "width": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "hidden": "ffn_dim",
-    "embed_width": "word_embed_proj_dim",
-    "positions": "max_position_embeddings",
-    "activation": "activation_function",
-    "bias": "enable_bias",
-    "affine": "layer_norm_elementwise_affine",
-    "tied": "tie_word_embeddings",
-    "dropout": "dropout",
-    "attention_dropout": "attention_dropout",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "embed_width": ("word_embed_proj_dim", None),
+    "positions": ("max_position_embeddings", 2048),
+    "activation": ("activation_function", "relu"),
+    "bias": ("enable_bias", True),
+    "affine": ("layer_norm_elementwise_affine", True),
+    "tied": ("tie_word_embeddings", True),
+    "dropout": ("dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "bos": ("bos_token_id", 2),
+    "pad": ("pad_token_id", 1),
 }
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "word_embed_proj_dim": None,
-        "max_position_embeddings": 2048,
-        "activation_function": "relu",
-        "do_layer_norm_before": True,
-        "_remove_final_layer_norm": False,
-        "enable_bias": True,
-        "layer_norm_elementwise_affine": True,
-        "tie_word_embeddings": True,
-        "dropout": 0.1,
-        "attention_dropout": 0.0,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 2),
-        "pad_token_id": 1,
-    }
+    defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
+    defaults |= {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
     only = {
         "model_type": ("opt",),
         **dict.fromkeys(("layerdrop", "activation_dropout"), (0.0,)),
@@ -53,7 +40,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only, ("is_decoder", "decoder_start_token_id"))
     before = c["do_layer_norm_before"]
-    return read_fields(c, _NAMES) | {
+    return read_fields(c, _FIELDS) | {
         "post_norm": not before,
         "final_norm": before and not c["_remove_final_layer_norm"],
     }
@@ -61,7 +48,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write(config: OPTConfig) -> dict[str, Any]:
     c = config
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"do_layer_norm_before": not c.post_norm}
     settings |= {"_remove_final_layer_norm": not c.post_norm and not c.final_norm}
     return settings | {"architectures": ["OPTForCausalLM"], "model_type": "opt"}

@@ -5,35 +5,30 @@ from typing import Any
 
 from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import LLAMA_LAYER, LLAMA_NAMES, llama_attention, llama_mlp, own_head, tied_head
+from ._tables import LLAMA_FIELDS, LLAMA_LAYER, llama_attention, llama_mlp, own_head, tied_head
 
 BASE_PREFIX = "model."
 
-_NAMES = {
-    **LLAMA_NAMES,
-    "kv_heads": "num_key_value_heads",
-    "window": "sliding_window",
-    "residual_dropout": "resid_pdrop",
+_FIELDS = {
+    **LLAMA_FIELDS,
+    "kv_heads": ("num_key_value_heads", None),
+    "window": ("sliding_window", None),
+    "residual_dropout": ("resid_pdrop", 0.0),
+    "norm_eps": ("rms_norm_eps", 1e-5),
+    "context": ("max_position_embeddings", 4096),
+    "bos": ("bos_token_id", 1),
+    "pad": ("pad_token_id", 32000),
 }
 _FACTORS = {"short": "short_factor", "long": "long_factor"}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_key_value_heads": None,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "sliding_window": None,
-        "attention_dropout": 0.0,
-        "resid_pdrop": 0.0,
-        "max_position_embeddings": 4096,
+        **defaults_of(_FIELDS),
         "original_max_position_embeddings": 4096,
-        "bos_token_id": 1,
         "eos_token_id": 32000,
-        "pad_token_id": 32000,
         "rope_theta": 1e4,
         "partial_rotary_factor": 1.0,
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
@@ -51,7 +46,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     c = read_settings(settings, defaults, only, ("embd_pdrop",))
     if c["num_key_value_heads"] is None:
         c["num_key_value_heads"] = c["num_attention_heads"]
-    return read_fields(c, _NAMES) | _read_rope(c)
+    return read_fields(c, _FIELDS) | _read_rope(c)
 
 
 def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +91,7 @@ def write(config: Phi3Config) -> dict[str, Any]:
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
         rope["original_max_position_embeddings"] = s.original
     rope["partial_rotary_factor"] = c.rotated / c.head_dim
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     return settings | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",

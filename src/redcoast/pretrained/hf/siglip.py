@@ -6,46 +6,36 @@ import jax
 import jax.numpy as jnp
 
 from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import REQUIRED, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture
-from ._tables import EMBED, OUT_PROJ, SIZES, attention, dense, linear, norm, patches
+from ._tables import EMBED, OUT_PROJ, attention, dense, linear, norm, patches
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
 
-_BOTH = {
-    **SIZES,
-    "activation": "hidden_act",
-    "norm_eps": "layer_norm_eps",
-    "attention_dropout": "attention_dropout",
+# The settings of published files are often only those that differ from the base size.
+_BOTH: dict[str, Any] = {
+    "width": ("hidden_size", 768),
+    "layers": ("num_hidden_layers", 12),
+    "heads": ("num_attention_heads", 12),
+    "hidden": ("intermediate_size", 3072),
+    "activation": ("hidden_act", "gelu_pytorch_tanh"),
+    "norm_eps": ("layer_norm_eps", 1e-6),
+    "attention_dropout": ("attention_dropout", 0.0),
 }
-_IMAGE = {**_BOTH, "image": "image_size", "patch": "patch_size", "channels": "num_channels"}
+_IMAGE = {
+    **_BOTH,
+    "image": ("image_size", 224),
+    "patch": ("patch_size", 16),
+    "channels": ("num_channels", 3),
+}
 _TEXT = {
     **_BOTH,
-    "vocab": "vocab_size",
-    "positions": "max_position_embeddings",
-    "outputs": "projection_size",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
-}
-# The settings of published files are often only those that differ from the base size.
-_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-    "attention_dropout": 0.0,
-}
-_OF_IMAGES = {"image_size": 224, "patch_size": 16, "num_channels": 3}
-_OF_TEXTS = {
-    "vocab_size": 32000,
-    "max_position_embeddings": 64,
-    "projection_size": None,
-    "bos_token_id": 49406,
-    "eos_token_id": 49407,
-    "pad_token_id": 1,
+    "vocab": ("vocab_size", 32000),
+    "positions": ("max_position_embeddings", 64),
+    "outputs": ("projection_size", None),
+    "bos": ("bos_token_id", 49406),
+    "pad": ("pad_token_id", 1),
 }
 
 
@@ -60,7 +50,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     read_architecture(settings, {"SiglipModel": None}, "SiglipModel")
     image = read_settings(
         c["vision_config"] or {},
-        _DEFAULTS | _OF_IMAGES,
+        defaults_of(_IMAGE),
         {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)},
     )
     for name in ("image_size", "patch_size"):
@@ -68,7 +58,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`{name}` is {image[name]}, but only squares are implemented.")
     text = read_settings(
         c["text_config"] or {},
-        _DEFAULTS | _OF_TEXTS,
+        defaults_of(_TEXT) | {"eos_token_id": 49407},
         {"model_type": ("siglip_text_model",)},
     )
     return {

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ...models.t5 import T5Config
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, VECTOR
 
@@ -13,24 +13,24 @@ from ._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, VECTOR
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
 
 _HEAD = "lm_head.weight"
-_NAMES = {
+_FIELDS = {
     "vocab": "vocab_size",
     "width": "d_model",
     "layers": "num_layers",
-    "decoder_layers": "num_decoder_layers",
+    "decoder_layers": ("num_decoder_layers", None),
     "heads": "num_heads",
     "hidden": "d_ff",
     "head_size": "d_kv",
-    "buckets": "relative_attention_num_buckets",
-    "distance": "relative_attention_max_distance",
+    "buckets": ("relative_attention_num_buckets", 32),
+    "distance": ("relative_attention_max_distance", 128),
     "activation": "dense_act_fn",
     "gated": "is_gated_act",
-    "norm_eps": "layer_norm_epsilon",
-    "dropout": "dropout_rate",
-    "kind": "model_type",
-    "decoder_start": "decoder_start_token_id",
-    "bos": "bos_token_id",
-    "pad": "pad_token_id",
+    "norm_eps": ("layer_norm_epsilon", 1e-6),
+    "dropout": ("dropout_rate", 0.1),
+    "kind": ("model_type", "t5"),
+    "decoder_start": ("decoder_start_token_id", None),
+    "bos": ("bos_token_id", None),
+    "pad": ("pad_token_id", 0),
 }
 _OTHER_NAMES = {
     "hidden_size": "d_model",
@@ -47,18 +47,9 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     mt5 = settings.get("model_type") == "mt5"
     proj = settings.get("feed_forward_proj", "gated-gelu" if mt5 else "relu")
     defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_decoder_layers": None,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-        # Only "gated-gelu" means the tanh approximation.
+        **defaults_of(_FIELDS),
         "dense_act_fn": "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-"),
         "is_gated_act": proj.startswith("gated-"),
-        "layer_norm_epsilon": 1e-6,
-        "dropout_rate": 0.1,
-        "model_type": "t5",
-        **dict.fromkeys(("decoder_start_token_id", "bos_token_id")),
-        "pad_token_id": 0,
         "eos_token_id": 1,
         "tie_word_embeddings": None,
         "scale_decoder_outputs": None,
@@ -70,7 +61,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only, ("feed_forward_proj", *_IGNORED))
     start, decoder_layers = c["decoder_start_token_id"], c["num_decoder_layers"]
-    return read_fields(c, _NAMES) | {
+    return read_fields(c, _FIELDS) | {
         "decoder_layers": c["num_layers"] if decoder_layers is None else decoder_layers,
         "tied": not mt5 and _is_scaled(c),
         "decoder_start": (c["pad_token_id"] or 0) if start is None else start,
@@ -103,7 +94,7 @@ def write(config: T5Config) -> dict[str, Any]:
             "A tied head is scaled by default, but the head of an mT5 is never scaled. Set "
             "`scale_head=False`, `tied=False` or `kind='t5'`."
         )
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     proj = "gelu" if c.gated and c.activation == "gelu_new" else c.activation
     return settings | {
         "architectures": [f"{name}ForConditionalGeneration"],

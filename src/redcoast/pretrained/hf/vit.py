@@ -5,16 +5,16 @@ from collections.abc import Collection
 from typing import Any
 
 from ...models.vit import ViTConfig
-from .._settings import REQUIRED, read_fields, read_settings, write_fields
+from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, write_labels
-from ._tables import BERT_NAMES, attention, dense, linear, names_of, norm, patches
+from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm, patches
 
-_NAMES = {
-    **BERT_NAMES,
-    "channels": "num_channels",
-    "pooler_size": "pooler_output_size",
-    "qkv_bias": "qkv_bias",
+_FIELDS = {
+    **BERT_FIELDS,
+    "channels": ("num_channels", 3),
+    "pooler_size": ("pooler_output_size", None),
+    "qkv_bias": ("qkv_bias", True),
 }
 VIT_ATTENTION = {
     "q": "attention.query",
@@ -26,17 +26,7 @@ _HEADS = {"ViTModel": None, "ViTForImageClassification": "classification"}
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "image_size": 224,
-        "patch_size": 16,
-        "num_channels": 3,
-        "pooler_output_size": None,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "qkv_bias": True,
-        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-    }
+    defaults = defaults_of(_FIELDS) | {"image_size": 224, "patch_size": 16}
     only = {
         "model_type": ("vit",),
         "pooler_act": ("tanh",),
@@ -51,7 +41,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     """
     c = read_settings(settings, defaults, only, tuple(ignored.split()))
     head = read_architecture(settings, _HEADS, "ViTModel")
-    fields = read_fields(c, _NAMES)
+    fields = read_fields(c, _FIELDS)
     fields |= read_labels(settings) if head else {}
     size = None if c["pooler_output_size"] == c["hidden_size"] else c["pooler_output_size"]
     fields |= {"image": _pair(c["image_size"]), "patch": _pair(c["patch_size"])}
@@ -70,7 +60,7 @@ def _size(pair: tuple[int, int]) -> int | list[int]:
 def write(config: ViTConfig) -> dict[str, Any]:
     c = config
     name = next(name for name, head in _HEADS.items() if head == c.head)
-    settings = write_fields(c, _NAMES)
+    settings = write_fields(c, _FIELDS)
     settings |= {"image_size": _size(c.image), "patch_size": _size(c.patch)}
     settings |= {"pooler_output_size": c.pooler_size or c.width} | write_labels(c)
     return settings | {"architectures": [name], "model_type": "vit"}
@@ -133,7 +123,7 @@ def duplicates(config: ViTConfig) -> dict[str, str]:
     """Maps other names under which a file may hold a tensor to the tensor's own name."""
     if config.head:
         return {}
-    return {"vit." + name: name for name in names_of(tensors(config), config.layers)}
+    return {"vit." + name: name for name in all_names(tensors(config), config.layers)}
 
 
 example_inputs = image_inputs

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from ...models.whisper import WhisperConfig
-from .._settings import REQUIRED, read_fields, read_settings, rename, write_fields
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
 from ._stacks import (
     OTHER_STACK_NAMES,
-    STACK_NAMES,
+    STACK_FIELDS,
     only_equal_stacks,
     stack_tensors,
     write_equal_stacks,
@@ -20,7 +20,14 @@ from ._tables import EMBED, dense, norm
 
 BASE_PREFIX = "model."
 
-_NAMES = {**STACK_NAMES, "mels": "num_mel_bins", "positions": "max_target_positions"}
+_FIELDS = {
+    **STACK_FIELDS,
+    "mels": ("num_mel_bins", 80),
+    "positions": ("max_target_positions", 448),
+    "decoder_start": ("decoder_start_token_id", 50257),
+    "bos": ("bos_token_id", 50256),
+    "pad": ("pad_token_id", 50256),
+}
 # Settings of generation, of heads for classification, of masks that only training applies where
 # `apply_spec_augment` is set, and one that `transformers` does not use.
 _IGNORED = """
@@ -33,16 +40,7 @@ _MODELS: dict[str, Any] = {"WhisperForConditionalGeneration": None, "WhisperMode
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     settings = rename(settings, OTHER_STACK_NAMES)
-    defaults = {
-        **dict.fromkeys(_NAMES.values(), REQUIRED),
-        "num_mel_bins": 80,
-        "max_source_positions": 1500,
-        "max_target_positions": 448,
-        "activation_function": "gelu",
-        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
-        "decoder_start_token_id": 50257,
-        **dict.fromkeys(("bos_token_id", "pad_token_id", "eos_token_id"), 50256),
-    }
+    defaults = defaults_of(_FIELDS) | {"max_source_positions": 1500, "eos_token_id": 50256}
     only = {
         "model_type": ("whisper",),
         **only_equal_stacks(settings),
@@ -50,12 +48,12 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
     read_architecture(settings, _MODELS, "WhisperForConditionalGeneration")
-    return read_fields(c, _NAMES) | {"frames": 2 * c["max_source_positions"]}
+    return read_fields(c, _FIELDS) | {"frames": 2 * c["max_source_positions"]}
 
 
 def write(config: WhisperConfig) -> dict[str, Any]:
     return {
-        **write_fields(config, _NAMES),
+        **write_fields(config, _FIELDS),
         **write_equal_stacks(config),
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",

@@ -73,10 +73,15 @@ def _kind(kind: Any) -> str:
 def check_config(config: Any, *sizes: str) -> None:
     """Raises if a field has a wrong type or is out of range, if a size or `unroll` is below 1, if
     `kv_heads` does not divide `heads`, if a dropout rate is not in [0, 1), or if an activation
-    function or `remat` is unknown."""
+    function or `remat` is unknown.
+
+    Integers without a default value are sizes, and so are the fields named in `sizes`.
+    """
     check_remat(config.remat)
     check_fields(config)
-    for name in (*sizes, *["unroll"] * (config.unroll is not None)):
+    fields = dataclasses.fields(config)
+    required = [x.name for x in fields if x.type is int and x.default is dataclasses.MISSING]
+    for name in (*required, *sizes, *["unroll"] * (config.unroll is not None)):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"`{name}` must be at least 1, but is {value}{_where(config)}.")
     kv_heads = getattr(config, "kv_heads", config.heads)
@@ -96,20 +101,20 @@ def check_config(config: Any, *sizes: str) -> None:
 
 def check_heads(config: Any, *, even: bool = False) -> None:
     """Raises if `heads` does not divide `width` and there is no `head_size`; or, with `even`, if
-    the head size is odd (rotary embeddings rotate pairs of features)."""
-    if getattr(config, "head_size", None) is None and config.width % config.heads:
+    the head size is odd (rotary embeddings rotate pairs of features).
+
+    Sets `head_size` to None if it is `width / heads`, so that configurations of the same model are
+    equal.
+    """
+    size = getattr(config, "head_size", None)
+    if size is None and config.width % config.heads:
         raise ValueError(
             f"`width` must be a multiple of `heads`, but {config.width} is not a multiple of "
             f"{config.heads}{_where(config)}."
         )
     if even and config.head_dim % 2:
         raise ValueError(f"The head size must be even, but is {config.head_dim}{_where(config)}.")
-
-
-def drop_default_head_size(config: Any) -> None:
-    """Sets `head_size` to None if it is `width / heads`, so that configurations of the same model
-    are equal."""
-    if config.head_size is not None and config.head_size * config.heads == config.width:
+    if size is not None and size * config.heads == config.width:
         object.__setattr__(config, "head_size", None)
 
 

@@ -85,8 +85,7 @@ class BertConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        sizes = ("vocab", "width", "layers", "heads", "hidden", "positions", "types")
-        check_config(self, *sizes)
+        check_config(self, "positions", "types")
         check_heads(self)
         check_labels(self)
         if self.kind == "roberta" and self.pad is None:

@@ -103,9 +103,8 @@ class DeepseekV3Config:
     decoding: Decoding = GREEDY
 
     def __post_init__(self):
-        sizes = "vocab width layers heads hidden expert_hidden experts chosen shared groups"
-        more = "chosen_groups kv_rank plain_size rope_size value_size"
-        check_config(self, *sizes.split(), *more.split(), *["q_rank"] * (self.q_rank is not None))
+        sizes = "experts chosen shared groups chosen_groups kv_rank plain_size rope_size value_size"
+        check_config(self, *sizes.split(), *["q_rank"] * (self.q_rank is not None))
         if self.rope_size % 2:
             raise ValueError(f"`rope_size` must be even, but is {self.rope_size}.")
         if not self.route_scale > 0:

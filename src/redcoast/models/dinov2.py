@@ -81,8 +81,7 @@ class Dinov2Config:
     from ._methods import head_dim
 
     def __post_init__(self):
-        sizes = ("width", "layers", "heads", "mlp_ratio", "image", "patch", "channels")
-        check_config(self, *sizes)
+        check_config(self, "mlp_ratio", "image", "patch", "channels")
         check_heads(self)
         check_labels(self)
         check_patches(self)

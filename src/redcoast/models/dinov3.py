@@ -81,8 +81,7 @@ class Dinov3Config:
     from ._methods import head_dim
 
     def __post_init__(self):
-        sizes = "width layers heads hidden image patch channels registers"
-        check_config(self, *sizes.split())
+        check_config(self, "image", "patch", "channels", "registers")
         check_heads(self)
         check_patches(self)
         if self.head_dim % 4:

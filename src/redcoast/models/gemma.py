@@ -91,7 +91,7 @@ class GemmaConfig:
     decoding: Decoding = GREEDY
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "head_dim")
+        check_config(self, "head_dim")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even, but is {self.head_dim}.")
         check_local(self)

@@ -75,7 +75,7 @@ class GPT2Config:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
+        check_config(self, "positions")
         check_heads(self)
 
 

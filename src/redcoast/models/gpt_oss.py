@@ -14,13 +14,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._cache import extend
-from ._check_config import (
-    check_chosen,
-    check_config,
-    check_heads,
-    check_local,
-    drop_default_head_size,
-)
+from ._check_config import check_chosen, check_config, check_heads, check_local
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts
 from ._rotary import Yarn, rotate, yarn_angles
@@ -97,9 +91,8 @@ class GptOssConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
+        check_config(self, "chosen")
         check_heads(self, even=True)
-        drop_default_head_size(self)
         check_chosen(self)
         check_local(self)
         if self.limit <= 0:

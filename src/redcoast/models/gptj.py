@@ -72,7 +72,7 @@ class GPTJConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "hidden", "rotary_dim")
+        check_config(self, "rotary_dim")
         check_heads(self)
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(

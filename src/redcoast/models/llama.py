@@ -15,7 +15,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
 from ._cache import extend
-from ._check_config import check_config, check_heads, drop_default_head_size
+from ._check_config import check_config, check_heads
 from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
@@ -85,9 +85,8 @@ class LlamaConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
+        check_config(self)
         check_heads(self, even=True)
-        drop_default_head_size(self)
         if all(self.rope_layers):
             object.__setattr__(self, "rope_layers", ())
         if self.rope_layers and len(self.rope_layers) != self.layers:

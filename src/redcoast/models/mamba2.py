@@ -66,8 +66,7 @@ class Mamba2Config:
     decoding: Decoding = GREEDY
 
     def __post_init__(self):
-        sizes = "vocab width layers heads head_size state groups taps chunk"
-        check_config(self, *sizes.split())
+        check_config(self, "head_size", "state", "groups", "taps", "chunk")
         if self.inner % self.width:
             raise ValueError(
                 f"`heads` times `head_size` must be a multiple of `width`, but {self.inner} is not "

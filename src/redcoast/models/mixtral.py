@@ -15,7 +15,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._cache import extend
-from ._check_config import check_chosen, check_config, check_heads, drop_default_head_size
+from ._check_config import check_chosen, check_config, check_heads
 from ._einsum import product
 from ._moe import gated_experts, mix_experts
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
@@ -90,9 +90,8 @@ class MixtralConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden", "chosen")
+        check_config(self, "chosen")
         check_heads(self, even=True)
-        drop_default_head_size(self)
         check_chosen(self)
 
 

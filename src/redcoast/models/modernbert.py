@@ -102,7 +102,7 @@ class ModernBertConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "hidden")
+        check_config(self)
         check_heads(self, even=True)
         check_labels(self)
         check_local(self)

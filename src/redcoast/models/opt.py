@@ -79,8 +79,7 @@ class OPTConfig:
     def __post_init__(self):
         if self.embed_width is None:
             object.__setattr__(self, "embed_width", self.width)
-        sizes = ("vocab", "width", "layers", "heads", "hidden", "embed_width", "positions")
-        check_config(self, *sizes)
+        check_config(self, "embed_width", "positions")
         check_heads(self)
         if self.post_norm and self.final_norm:
             raise ValueError(

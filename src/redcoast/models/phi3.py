@@ -78,7 +78,7 @@ class Phi3Config:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "kv_heads", "hidden")
+        check_config(self)
         check_heads(self)
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.head_dim)

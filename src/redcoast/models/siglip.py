@@ -61,7 +61,7 @@ class SiglipImageConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "width", "layers", "heads", "hidden", "image", "patch", "channels")
+        check_config(self, "image", "patch", "channels")
         check_heads(self)
         if self.image < self.patch:
             raise ValueError(
@@ -113,7 +113,7 @@ class SiglipTextConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "heads", "hidden", "positions")
+        check_config(self, "positions")
         check_heads(self)
         if self.outputs == self.width:
             object.__setattr__(self, "outputs", None)

@@ -15,7 +15,7 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, count_positions
 from ._basic import ACTIVATIONS, activate_gated, look_up, normal, rms_norm
 from ._cache import extend
-from ._check_config import check_config, check_heads, drop_default_head_size
+from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
 from ._methods import tied_or_own_head
@@ -86,9 +86,8 @@ class T5Config:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "vocab", "width", "layers", "decoder_layers", "heads", "hidden")
+        check_config(self)
         check_heads(self)
-        drop_default_head_size(self)
         check_buckets(self.buckets, self.distance)
         if self.scale_head and not self.tied:
             raise ValueError("`scale_head=True` needs `tied=True`: only a tied head is scaled.")

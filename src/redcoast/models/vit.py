@@ -73,7 +73,7 @@ class ViTConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        check_config(self, "width", "layers", "heads", "hidden", "channels")
+        check_config(self, "channels")
         check_heads(self)
         check_labels(self)
         check_patches(self)

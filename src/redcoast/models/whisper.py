@@ -75,8 +75,7 @@ class WhisperConfig:
     from ._methods import head_dim
 
     def __post_init__(self):
-        sizes = ("vocab", "width", "layers", "decoder_layers", "heads", "hidden")
-        check_config(self, *sizes, "mels", "frames", "positions")
+        check_config(self, "mels", "frames", "positions")
         check_heads(self)
         for name, least in (("width", 4), ("frames", 2)):
             value = getattr(self, name)

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend_near, count_positions, full_view, real_tokens, wide
-from ._basic import (
-    ACTIVATIONS,
-    activate_gated,
-    layer_norm,
-    look_up,
-    output_scale,
-    small_normal,
-)
+from ._basic import ACTIVATIONS, activate_gated, layer_norm, look_up, output_scale, small_normal
 from ._check_config import check_config, check_heads, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries

@@ -27,7 +27,7 @@ OTHER_STACK_NAMES = {
 }
 
 
-def only_equal_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+def only_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Returns the settings of which only some values are implemented."""
     return {
         "is_encoder_decoder": (True,),
@@ -38,7 +38,7 @@ def only_equal_stacks(settings: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def write_equal_stacks(config: Any) -> dict[str, Any]:
+def write_stacks(config: Any) -> dict[str, Any]:
     return {
         "is_encoder_decoder": True,
         "tie_word_embeddings": True,

@@ -82,6 +82,17 @@ def attention(
     return found
 
 
+def gate_and_up(name: str, *, biased: bool = False) -> dict[str, Tensor]:
+    """Returns the two inputs of gated layers, which are in one tensor, and their biases."""
+    found = {}
+    for i, leaf in enumerate(("layers/gate", "layers/up")):
+        weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
+        found[leaf] = Tensor(name + ".weight", weight, part=(i, 2))
+        if biased:
+            found[leaf + "_bias"] = Tensor(name + ".bias", bias, part=(i, 2))
+    return found
+
+
 def all_names(table: Mapping[str, Tensor], layers: int) -> list[str]:
     """Returns the names of all tensors of a table."""
     return [name for t in table.values() for name in tensor_names(t, (layers,)).values()]
@@ -91,11 +102,9 @@ LLAMA_LAYER = "model.layers.{layer}."
 
 
 def llama_attention(biases: str = "") -> dict[str, Tensor]:
-    """Returns the embedding and the attention layers of LLaMA and its descendants, and the norm
-    after them."""
+    """Returns the attention layers of LLaMA and its descendants, and the norms of a layer."""
     layer = LLAMA_LAYER
     return {
-        "embed": Tensor("model.embed_tokens.weight", EMBED),
         "layers/attention_norm": Tensor(layer + "input_layernorm.weight", VECTOR),
         **attention("layers/", layer + "self_attn.", PROJ, biases=biases),
         "layers/mlp_norm": Tensor(layer + "post_attention_layernorm.weight", VECTOR),
@@ -103,14 +112,15 @@ def llama_attention(biases: str = "") -> dict[str, Tensor]:
 
 
 def llama_mlp() -> dict[str, Tensor]:
-    """Returns the gated feed-forward network of LLaMA and Gemma, and the final norm."""
+    """Returns the gated feed-forward network of LLaMA and Gemma."""
     names = {name: f"{LLAMA_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    found = {f"layers/{leaf}": Tensor(name, TURNED) for leaf, name in names.items()}
-    return found | llama_norm()
+    return {f"layers/{leaf}": Tensor(name, TURNED) for leaf, name in names.items()}
 
 
-def llama_norm() -> dict[str, Tensor]:
-    return {"norm": Tensor("model.norm.weight", VECTOR)}
+def llama_ends(config: Any) -> dict[str, Tensor]:
+    """Returns the embedding, the final norm, and the output head unless it is tied."""
+    norm = Tensor("model.norm.weight", VECTOR)
+    return {"embed": Tensor("model.embed_tokens.weight", EMBED), "norm": norm, **own_head(config)}
 
 
 def own_head(config: Any, pattern: str = TURNED) -> dict[str, Tensor]:

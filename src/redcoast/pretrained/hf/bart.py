@@ -5,13 +5,7 @@ from typing import Any
 from ...models.bart import BartConfig
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
-from ._stacks import (
-    OTHER_STACK_NAMES,
-    STACK_FIELDS,
-    only_equal_stacks,
-    stack_tensors,
-    write_equal_stacks,
-)
+from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
 from ._tables import EMBED, norm
 
 BASE_PREFIX = "model."
@@ -46,7 +40,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 2}
     only = {
         "model_type": ("bart",),
-        **only_equal_stacks(settings),
+        **only_stacks(settings),
         "normalize_embedding": (True,),
         "extra_pos_embeddings": (2,),
         **dict.fromkeys(_NEVER.split(), (False,)),
@@ -57,7 +51,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write(config: BartConfig) -> dict[str, Any]:
     kind = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}
-    return write_fields(config, _FIELDS) | write_equal_stacks(config) | kind
+    return write_fields(config, _FIELDS) | write_stacks(config) | kind
 
 
 def tensors(config: BartConfig) -> dict[str, Tensor]:

@@ -6,16 +6,7 @@ from ...models.deepseek_v3 import DeepseekV3Config
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_yarn, write_yarn
-from ._tables import (
-    EMBED,
-    LLAMA_FIELDS,
-    OUT_OF_HEADS,
-    TURNED,
-    VECTOR,
-    llama_norm,
-    own_head,
-    tied_head,
-)
+from ._tables import LLAMA_FIELDS, OUT_OF_HEADS, TURNED, VECTOR, llama_ends, tied_head
 
 BASE_PREFIX = "model."
 # The layer that predicts a further token, in the published files.
@@ -87,8 +78,7 @@ def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors. Layers without experts come first."""
     c = config
     routed = f"model.layers.{{layer+{c.dense_layers}}}."
-    found = {"embed": Tensor("model.embed_tokens.weight", EMBED)}
-    found |= _layers(c, "layers/", routed)
+    found = _layers(c, "layers/", routed)
     found["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
     correction = routed + "mlp.gate.e_score_correction_bias"
     found["layers/correction"] = Tensor(correction, "experts -> experts")
@@ -102,7 +92,7 @@ def tensors(config: DeepseekV3Config) -> dict[str, Tensor]:
         found |= _layers(c, "dense/", dense)
         for part in ("gate", "up", "down"):
             found[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)
-    return found | llama_norm() | own_head(c)
+    return found | llama_ends(c)
 
 
 def _layers(c: DeepseekV3Config, leaf: str, layer: str) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from ...models.dinov2 import Dinov2Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._labels import image_inputs, read_architecture, read_labels, read_side, write_labels
-from ._tables import VECTOR, all_names, attention, dense, linear, norm, patches
+from ._tables import VECTOR, all_names, attention, dense, gate_and_up, linear, norm, patches
 from .vit import VIT_ATTENTION, VIT_MODULES
 
 _FIELDS = {
@@ -92,12 +92,11 @@ def tensors(config: Dinov2Config) -> dict[str, Tensor]:
         found["mask_token"] = Tensor(embeddings + "mask_token", "1 width -> width")
     if c.registers:
         found["register_tokens"] = Tensor(embeddings + "register_tokens", table)
-    found |= dense("layers/up", mlp + "fc1") if not c.gated else {}
+    if c.gated:
+        found |= gate_and_up(mlp + "weights_in", biased=True)
+    else:
+        found |= dense("layers/up", mlp + "fc1")
     found |= dense("layers/down", mlp + ("weights_out" if c.gated else "fc2"))
-    for i, leaf in enumerate(("layers/gate", "layers/up")) if c.gated else ():
-        weight, bias = "(part outputs) inputs -> inputs outputs", "(part outputs) -> outputs"
-        found[leaf] = Tensor(mlp + "weights_in.weight", weight, part=(i, 2))
-        found[leaf + "_bias"] = Tensor(mlp + "weights_in.bias", bias, part=(i, 2))
     return found | (linear("head", "classifier") if c.head else {})
 
 

@@ -11,8 +11,8 @@ from ._tables import (
     LLAMA_LAYER,
     VECTOR,
     llama_attention,
+    llama_ends,
     llama_mlp,
-    own_head,
     tied_head,
 )
 from ._windows import GLOBAL, LOCAL, read_windows, write_windows
@@ -152,7 +152,7 @@ def tensors(config: GemmaConfig) -> dict[str, Tensor]:
         found["layers/mlp_post_norm"] = norm("post_feedforward_layernorm")
     if config.qk_norm:
         found |= {f"layers/{letter}_norm": norm(f"self_attn.{letter}_norm") for letter in "qk"}
-    return found | own_head(config)
+    return found | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

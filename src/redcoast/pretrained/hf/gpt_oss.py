@@ -6,15 +6,7 @@ from ...models.gpt_oss import GptOssConfig
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_yarn, write_yarn
-from ._tables import (
-    LLAMA_FIELDS,
-    LLAMA_LAYER,
-    dense,
-    llama_attention,
-    llama_norm,
-    own_head,
-    tied_head,
-)
+from ._tables import LLAMA_FIELDS, LLAMA_LAYER, dense, llama_attention, llama_ends, tied_head
 from ._windows import GLOBAL, LOCAL, read_windows, write_windows
 
 BASE_PREFIX = "model."
@@ -81,7 +73,7 @@ def tensors(config: GptOssConfig) -> dict[str, Tensor]:
         found[f"layers/{leaf}"] = Tensor(both, weight, part=(i, 2))
         bias = "experts (hidden part) -> experts hidden"
         found[f"layers/{leaf}_bias"] = Tensor(both + "_bias", bias, part=(i, 2))
-    return found | llama_norm() | own_head(config)
+    return found | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -13,8 +13,8 @@ from ._tables import (
     LLAMA_LAYER,
     VECTOR,
     llama_attention,
+    llama_ends,
     llama_mlp,
-    own_head,
 )
 
 _FIELDS = {
@@ -156,4 +156,4 @@ def tensors(config: LlamaConfig) -> dict[str, Tensor]:
         names = {"attention": "post_attention", "mlp": "post_feedforward"}
         for part, name in names.items():
             found[f"layers/{part}_norm"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
-    return found | own_head(config)
+    return found | llama_ends(config)

@@ -6,15 +6,7 @@ from ...models.mixtral import MixtralConfig
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._rope import read_rope_settings, write_rope
-from ._tables import (
-    LLAMA_FIELDS,
-    LLAMA_LAYER,
-    TURNED,
-    llama_attention,
-    llama_norm,
-    own_head,
-    tied_head,
-)
+from ._tables import LLAMA_FIELDS, LLAMA_LAYER, TURNED, llama_attention, llama_ends, tied_head
 
 BASE_PREFIX = "model."
 
@@ -106,7 +98,7 @@ def tensors(config: MixtralConfig) -> dict[str, Tensor]:
         for letter in "qk":
             name = f"{LLAMA_LAYER}self_attn.{letter}_norm.weight"
             found[f"layers/{letter}_norm"] = Tensor(name, "head_dim -> head_dim")
-    return found | llama_norm() | own_head(config)
+    return found | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

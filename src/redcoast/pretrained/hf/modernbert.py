@@ -15,6 +15,7 @@ from ._tables import (
     TURNED,
     VECTOR,
     all_names,
+    gate_and_up,
     linear,
 )
 from ._windows import GLOBAL, LOCAL, read_windows, write_windows
@@ -143,12 +144,7 @@ def tensors(config: ModernBertConfig) -> dict[str, Tensor]:
         found[f"layers/w{letter}"] = Tensor(layer + "attn.Wqkv.weight", INTO_HEADS, **part)
         if c.attention_bias:
             found[f"layers/b{letter}"] = Tensor(layer + "attn.Wqkv.bias", HEADS_BIAS, **part)
-    for i, leaf in enumerate(("layers/gate", "layers/up")):
-        pattern = "(part outputs) inputs -> inputs outputs"
-        found[leaf] = Tensor(layer + "mlp.Wi.weight", pattern, part=(i, 2))
-        if c.mlp_bias:
-            pattern = "(part outputs) -> outputs"
-            found[leaf + "_bias"] = Tensor(layer + "mlp.Wi.bias", pattern, part=(i, 2))
+    found |= gate_and_up(layer + "mlp.Wi", biased=c.mlp_bias)
     if c.attention_bias:
         found["layers/bo"] = Tensor(layer + "attn.Wo.bias", VECTOR)
     if c.mlp_bias:

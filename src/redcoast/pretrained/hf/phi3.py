@@ -7,7 +7,16 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._tables import LLAMA_FIELDS, LLAMA_LAYER, llama_attention, llama_mlp, own_head, tied_head
+from ._tables import (
+    INTO_HEADS,
+    LLAMA_FIELDS,
+    LLAMA_LAYER,
+    gate_and_up,
+    llama_attention,
+    llama_ends,
+    llama_mlp,
+    tied_head,
+)
 
 BASE_PREFIX = "model."
 
@@ -107,18 +116,10 @@ def tensors(config: Phi3Config) -> dict[str, Tensor]:
     all_heads = config.heads + 2 * config.kv_heads
     starts = {"q": 0, "k": config.heads, "v": config.heads + config.kv_heads}
     for letter, start in starts.items():
-        found[f"layers/w{letter}"] = Tensor(
-            LLAMA_LAYER + "self_attn.qkv_proj.weight",
-            "(heads head_dim) width -> width heads head_dim",
-            heads=(start, all_heads),
-        )
-    for i, leaf in enumerate(("gate", "up")):
-        found[f"layers/{leaf}"] = Tensor(
-            LLAMA_LAYER + "mlp.gate_up_proj.weight",
-            "(part outputs) inputs -> inputs outputs",
-            part=(i, 2),
-        )
-    return found | own_head(config)
+        name = LLAMA_LAYER + "self_attn.qkv_proj.weight"
+        found[f"layers/w{letter}"] = Tensor(name, INTO_HEADS, heads=(start, all_heads))
+    found |= gate_and_up(LLAMA_LAYER + "mlp.gate_up_proj")
+    return found | llama_ends(config)
 
 
 duplicates = tied_head("model.embed_tokens.weight")

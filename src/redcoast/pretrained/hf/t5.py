@@ -7,7 +7,7 @@ from typing import Any
 from ...models.t5 import T5Config
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
-from ._tables import EMBED, INTO_HEADS, OUT_OF_HEADS, VECTOR
+from ._tables import EMBED, VECTOR, attention
 
 # An unused table in the first files.
 BUFFERS = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
@@ -139,10 +139,8 @@ def _stack(config: T5Config, stack: str) -> dict[str, Tensor]:
 
 
 def _attention(layer: str, name: str, leaf: str) -> dict[str, Tensor]:
-    found = {f"{leaf}w{part}": Tensor(f"{layer}{name}{part}.weight", INTO_HEADS) for part in "qkv"}
-    found[leaf + "wo"] = Tensor(f"{layer}{name}o.weight", OUT_OF_HEADS)
-    found[leaf + "norm"] = Tensor(layer + "layer_norm.weight", VECTOR)
-    return found
+    found = attention(leaf, layer + name, {letter: letter for letter in "qkvo"})
+    return found | {leaf + "norm": Tensor(layer + "layer_norm.weight", VECTOR)}
 
 
 def duplicates(config: T5Config) -> dict[str, str]:

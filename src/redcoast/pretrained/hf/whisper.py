@@ -9,13 +9,7 @@ from ...models.whisper import WhisperConfig
 from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
 from .._tensors import Tensor
 from ._labels import read_architecture
-from ._stacks import (
-    OTHER_STACK_NAMES,
-    STACK_FIELDS,
-    only_equal_stacks,
-    stack_tensors,
-    write_equal_stacks,
-)
+from ._stacks import OTHER_STACK_NAMES, STACK_FIELDS, only_stacks, stack_tensors, write_stacks
 from ._tables import EMBED, dense, norm
 
 BASE_PREFIX = "model."
@@ -43,7 +37,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(_FIELDS) | {"max_source_positions": 1500, "eos_token_id": 50256}
     only = {
         "model_type": ("whisper",),
-        **only_equal_stacks(settings),
+        **only_stacks(settings),
         "apply_spec_augment": (False,),
     }
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
@@ -54,7 +48,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 def write(config: WhisperConfig) -> dict[str, Any]:
     return {
         **write_fields(config, _FIELDS),
-        **write_equal_stacks(config),
+        **write_stacks(config),
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
         "max_source_positions": config.frames // 2,

@@ -2,7 +2,6 @@
 
 import functools as ft
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -17,14 +16,6 @@ from ._read_plan import THREADS, ArrayToRead, ReadStep, read_window, steps_of
 from ._slices import SlicesToBox
 
 
-@dataclass(frozen=True)
-class Read:
-    """The pieces that a step has read for each distinct box, and how a device rearranges them."""
-
-    pieces: list[np.ndarray]
-    place: SlicesToBox | None
-
-
 def fill_device(
     targets: Mapping[str, ArrayToRead], stored: Mapping[str, Stored], *, most: int
 ) -> dict[str, jax.Array]:
@@ -35,25 +26,23 @@ def fill_device(
     buffers = _zeros({p: t for p, t in targets.items() if p not in small}, mesh)
     made: dict[str, jax.Array] = {}
 
-    def read(step: ReadStep) -> tuple[ReadStep, Read]:
-        return step, _read(step, targets[step.path], stored, small=step.path in small)
+    def read(step: ReadStep) -> tuple[ReadStep, list[np.ndarray], SlicesToBox | None]:
+        return step, *_read(step, targets[step.path], stored, small=step.path in small)
 
     def steps():
         for path, target in targets.items():
             each = most if path in small else max(1, most // len(devices))
             yield from steps_of(path, target, each)
 
-    for step, found in map_in_threads(read, steps(), **THREADS):
+    for step, read_pieces, place in map_in_threads(read, steps(), **THREADS):
         target = targets[step.path]
         which = [target.distinct_starts.index(target.starts[device]) for device in devices]
-        pieces = jax.device_put([found.pieces[i] for i in which], list(devices))
+        pieces = jax.device_put([read_pieces[i] for i in which], list(devices))
         if step.path in small:
             made[step.path] = target.assemble(dict(zip(devices, pieces, strict=True)))
             continue
         start = np.array([part.start for part in step.part], np.int32)
-        buffer = _write(
-            buffers[step.path], _join(pieces, mesh), start, place=found.place, mesh=mesh
-        )
+        buffer = _write(buffers[step.path], _join(pieces, mesh), start, place=place, mesh=mesh)
         # Waits, so that pieces do not accumulate on their way to the devices.
         buffers[step.path] = buffer.block_until_ready()
         if step.last:
@@ -64,14 +53,15 @@ def fill_device(
 
 def _read(
     step: ReadStep, target: ArrayToRead, stored: Mapping[str, Stored], *, small: bool
-) -> Read:
+) -> tuple[list[np.ndarray], SlicesToBox | None]:
+    """Returns the pieces for each distinct box, and how a device rearranges them."""
     pieces = [read_window(window, target.dtype, stored) for window in step.windows]
     places = [window.place for window in step.windows]
     # If the rearrangement is the same for all devices, one program does it faster than the host.
     if len({*places}) == 1 and not small:
-        return Read(pieces, places[0])
+        return pieces, places[0]
     placed = (place(piece) for place, piece in zip(places, pieces, strict=True))
-    return Read([np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None)
+    return [np.ascontiguousarray(x).astype(target.dtype, copy=False) for x in placed], None
 
 
 def _zeros(targets: Mapping[str, ArrayToRead], mesh: Mesh) -> dict[str, jax.Array]:

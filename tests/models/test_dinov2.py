@@ -13,7 +13,7 @@ from sharding_helpers import mesh_of
 
 import redcoast as rc
 from redcoast.models import Dinov2, Dinov2Config, with_head
-from redcoast.models._resample import cubic_weights, resample
+from redcoast.models._patches import cubic_weights, resample
 from redcoast.pretrained._registry import find_family, read_config, write_config
 
 CONFIG = Dinov2Config(width=8, layers=2, heads=2, mlp_ratio=2, image=8, patch=4, registers=2)

@@ -1,4 +1,5 @@
-"""The embedding of patches; and the layers of DINOv2 and DINOv3, and maps of their patches."""
+"""The embedding of patches, and their positions in images of any size; and the layers of DINOv2
+and DINOv3, and maps of their patches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import attend, full_view
+from ._attention import attend, full_view, wide
 from ._basic import activate_gated, layer_norm, small_normal
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
@@ -181,3 +182,48 @@ def final_norm(
     self: Any, x: Float[Array, "batch tokens width"]
 ) -> Float[Array, "batch tokens width"]:
     return layer_norm(x, self.norm, self.norm_shift, self.config.norm_eps)
+
+
+def resample(
+    table: Float[Array, "positions width"], side: int, grid: tuple[int, int], *, filtered: bool
+) -> Float[Array, "patches width"]:
+    """Returns the positions of a grid of patches, given those of `side` by `side` patches: by
+    bicubic resampling, as PyTorch computes it.
+
+    **Arguments:**
+
+    - `table`: the positions, row by row.
+    - `side`: the number of patches along the height and the width of the table.
+    - `grid`: the number of patches along the height and the width of the result.
+    - `filtered`: whether a smaller grid averages over more positions, to avoid aliasing.
+    """
+    if grid == (side, side):
+        return table
+    dtype = wide(table.dtype)
+    rows, columns = (jnp.asarray(cubic_weights(side, n, filtered), dtype) for n in grid)
+    square = table.astype(dtype).reshape(side, side, -1)
+    found = jnp.einsum("ri,sj,ijd->rsd", rows, columns, square)
+    return found.reshape(grid[0] * grid[1], -1).astype(table.dtype)
+
+
+def cubic_weights(old: int, new: int, filtered: bool) -> Float[np.ndarray, "new old"]:
+    """Returns the weights of the old positions for each new one. The kernel is Keys' (1981), with
+    the parameter -1/2 if filtered, and -3/4 otherwise."""
+    ratio = old / new
+    centres = (np.arange(new) + 0.5) * ratio - 0.5
+    if filtered:
+        weights = _kernel((np.arange(old)[None] - centres[:, None]) / max(ratio, 1), -0.5)
+        return weights / weights.sum(axis=1, keepdims=True)
+    weights = np.zeros((new, old))
+    taps = np.floor(centres).astype(int)[:, None] + np.arange(-1, 3)[None]
+    # Beyond the border, the outermost position repeats.
+    at = np.clip(taps, 0, old - 1)
+    np.add.at(weights, (np.arange(new)[:, None], at), _kernel(taps - centres[:, None], -0.75))
+    return weights
+
+
+def _kernel(x: Float[np.ndarray, "..."], a: float) -> Float[np.ndarray, "..."]:
+    x = np.abs(x)
+    near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+    far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+    return np.where(x <= 1, near, np.where(x < 2, far, 0.0))

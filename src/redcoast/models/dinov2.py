@@ -13,8 +13,7 @@ from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._heads import Linear, check_labels
-from ._patches import ScaledLayers, embed_any_size, scaled_layers
-from ._resample import resample
+from ._patches import ScaledLayers, embed_any_size, resample, scaled_layers
 from ._scan_layers import Remat
 
 

@@ -62,10 +62,12 @@ class LongRope:
 def long_angles(
     positions: Int[Array, "#batch seq"],
     frequencies: Float[np.ndarray, " half"],
-    scaling: LongRope,
+    scaling: LongRope | None,
     dtype: Any,
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """Returns the cosines and sines of the angles at each position, as `rotary_angles` does."""
+    """Returns the cosines and sines of the angles at each position, which may be scaled."""
+    if scaling is None:
+        return rotary_angles(positions, frequencies, dtype)
     short, long = (
         rotary_angles(positions, frequencies / np.asarray(factors, float), dtype)
         for factors in (scaling.short, scaling.long)

@@ -168,11 +168,11 @@ class Gemma(eqx.Module):
         x = look_up(self.embed, tokens)
         # The published weights were trained with this scale rounded to the dtype of `x`.
         x = x * jnp.asarray(math.sqrt(c.width), x.dtype)
-        everywhere = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-        near = everywhere
+        frequencies = [rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)] * 2
         if c.local_rope_base is not None:
-            near = rotary_frequencies(c.head_dim, c.local_rope_base)
-        angles = [rotary_angles(positions, f, wide(x.dtype)) for f in (everywhere, near)]
+            frequencies[1] = rotary_frequencies(c.head_dim, c.local_rope_base)
+        angles = [rotary_angles(positions, f, wide(x.dtype)) for f in frequencies]
+        scale = float((c.score_scale or c.head_dim) ** -0.5)
 
         def layer_fn(x, cache, inputs, index, key):
             layer, local = inputs
@@ -181,7 +181,13 @@ class Gemma(eqx.Module):
             near = partial(attend_near, local=local, visible=visible)
             attend_fn = near if any(c.local) else partial(attend, visible=visible[0])
             y = _norm(x, layer.attention_norm, c)
-            y, cache = _attention(layer, y, turns, attend_fn, cache, index, key, c)
+            q = _norm(product("bsd,dhk->bshk", y, layer.wq), layer.q_norm, c)
+            k = _norm(product("bsd,dhk->bshk", y, layer.wk), layer.k_norm, c)
+            v = product("bsd,dhk->bshk", y, layer.wv)
+            cache, k, v = extend(cache, index, rotate(k, turns), v)
+            options = {"softcap": c.score_cap, "rate": c.attention_dropout, "key": key}
+            y = attend_fn(rotate(q, turns), k, v, scale=scale, **options)
+            y = product("bshk,hkd->bsd", y, layer.wo)
             x = x + _norm(y, layer.attention_post_norm, c)
             y = gated_feed_forward(layer, _norm(x, layer.mlp_norm, c), "gelu_new")
             return x + _norm(y, layer.mlp_post_norm, c), cache
@@ -201,15 +207,3 @@ def _norm(x, scale, config):
     y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + config.norm_eps)
     scale = 1 + scale.astype(y.dtype).reshape((1,) * (x.ndim - 1) + scale.shape)
     return (y * scale).astype(x.dtype)
-
-
-def _attention(layer, x, angles, attend_fn, cache, index, key, config):
-    c = config
-    q = _norm(product("bsd,dhk->bshk", x, layer.wq), layer.q_norm, c)
-    k = _norm(product("bsd,dhk->bshk", x, layer.wk), layer.k_norm, c)
-    v = product("bsd,dhk->bshk", x, layer.wv)
-    cache, k, v = extend(cache, index, rotate(k, angles), v)
-    options = {"softcap": c.score_cap, "rate": c.attention_dropout, "key": key}
-    scale = float((c.score_scale or c.head_dim) ** -0.5)
-    out = attend_fn(rotate(q, angles), k, v, scale=scale, **options)
-    return product("bshk,hkd->bsd", out, layer.wo), cache

@@ -184,13 +184,14 @@ class GptOss(eqx.Module):
             near = ft.partial(attend_near, local=local, visible=visible)
             attend_fn = near if any(c.local) else ft.partial(attend, visible=visible[0])
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            y, cache = _attention(layer, y, angles, attend_fn, cache, index, key, c)
-            x = x + y
+            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            cache, k, v = extend(cache, index, rotate(k, angles), v)
+            options: Any = {"sinks": layer.sinks, "rate": c.attention_dropout, "key": key}
+            x = x + outputs(layer, attend_fn(rotate(q, angles), k, v, **options))
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router, layer.router_bias)
-            y, more = mix_experts(
-                ft.partial(_mlp, layer, c.limit), y, scores, real, chosen=c.chosen
-            )
+            experts = ft.partial(_mlp, layer, c.limit)
+            y, more = mix_experts(experts, y, scores, real, chosen=c.chosen)
             return x + y, (cache, *(a + b for a, b in zip(use, more, strict=True)))
 
         layers = (self.layers, jnp.asarray(c.local or (False,) * c.layers))
@@ -198,14 +199,6 @@ class GptOss(eqx.Module):
         options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
         x, carry = scan_layers(layer_fn, x, layers, cache=carry, **options)
         return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
-
-
-def _attention(layer, x, angles, attend_fn, cache, index, key, config):
-    q, (k, v) = queries(layer, x), keys_values(layer, x)
-    cache, k, v = extend(cache, index, rotate(k, angles), v)
-    options = {"sinks": layer.sinks, "rate": config.attention_dropout, "key": key}
-    out = attend_fn(rotate(q, angles), k, v, **options)
-    return outputs(layer, out), cache
 
 
 def _mlp(layer, limit, x):

@@ -156,23 +156,18 @@ class GPTJ(eqx.Module):
         angles = rotary_angles(positions, rotary_frequencies(c.rotary_dim, 10000.0), wide(x.dtype))
 
         def layer_fn(x, cache, layer, index, key):
-            attention_key, key = split_key(key, 2)
+            attention_key, mlp_key = split_key(key, 2)
+            weights_key, out_key = split_key(attention_key, 2)
             y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
-            z, cache = _attention(layer, y, angles, visible, cache, index, attention_key, c)
-            y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, key)
+            q = rotate_pairs(product("bsd,dhk->bshk", y, layer.wq), angles)
+            k = rotate_pairs(product("bsd,dhk->bshk", y, layer.wk), angles)
+            cache, k, v = extend(cache, index, k, product("bsd,dhk->bshk", y, layer.wv))
+            z = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=weights_key)
+            z = dropout(product("bshk,hkd->bsd", z, layer.wo), c.residual_dropout, out_key)
+            y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, mlp_key)
             return x + z + y, cache
 
         x, cache = scan_layers(
             layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
-
-
-def _attention(layer, x, angles, visible, cache, index, key, config):
-    weights_key, key = split_key(key, 2)
-    q = rotate_pairs(product("bsd,dhk->bshk", x, layer.wq), angles)
-    k = rotate_pairs(product("bsd,dhk->bshk", x, layer.wk), angles)
-    cache, k, v = extend(cache, index, k, product("bsd,dhk->bshk", x, layer.wv))
-    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=weights_key)
-    out = product("bshk,hkd->bsd", out, layer.wo)
-    return dropout(out, config.residual_dropout, key), cache

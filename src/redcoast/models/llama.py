@@ -164,7 +164,6 @@ class Llama(eqx.Module):
         x = look_up(self.embed, tokens)
         frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
         angles = rotary_angles(positions, frequencies, wide(x.dtype))
-
         norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
         same = lambda x, scale: x
         before, after = (same, norm) if c.output_norms else (norm, same)
@@ -174,8 +173,13 @@ class Llama(eqx.Module):
             if rotated is not None:
                 cos, sin = jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
             y = before(x, layer.attention_norm)
-            y, cache = _attention(layer, y, (cos, sin), visible, cache, index, key, c)
-            x = x + after(y, layer.attention_norm)
+            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            if c.qk_norm:
+                q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+            cache, k, v = extend(cache, index, k, v)
+            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
+            x = x + after(product("bshk,hkd->bsd", y, layer.wo), layer.attention_norm)
             y = gated_feed_forward(layer, before(x, layer.mlp_norm), "silu")
             return x + after(y, layer.mlp_norm), cache
 
@@ -184,14 +188,3 @@ class Llama(eqx.Module):
             layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return rms_norm(x, self.norm, c.norm_eps), cache
-
-
-def _attention(layer, x, angles, visible, cache, index, key, config):
-    q, (k, v) = queries(layer, x), keys_values(layer, x)
-    if config.qk_norm:
-        q = rms_norm(q, layer.q_norm, config.norm_eps)
-        k = rms_norm(k, layer.k_norm, config.norm_eps)
-    q, k = rotate(q, angles), rotate(k, angles)
-    cache, k, v = extend(cache, index, k, v)
-    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
-    return product("bshk,hkd->bsd", out, layer.wo), cache

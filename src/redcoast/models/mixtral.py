@@ -164,8 +164,14 @@ class Mixtral(eqx.Module):
         def layer_fn(x, carry, layer, index, key):
             cache, *use = carry
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            y, cache = _attention(layer, y, angles, visible, cache, index, key, c)
-            x = x + y
+            q, k, v = (product("bsd,dhk->bshk", y, w) for w in (layer.wq, layer.wk, layer.wv))
+            if c.qk_norm:
+                q = rms_norm(q, layer.q_norm, c.norm_eps)
+                k = rms_norm(k, layer.k_norm, c.norm_eps)
+            q, k = rotate(q, angles), rotate(k, angles)
+            cache, k, v = extend(cache, index, k, v)
+            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
+            x = x + product("bshk,hkd->bsd", y, layer.wo)
             y = rms_norm(x, layer.mlp_norm, c.norm_eps)
             scores = product("bsd,de->bse", y, layer.router)
             options = {"chosen": c.chosen, "weights_sum_to_one": c.weights_sum_to_one}
@@ -176,14 +182,3 @@ class Mixtral(eqx.Module):
         options = {"key": key, "remat": c.remat, "unroll": c.unroll}
         x, carry = scan_layers(layer_fn, x, self.layers, cache=carry, **options)
         return rms_norm(x, self.norm, c.norm_eps), carry[0], carry[1:]
-
-
-def _attention(layer, x, angles, visible, cache, index, key, config):
-    q, k, v = (product("bsd,dhk->bshk", x, w) for w in (layer.wq, layer.wk, layer.wv))
-    if config.qk_norm:
-        q = rms_norm(q, layer.q_norm, config.norm_eps)
-        k = rms_norm(k, layer.k_norm, config.norm_eps)
-    q = rotate(q, angles)
-    cache, k, v = extend(cache, index, rotate(k, angles), v)
-    out = attend(q, k, v, visible=visible, rate=config.attention_dropout, key=key)
-    return product("bshk,hkd->bsd", out, layer.wo), cache

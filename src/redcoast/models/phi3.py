@@ -15,7 +15,7 @@ from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, product
-from ._rotary import LongRope, long_angles, rotary_angles, rotary_frequencies, rotate
+from ._rotary import LongRope, long_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
 
 
@@ -155,12 +155,17 @@ class Phi3(eqx.Module):
         c = self.config
         visible = see(window=c.window)
         x = look_up(self.embed, tokens)
-        angles = _angles(c, positions, wide(x.dtype))
+        frequencies = rotary_frequencies(c.rotated, c.rope_base)
+        angles = long_angles(positions, frequencies, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, out_key, mlp_key = split_key(key, 3)
             y = rms_norm(x, layer.attention_norm, c.norm_eps)
-            y, cache = _attention(layer, y, angles, visible, cache, index, attention_key, c)
+            q, k, v = (product("bsd,dhk->bshk", y, w) for w in (layer.wq, layer.wk, layer.wv))
+            cache, k, v = extend(cache, index, rotate(k, angles), v)
+            q, rate = rotate(q, angles), c.attention_dropout
+            y = attend(q, k, v, visible=visible, rate=rate, key=attention_key)
+            y = product("bshk,hkd->bsd", y, layer.wo)
             x = x + dropout(y, c.residual_dropout, out_key)
             y = gated_feed_forward(layer, rms_norm(x, layer.mlp_norm, c.norm_eps), "silu")
             return x + dropout(y, c.residual_dropout, mlp_key), cache
@@ -169,18 +174,3 @@ class Phi3(eqx.Module):
             layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return rms_norm(x, self.norm, c.norm_eps), cache
-
-
-def _angles(config, positions, dtype):
-    frequencies = rotary_frequencies(config.rotated, config.rope_base)
-    if config.rope_scaling is None:
-        return rotary_angles(positions, frequencies, dtype)
-    return long_angles(positions, frequencies, config.rope_scaling, dtype)
-
-
-def _attention(layer, x, angles, visible, cache, index, key, config):
-    q, k, v = (product("bsd,dhk->bshk", x, w) for w in (layer.wq, layer.wk, layer.wv))
-    cache, k, v = extend(cache, index, rotate(k, angles), v)
-    rate = config.attention_dropout
-    out = attend(rotate(q, angles), k, v, visible=visible, rate=rate, key=key)
-    return product("bshk,hkd->bsd", out, layer.wo), cache

@@ -12,7 +12,6 @@ from ._cache import Cache
 from ._check_config import check_fields
 from ._cross_cache import CrossCache
 from ._dropout import split_key
-from ._einsum import product
 from ._heads import Linear
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
@@ -148,9 +147,7 @@ class Captioner(eqx.Module):
     ) -> Float[Array, "batch patches features"]:
         """Returns the encoder's hidden states, which the decoder attends to."""
         memory = self.encoder.hidden(pixels, mask=mask, key=key)
-        if self.bridge is None:
-            return memory
-        return product("bsi,io->bso", memory, self.bridge.w, self.bridge.b)
+        return memory if self.bridge is None else self.bridge(memory)
 
     def init_cache(
         self,

@@ -191,10 +191,6 @@ class Dinov2(eqx.Module):
     def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
         """The hidden states, and those after so many layers."""
         embed_key, key = split_key(key, 2)
-        x = dropout(self._embed(pixels, masked), self.config.dropout, embed_key)
-        return scaled_layers(self, x, wanted, key, gate="silu")
-
-    def _embed(self, pixels: Array, masked: Any) -> Float[Array, "batch tokens width"]:
         c = self.config
         x = embed_any_size(self, pixels)
         if masked is not None:
@@ -211,4 +207,5 @@ class Dinov2(eqx.Module):
         rest = [] if self.register_tokens is None else [self.register_tokens]
         first = jnp.concatenate([first, *rest])
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        return jnp.concatenate([first, x + positions[None]], axis=1)
+        x = jnp.concatenate([first, x + positions[None]], axis=1)
+        return scaled_layers(self, dropout(x, c.dropout, embed_key), wanted, key, gate="silu")

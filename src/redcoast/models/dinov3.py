@@ -166,18 +166,15 @@ class Dinov3(eqx.Module):
         """The hidden states, and those after so many layers."""
         c = self.config
         position_key, key = split_key(key, 2)
-        x = self._embed(pixels, masked)
-        grid = tuple(size // c.patch for size in pixels.shape[2:])
-        angles = _angles(c, grid, x.dtype, position_key)
-        return scaled_layers(self, x, wanted, key, gate=c.activation, angles=angles)
-
-    def _embed(self, pixels: Array, masked: Any) -> Float[Array, "batch tokens width"]:
         x = embed_any_size(self, pixels)
         if masked is not None:
             x = jnp.where(masked.astype(bool)[:, :, None], self.mask_token[None, None], x)
         first = jnp.concatenate([self.cls_token[None], self.register_tokens])
         first = jnp.broadcast_to(first[None], (x.shape[0], *first.shape))
-        return jnp.concatenate([first, x], axis=1)
+        x = jnp.concatenate([first, x], axis=1)
+        grid = tuple(size // c.patch for size in pixels.shape[2:])
+        angles = _angles(c, grid, x.dtype, position_key)
+        return scaled_layers(self, x, wanted, key, gate=c.activation, angles=angles)
 
 
 def _angles(config: Dinov3Config, grid: tuple[int, ...], dtype: Any, key: Any) -> Any:

@@ -160,8 +160,16 @@ class ViT(eqx.Module):
         The arguments are those of `__call__`.
         """
         c = self.config
+        if pixels.shape[1:] != (c.channels, *c.image):
+            raise ValueError(
+                f"The images have shape {pixels.shape[1:]}, but the model takes "
+                f"{(c.channels, *c.image)}: channels, height and width. Resize them."
+            )
         embed_key, key = split_key(key, 2)
-        x = dropout(self._embed(pixels), c.dropout, embed_key)
+        x = embed_patches(pixels, self.patch_embed, self.patch_bias)
+        first = jnp.broadcast_to(self.cls_token, (x.shape[0], 1, c.width))
+        x = jnp.concatenate([first, x], axis=1) + self.position_embed[None]
+        x = dropout(x, c.dropout, embed_key)
         return pre_norm_layers(self, x, full_view(jnp.ones((1, x.shape[1]), bool)), c, key)
 
     def pool(self, hidden: Float[Array, "batch tokens width"]) -> Float[Array, "batch pooled"]:
@@ -171,14 +179,3 @@ class ViT(eqx.Module):
                 "This model has no pooler: its configuration has `pooler=False`, or a head."
             )
         return jnp.tanh(self.pooler(hidden[:, 0]))
-
-    def _embed(self, pixels):
-        c = self.config
-        if pixels.shape[1:] != (c.channels, *c.image):
-            raise ValueError(
-                f"The images have shape {pixels.shape[1:]}, but the model takes "
-                f"{(c.channels, *c.image)}: channels, height and width. Resize them."
-            )
-        x = embed_patches(pixels, self.patch_embed, self.patch_bias)
-        first = jnp.broadcast_to(self.cls_token, (x.shape[0], 1, c.width))
-        return jnp.concatenate([first, x], axis=1) + self.position_embed[None]

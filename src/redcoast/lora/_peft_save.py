@@ -16,7 +16,6 @@ from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
-from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._slices import insert
@@ -155,8 +154,14 @@ def _modules(model: Any) -> dict[str, AdaptedModule]:
     table = live_table(model)
     parts: dict[str, tuple[Part, ...]] = {}
     for path, node in adapted.items():
-        name = table[path].name
-        parts[name] = (*parts.get(name, ()), _part(path, node, table[path]))
+        published = table[path]
+        if (tensors := factors_of(published)) is None:
+            raise ValueError(
+                f"{path} is published as {published.name}, which is not the weight of a module "
+                "that PEFT adapts. Merge the adapter (`lora.merge`), or adapt other weights."
+            )
+        part = Part(published, tensors, whole(node.a), whole(node.b), node.scale)
+        parts[published.name] = (*parts.get(published.name, ()), part)
     return {name: AdaptedModule(found) for name, found in parts.items()}
 
 
@@ -177,15 +182,6 @@ def _others(model: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
         for path, tensor in chosen.items()
         for index, name in tensor_names(tensor, leaves[path].shape).items()
     }
-
-
-def _part(path: str, node: LowRank, published: Tensor) -> Part:
-    if (tensors := factors_of(published)) is None:
-        raise ValueError(
-            f"{path} is published as {published.name}, which is not the weight of a module that "
-            "PEFT adapts. Merge the adapter (`lora.merge`), or adapt other weights."
-        )
-    return Part(published, tensors, whole(node.a), whole(node.b), node.scale)
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:

@@ -255,9 +255,8 @@ class GPT2(eqx.Module):
             y = feed_forward(layer, y, c.activation)
             return x + dropout(y, c.residual_dropout, keys[2]), cache
 
-        inputs = (self.layers, stored)
         x, cache = scan_layers(
-            layer_fn, x, inputs, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+            layer_fn, x, (self.layers, stored), cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
         return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
 

@@ -57,29 +57,24 @@ def write(config: OPTConfig) -> dict[str, Any]:
 def tensors(config: OPTConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
     base = "model.decoder."
-    positions = base + "embed_positions.weight"
+    positions, layer = base + "embed_positions.weight", base + "layers.{layer}."
+    biases = "qkvo" if config.bias else ""
     found = {
         "embed": Tensor(base + "embed_tokens.weight", EMBED),
         "position_embed": Tensor(positions, "rows width -> rows width"),
-        **_layers(config, base + "layers.{layer}."),
+        **attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases),
     }
+    mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")
+    found |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
+    if config.affine:
+        found |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
+        found |= norm("layers/mlp_norm", layer + "final_layer_norm")
     if config.final_norm and config.affine:
         found |= norm("norm", base + "final_layer_norm")
     if config.embed_width != config.width:
         found["project_in"] = Tensor(base + "project_in.weight", TURNED)
         found["project_out"] = Tensor(base + "project_out.weight", TURNED)
     return found | own_head(config)
-
-
-def _layers(config: OPTConfig, layer: str) -> dict[str, Tensor]:
-    biases = "qkvo" if config.bias else ""
-    found = attention("layers/", layer + "self_attn.", OUT_PROJ, biases=biases)
-    mlp = dense("layers/up", layer + "fc1") | dense("layers/down", layer + "fc2")
-    found |= {leaf: t for leaf, t in mlp.items() if config.bias or not leaf.endswith("bias")}
-    if config.affine:
-        found |= norm("layers/attention_norm", layer + "self_attn_layer_norm")
-        found |= norm("layers/mlp_norm", layer + "final_layer_norm")
-    return found
 
 
 duplicates = tied_head("model.decoder.embed_tokens.weight")

@@ -217,25 +217,24 @@ def _check(
 ) -> None:
     """Raises one error for all tensors that are missing, unexpected or misshapen."""
     used = [slot for slot in slots if found[slot.path]]
-    # Dictionaries remove duplicates: the parts of a fused matrix share tensors.
-    missing: dict[str, None] = {}
-    misshapen: dict[str, None] = {}
+    # A dictionary removes duplicates: the parts of a fused matrix share tensors.
+    expected: dict[str, tuple[int, ...] | None] = {}
     for slot in used:
         for index, names in slot.names.items():
             rank = found[slot.path].get(index)
             if rank is None and config.some_layers:
                 continue
-            missing |= dict.fromkeys(name for name in names if name not in stored)
             for name, tensor, shape in zip(
                 names, slot.tensors, slot.shapes(rank or 1), strict=True
             ):
-                right = tensor_shape(tensor, shape)
-                if rank is not None and name in stored and stored[name].shape != right:
-                    misshapen[f"{name} ({stored[name].shape}, expected {right})"] = None
-    missing |= dict.fromkeys(name for name in saved if name not in stored)
-    for name, right in saved.items():
-        if name in stored and stored[name].shape != right:
-            misshapen[f"{name} ({stored[name].shape}, expected {right})"] = None
+                expected[name] = None if rank is None else tensor_shape(tensor, shape)
+    expected |= saved
+    missing = [name for name in expected if name not in stored]
+    misshapen = [
+        f"{name} ({stored[name].shape}, expected {right})"
+        for name, right in expected.items()
+        if right is not None and name in stored and stored[name].shape != right
+    ]
     known = {name for slot in slots for names in slot.names.values() for name in names}
     unexpected = [name for name in stored if name not in known | saved.keys()]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}

@@ -58,6 +58,7 @@ class SiglipImageConfig:
     remat: Remat = "none"
     unroll: int | None = None
 
+    dropout = 0.0  # of the residual stream
     from ._methods import head_dim
 
     def __post_init__(self):
@@ -67,11 +68,6 @@ class SiglipImageConfig:
             raise ValueError(
                 f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
             )
-
-    @property
-    def dropout(self) -> float:
-        """The residual stream of SigLIP has no dropout."""
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,7 @@ class SiglipTextConfig:
     bos: int | None = None
     pad: int | None = None
 
+    dropout = 0.0  # of the residual stream
     from ._methods import head_dim
 
     def __post_init__(self):
@@ -117,11 +114,6 @@ class SiglipTextConfig:
         check_heads(self)
         if self.outputs == self.width:
             object.__setattr__(self, "outputs", None)
-
-    @property
-    def dropout(self) -> float:
-        """The residual stream of SigLIP has no dropout."""
-        return 0.0
 
 
 @dataclass(frozen=True)

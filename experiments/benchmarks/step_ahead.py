@@ -26,6 +26,7 @@ from traffic.targets import Platform, target_devices
 
 import redcoast as rc
 from redcoast import models
+from redcoast.core._target import compiling_for, target_of
 
 SIZES: dict[str, Any] = {"vocab": 32000, "width": 768, "layers": 6, "heads": 12, "hidden": 3072}
 SHAPE = (8, 512)
@@ -84,7 +85,10 @@ def compile_step(plan: Any, loss_fn: Any, abstract: Any, tokens: Any, mesh: Mesh
     step = jax.value_and_grad(lambda arrays, rows: constrained(eqx.combine(arrays, static), rows))
     rows = place(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
     jitted = jax.jit(step, out_shardings=(None, shardings))
-    return jitted.lower(jax.tree.map(place, arrays, shardings), rows).compile()
+    # The constrained function of one device is the function itself, which would choose the
+    # operations of the CPU that it is traced on.
+    with compiling_for(target_of(mesh.devices.flat[0])):
+        return jitted.lower(jax.tree.map(place, arrays, shardings), rows).compile()
 
 
 if __name__ == "__main__":

@@ -70,7 +70,11 @@ class Deal:
 
     def collect(self, x: Any, rows: Place) -> Any:
         """The carry after the last stage, of `(ticks, stages, parts, ...)`."""
-        x = _of_last(x[self.pipeline.stages - 1 :])
+        x = x[self.pipeline.stages - 1 :]
+        # A masked sum becomes one all-reduce. A slice is sent to the first stage before.
+        stage = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        alone = jnp.where(stage == x.shape[1] - 1, x, jnp.zeros((), x.dtype))
+        x = jnp.any(alone, 1) if x.dtype == bool else jnp.sum(alone, 1, dtype=x.dtype)
         if rows is SUM:
             return jnp.sum(x, (0, 1), dtype=x.dtype)
         return x[-1, 0] if rows is None else self._join(jnp.swapaxes(x, 0, 1), rows)
@@ -106,11 +110,3 @@ class Deal:
         """The inverse of `_divide`."""
         x = jnp.moveaxis(x, (0, 1), (d, d + 2))
         return jnp.reshape(x, (*x.shape[:d], -1, *x.shape[d + 3 :]))
-
-
-def _of_last(x: Any) -> Any:
-    """The results of the last stage, of `(ticks, stages, ...)`."""
-    # A masked sum becomes one all-reduce. A slice is sent to the first stage before.
-    stage = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    alone = jnp.where(stage == x.shape[1] - 1, x, jnp.zeros((), x.dtype))
-    return jnp.any(alone, 1) if x.dtype == bool else jnp.sum(alone, 1, dtype=x.dtype)

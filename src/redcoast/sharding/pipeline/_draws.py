@@ -37,7 +37,9 @@ def find_draws(
     """
     found: dict[int, Draw | None] = {}
     for one, other, equation in zip(*map(_draws, (small, few, all_)), strict=True):
-        draw = _draw(other, equation)
+        own_keys = differing(other.invars[0].aval, equation.invars[0].aval)  # a key for each row
+        dims = differing(other.outvars[0].aval, equation.outvars[0].aval)
+        draw = Draw(dims[0], tuple(equation.params["shape"])) if dims and not own_keys else None
         if found.setdefault(id(one), draw) != draw:
             raise Mixed("it draws random numbers of the same shape for rows and for something else")
     inside = [id(one) for one in _draws(small, skip=CUSTOM_DERIVATIVES)]
@@ -50,13 +52,6 @@ def find_draws(
 def _draws(jaxpr: ClosedJaxpr | Jaxpr, skip: Any = ()) -> list[JaxprEqn]:
     found = iter_equations(open_jaxpr(jaxpr), skip)
     return [equation for equation in found if equation.primitive.name == "random_bits"]
-
-
-def _draw(few: JaxprEqn, all_: JaxprEqn) -> Draw | None:
-    if differing(few.invars[0].aval, all_.invars[0].aval):
-        return None  # every row has its own key
-    dims = differing(few.outvars[0].aval, all_.outvars[0].aval)
-    return Draw(dims[0], tuple(all_.params["shape"])) if dims else None
 
 
 def draw_rows(

@@ -64,26 +64,20 @@ def _equal_consts(few: Sequence[Any], all_: Sequence[Any]) -> bool:
 def _check_same(pair: Pair) -> None:
     """Checks that the two equations differ in sizes alone."""
     few, all_ = pair.few, pair.all
-    if few.primitive is not all_.primitive or len(few.invars) != len(all_.invars):
+    is_literal = lambda equation: [isinstance(atom, Literal) for atom in equation.invars]
+    if few.primitive is not all_.primitive or is_literal(few) != is_literal(all_):
         raise Mixed("its operations depend on the number of rows")
-    for one, other in zip(few.invars, all_.invars, strict=True):
-        if isinstance(one, Literal) != isinstance(other, Literal):
-            raise Mixed("its operations depend on the number of rows")
-        if isinstance(one, Literal) and isinstance(other, Literal):
-            same = np.array_equal(np.asarray(one.val), np.asarray(other.val), equal_nan=_nan(one))
-            if not same:
-                raise Mixed(
-                    f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
-                    "them. Layers may return sums, which are divided after all layers"
-                )
+    number = lambda atom: np.asarray(atom.val if isinstance(atom, Literal) else 0)
+    for one, other in zip(map(number, few.invars), map(number, all_.invars), strict=True):
+        if not np.array_equal(one, other, equal_nan=np.issubdtype(one.dtype, np.inexact)):
+            raise Mixed(
+                f"a number in `{pair.name}` depends on the number of rows, as in a mean over "
+                "them. Layers may return sums, which are divided after all layers"
+            )
     for key, value in few.params.items():
         plain = isinstance(value, bool | int | float | str | tuple)
         if plain and key not in _SIZES and _numbers(value) != _numbers(all_.params.get(key)):
             raise Mixed(f"the `{key}` of `{pair.name}` depends on the number of rows")
-
-
-def _nan(literal: Literal) -> bool:
-    return np.issubdtype(np.asarray(literal.val).dtype, np.inexact)
 
 
 def _numbers(value: Any) -> Any:

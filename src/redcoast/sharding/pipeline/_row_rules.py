@@ -6,6 +6,7 @@ give another result for a part of the batch than for all of it.
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import SupportsIndex
 
 import jax
 
@@ -13,6 +14,9 @@ from ...core._jaxpr import is_inexact
 from ..program._elementwise import ELEMENTWISE, PAIRWISE
 from ..program._walk import REDUCTIONS
 from ._row_states import SUM, Mixed, Pair, Rows, State, differing, join_rows
+
+# Where the rows of an operation's results are, given those of its operands.
+Rule = Callable[[Pair, Sequence[State]], State]
 
 
 def apply_rule(pair: Pair, inputs: Sequence[State]) -> list[State]:
@@ -115,31 +119,46 @@ def _reshape(pair: Pair, inputs: Sequence[State]) -> State:
     return Rows(made.dim, outer, new[made.dim] // (outer * rows))
 
 
-def _transpose(pair: Pair, inputs: Sequence[State]) -> State:
-    state = _one(pair, inputs)
-    return state.at(pair.params["permutation"].index(state.dim))
+def _of_one(place: Callable[[Pair, int], SupportsIndex | None], why: str = "") -> Rule:
+    """The rule of operations on the rows of their first operand alone.
+
+    `place(pair, d)` is where the result has the dimension `d` of rows, or None: then `why` says
+    what the operation does with them.
+    """
+
+    def rule(pair: Pair, inputs: Sequence[State]) -> State:
+        state = inputs[0]
+        if not isinstance(state, Rows) or any(inputs[1:]):
+            raise Mixed(f"`{pair.name}` is applied to rows by rows")
+        found = place(pair, state.dim)
+        if found is None:
+            raise Mixed(f"`{pair.name}` {why}")
+        return state.at(found)
+
+    return rule
 
 
-def _squeeze(pair: Pair, inputs: Sequence[State]) -> State:
-    state, dims = _one(pair, inputs), pair.params["dimensions"]
-    return state.at(state.dim - sum(d < state.dim for d in dims))
+def _squeezed(pair: Pair, d: int) -> int:
+    return d - sum(one < d for one in pair.params["dimensions"])
 
 
-def _expand(pair: Pair, inputs: Sequence[State]) -> State:
-    state, dims = _one(pair, inputs), set(pair.params["dimensions"])
-    rest = [d for d in range(len(pair.result)) if d not in dims]
-    return state.at(rest[state.dim])
+def _expanded(pair: Pair, d: int) -> int:
+    return [at for at in range(len(pair.result)) if at not in set(pair.params["dimensions"])][d]
 
 
-def _one(pair: Pair, inputs: Sequence[State]) -> Rows:
-    """The rows of the first operand, if no other has any."""
-    state = inputs[0]
-    if not isinstance(state, Rows) or any(inputs[1:]):
-        raise Mixed(f"`{pair.name}` is applied to rows by rows")
-    return state
+def _sliced(pair: Pair, d: int) -> int | None:
+    start, stop, step = (pair.params[key] for key in ("start_indices", "limit_indices", "strides"))
+    taken = start[d], stop[d], 1 if step is None else step[d]
+    return d if taken == (0, pair.shape(0)[d], 1) else None
 
 
-def _along(*keys: str) -> Callable[[Pair, Sequence[State]], State]:
+def _convolved(pair: Pair, d: int) -> int | None:
+    numbers = pair.params["dimension_numbers"]
+    along = d != numbers.lhs_spec[0] or pair.params["batch_group_count"] > 1
+    return None if along else numbers.out_spec[0]
+
+
+def _along(*keys: str) -> Rule:
     """The rule of operations along dimensions, which those of rows may not be among."""
 
     def rule(pair: Pair, inputs: Sequence[State]) -> State:
@@ -156,40 +175,6 @@ def _all_rows(pair: Pair, inputs: Sequence[State]) -> State:
     if not all(inputs):
         raise Mixed(f"`{pair.name}` combines rows with an array of as many elements")
     return join_rows(pair, inputs)
-
-
-def _last(pair: Pair, inputs: Sequence[State]) -> State:
-    state, rank = _one(pair, inputs), len(pair.shape(0))
-    if state.dim == pair.params.get("axis", rank - 1) % rank:
-        raise Mixed(f"`{pair.name}` is applied along rows")
-    return state
-
-
-def _pad(pair: Pair, inputs: Sequence[State]) -> State:
-    state = _one(pair, inputs)
-    if any(pair.params["padding_config"][state.dim]):
-        raise Mixed("`pad` adds rows")
-    return state
-
-
-def _slice(pair: Pair, inputs: Sequence[State]) -> State:
-    state, params = _one(pair, inputs), pair.params
-    size = pair.shape(0)[state.dim]
-    step = 1 if params["strides"] is None else params["strides"][state.dim]
-    if (params["start_indices"][state.dim], params["limit_indices"][state.dim], step) != (
-        0,
-        size,
-        1,
-    ):
-        raise Mixed("`slice` takes some of the rows")
-    return state
-
-
-def _dynamic_slice(pair: Pair, inputs: Sequence[State]) -> State:
-    state = _one(pair, inputs)
-    if pair.params["slice_sizes"][state.dim] != pair.shape(0)[state.dim]:
-        raise Mixed("`dynamic_slice` takes some of the rows")
-    return state
 
 
 def _dynamic_update(pair: Pair, inputs: Sequence[State]) -> State:
@@ -239,20 +224,6 @@ def _sums_rows(pair: Pair, inputs: Sequence[State]) -> bool:
         raise Mixed("`dot_general` combines rows with other rows")
     join_rows(pair, [one, other.at(one.dim)])
     return True
-
-
-def _bitcast(pair: Pair, inputs: Sequence[State]) -> State:
-    state = _one(pair, inputs)
-    if state.dim >= min(len(pair.shape(0)), len(pair.result)):
-        raise Mixed("`bitcast_convert_type` divides rows")
-    return state
-
-
-def _convolution(pair: Pair, inputs: Sequence[State]) -> State:
-    state, numbers = _one(pair, inputs), pair.params["dimension_numbers"]
-    if state.dim != numbers.lhs_spec[0] or pair.params["batch_group_count"] > 1:
-        raise Mixed("`conv_general_dilated` is applied along rows")
-    return state.at(numbers.out_spec[0])
 
 
 def _gather(pair: Pair, inputs: Sequence[State]) -> State:
@@ -336,28 +307,38 @@ _OF_SUMS = frozenset(
     broadcast_in_dim copy expand_dims neg reduce_sum reshape slice squeeze stop_gradient transpose
     """.split()  # noqa: SIM905
 )
-_RULES: dict[str, Callable[[Pair, Sequence[State]], State]] = {
-    "bitcast_convert_type": _bitcast,
+_RULES: dict[str, Rule] = {
+    "bitcast_convert_type": _of_one(
+        lambda pair, d: d if d < min(len(pair.shape(0)), len(pair.result)) else None, "divides rows"
+    ),
     "broadcast_in_dim": _broadcast,
     "concatenate": _along("dimension"),
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": _of_one(_convolved, "is applied along rows"),
     "dot_general": _dot,
     "dot_product_attention_fwd_wrapper": _attention,
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": _of_one(
+        lambda pair, d: d if pair.params["slice_sizes"][d] == pair.shape(0)[d] else None,
+        "takes some of the rows",
+    ),
     "dynamic_update_slice": _dynamic_update,
-    "expand_dims": _expand,
+    "expand_dims": _of_one(_expanded),
     "gather": _gather,
     "iota": _iota,
-    "pad": _pad,
+    "pad": _of_one(
+        lambda pair, d: None if any(pair.params["padding_config"][d]) else d, "adds rows"
+    ),
     "reshape": _reshape,
     "rev": _along("dimensions"),
     "scatter": _scatter,
     "scatter-add": _scatter,
     "scatter_add": _scatter,
-    "slice": _slice,
+    "slice": _of_one(_sliced, "takes some of the rows"),
     "sort": _along("dimension"),
     "split": _along("axis"),
-    "squeeze": _squeeze,
-    "top_k": _last,
-    "transpose": _transpose,
+    "squeeze": _of_one(_squeezed),
+    "top_k": _of_one(
+        lambda pair, d: d if (pair.params.get("axis", -1) - d) % len(pair.shape(0)) else None,
+        "is applied along rows",
+    ),
+    "transpose": _of_one(lambda pair, d: pair.params["permutation"].index(d)),
 }

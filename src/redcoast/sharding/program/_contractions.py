@@ -118,10 +118,15 @@ def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
     (image, kernel), aval = inputs, output(equation)
     spec = equation.params["dimension_numbers"]
     groups = equation.params["feature_group_count"]
-    dims = _new_dims(graph, aval, image, kernel, spec)
-    result = graph.value(aval, dims, grad=image.grad or kernel.grad)
     batch, channel = (image.dims[d] for d in spec.lhs_spec[:2])
     out, into = (kernel.dims[d] for d in spec.rhs_spec[:2])
+    dims = [-1] * len(aval.shape)
+    dims[spec.out_spec[0]], dims[spec.out_spec[1]] = batch, out
+    if aval.shape[spec.out_spec[0]] != image.shape[spec.lhs_spec[0]]:
+        dims[spec.out_spec[0]] = graph.node(aval.shape[spec.out_spec[0]])
+    for d in spec.out_spec[2:]:
+        dims[d] = graph.node(aval.shape[d])
+    result = graph.value(aval, tuple(dims), grad=image.grad or kernel.grad)
     if equation.params["batch_group_count"] > 1:
         # The gradient of a grouped kernel: its batch dimension is summed over.
         graph.blocked.update((*image.dims, *kernel.dims, *result.dims))
@@ -143,14 +148,3 @@ def convolution(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
         graph.cut(image, channel, result, out)
         graph.blocked.add(into)
     return [result]
-
-
-def _new_dims(graph: Graph, aval: Any, image: Value, kernel: Value, spec: Any) -> tuple[int, ...]:
-    out = spec.out_spec
-    dims = [-1] * len(out)
-    dims[out[0]], dims[out[1]] = image.dims[spec.lhs_spec[0]], kernel.dims[spec.rhs_spec[0]]
-    if aval.shape[out[0]] != image.shape[spec.lhs_spec[0]]:
-        dims[out[0]] = graph.node(aval.shape[out[0]])
-    for d in out[2:]:
-        dims[d] = graph.node(aval.shape[d], blocked=True)
-    return tuple(dims)

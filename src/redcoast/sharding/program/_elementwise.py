@@ -34,9 +34,7 @@ PAIRWISE = frozenset(
 
 
 def elementwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    grad = any(value.grad for value in inputs)
-    if equation.primitive.name == "stop_gradient":
-        grad = False
+    grad = any(value.grad for value in inputs) and equation.primitive.name != "stop_gradient"
     results = [_like(graph, var.aval, inputs, grad) for var in equation.outvars]
     if equation.primitive.name in _KEPT:
         graph.save(results[0])
@@ -53,21 +51,12 @@ def pairwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[
 def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Value:
     """Adds a result with the operands' dimensions; dimensions of size one are broadcast."""
     shape = tuple(getattr(aval, "shape", ()))
-    dims: list[int | None] = [None] * len(shape)
+    dims: dict[int, int] = {}
     for value in inputs:
-        if len(value.shape) != len(shape):
-            continue
         for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True)):
-            if size != shape[d]:
-                continue
-            known = dims[d]
-            if known is None:
-                dims[d] = node
-            else:
-                graph.link(known, node)
-    nodes = tuple(
-        graph.node(size) if node is None else node for node, size in zip(dims, shape, strict=True)
-    )
+            if len(value.shape) == len(shape) and size == shape[d]:
+                graph.link(dims.setdefault(d, node), node)
+    nodes = tuple(dims[d] if d in dims else graph.node(size) for d, size in enumerate(shape))
     for value in inputs:
         for d, (node, size, given) in enumerate(zip(nodes, shape, value.shape, strict=False)):
             if size != given:

@@ -1,6 +1,6 @@
 """The dimensions of a traced program: which are sharded alike, and what sharding them costs."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
@@ -10,6 +10,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import is_inexact
 from ._remat import Region
+
+Sizes = defaultdict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +119,9 @@ class Graph:
     # Bytes of values, by their dimensions: the largest value, what is read and written, what is
     # saved for the backward pass, and the results of contractions.
     together: dict[tuple[int, ...], int] = field(default_factory=dict)
-    traffic: dict[tuple[int, ...], float] = field(default_factory=dict)
-    saved: dict[tuple[int, ...], float] = field(default_factory=dict)
-    computed: dict[tuple[int, ...], float] = field(default_factory=dict)
+    traffic: Sizes = field(default_factory=lambda: defaultdict(float))
+    saved: Sizes = field(default_factory=lambda: defaultdict(float))
+    computed: Sizes = field(default_factory=lambda: defaultdict(float))
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
     skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
@@ -140,12 +142,6 @@ class Graph:
         if made:
             self.made.add(len(self.sizes) - 1)
         return len(self.sizes) - 1
-
-    def constant(self, aval: Any) -> Value:
-        """Adds an array that is part of the program."""
-        found = self.value(aval)
-        self.held.update(found.dims)
-        return found
 
     def value(
         self,
@@ -211,17 +207,15 @@ class Graph:
     def save(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.kept:
-            before = self.saved.get(value.dims, 0.0)
-            self.saved[value.dims] = before + value.bytes * self.times
+            self.saved[value.dims] += value.bytes * self.times
 
     def compute(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""
-        self.computed[value.dims] = self.computed.get(value.dims, 0.0) + value.bytes * self.times
+        self.computed[value.dims] += value.bytes * self.times
 
     def move(self, value: Value) -> None:
         """Records that a value is read from or written to memory, and so is its cotangent."""
-        moved = value.bytes * self.times * (self.forwards + value.grad)
-        self.traffic[value.dims] = self.traffic.get(value.dims, 0.0) + moved
+        self.traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
 
     def work(
         self, dims: tuple[int, ...], flops: int | float, passes: int | float, *operands: Value

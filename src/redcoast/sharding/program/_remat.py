@@ -6,13 +6,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from ...core._jaxpr import (
-    CHECKPOINTS,
-    CUSTOM_DERIVATIVES,
-    is_inexact,
-    scan_operands,
-    variables,
-)
+from ...core._jaxpr import CHECKPOINTS, CUSTOM_DERIVATIVES, is_inexact, scan_operands, variables
 
 # The derivatives of these need no operands except indices and masks.
 _LINEAR = frozenset(

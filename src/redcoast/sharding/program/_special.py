@@ -94,17 +94,13 @@ def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> 
         for a, b in zip(first.dims[:count], value.dims[:count], strict=False):
             graph.link(a, b)
     grad = any(value.grad for value in inputs)
-    return [_matrices(graph, var.aval, first.dims[:count], grad) for var in equation.outvars]
-
-
-def _matrices(graph: Graph, aval: Any, leading: tuple[int, ...], grad: bool) -> Value:
-    shape = aval.shape
-    matching = len(shape) >= len(leading) and all(
-        graph.sizes[node] == size for node, size in zip(leading, shape, strict=False)
-    )
-    kept = leading if matching else ()
-    new = tuple(graph.node(size, blocked=True) for size in shape[len(kept) :])
-    return graph.value(aval, (*kept, *new), grad=grad)
+    results = []
+    for aval in (var.aval for var in equation.outvars):
+        shape = tuple(getattr(aval, "shape", ()))
+        kept = first.dims[:count] if shape[:count] == first.shape[:count] else ()
+        new = tuple(graph.node(size, blocked=True) for size in shape[len(kept) :])
+        results.append(graph.value(aval, (*kept, *new), grad=grad))
+    return results
 
 
 def opaque(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:

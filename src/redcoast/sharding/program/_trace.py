@@ -43,21 +43,19 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
     arrays, static = split(tree)
     batch, batch_static = split(tuple(args[:1]))
     others, others_static = split(tuple(args[1:]))
-    outputs: list[Static] = []
-    moved: list[int] = []
+    seen: list[tuple[Static, int]] = []
 
     def flat(arrays: list[Any], batch: list[Any], others: list[Any]) -> list[Any]:
         result = fn(join(arrays, static), *join(batch, batch_static), *join(others, others_static))
         found, output = split(result)
-        outputs.append(output)
-        moved.append(len(split(result[2])[0]) if _has_model(result) else 0)
+        has_model = type(result) is tuple and len(result) == 3  # `(loss, aux, model)`
+        seen.append((output, len(split(result[2])[0]) if has_model else 0))
         return found
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
     shapes = jax.tree.map(_unplaced, (arrays, batch, others))
     jaxpr = jax.make_jaxpr(flat)(*shapes)
-    traced = Traced(jaxpr, len(arrays), len(batch), outputs[-1], moved[-1])
-    return traced, [*arrays, *batch, *others]
+    return Traced(jaxpr, len(arrays), len(batch), *seen[-1]), [*arrays, *batch, *others]
 
 
 def trace_over(
@@ -80,8 +78,3 @@ def _unplaced(x: Any) -> Any:
         return x
     weak = getattr(x, "weak_type", False)  # keys have none
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
-
-
-def _has_model(result: Any) -> bool:
-    """Whether this is `(loss, aux, model)`."""
-    return type(result) is tuple and len(result) == 3

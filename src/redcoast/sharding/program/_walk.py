@@ -44,62 +44,49 @@ REDUCTIONS = frozenset(
 # The assumed number of iterations of a `while` loop.
 ASSUMED_TRIPS = 10
 
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(PAIRWISE, pairwise),
-    **dict.fromkeys(special.FRESH, special.fresh),
-    **dict.fromkeys(special.KEYED, special.keyed),
-    **dict.fromkeys(special.DECOMPOSITIONS, special.decomposition),
-    **dict.fromkeys(("slice", "dynamic_slice"), shaping.sliced),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), shaping.cumulative
-    ),
-    **dict.fromkeys(REDUCTIONS, shaping.reduction),
-    **dict.fromkeys(
-        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"),
-        shaping.window,
-    ),
-    **dict.fromkeys(
-        ("select_and_scatter_add", "select_and_gather_add", "select_and_scatter"),
-        shaping.window_scatter,
-    ),
-    **dict.fromkeys(
-        (
-            "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub",
-            "scatter_add", "scatter_mul", "scatter_min", "scatter_max", "scatter_sub",
-        ),
-        indexing.scatter,
-    ),
+_NAMED: dict[str, Rule] = {
+    "approx_top_k top_k": shaping.top_k,
     "bitcast_convert_type": shaping.bitcast,
     "broadcast_in_dim": shaping.broadcast_in_dim,
     "concatenate": shaping.concatenate,
     "conv_general_dilated": contractions.convolution,
+    "cumsum cumprod cummax cummin cumlogsumexp": shaping.cumulative,
     "dot_general": contractions.dot_general,
-    **dict.fromkeys(
-        ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
-        contractions.fused_attention,
-    ),
+    "dot_product_attention_fwd_wrapper": contractions.fused_attention,
+    "dot_product_attention_bwd_wrapper": contractions.fused_attention,
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "expand_dims": shaping.expand_dims,
     "fft": special.fourier,
     "gather": indexing.gather,
     "pad": shaping.pad,
-    "ragged_dot_general": contractions.ragged_dot,
-    "ragged_dot": contractions.ragged_dot,
+    "psum pmax pmin psum_invariant": shaping.named_reduction,
+    "ragged_dot ragged_dot_general": contractions.ragged_dot,
+    "reduce_window reduce_window_max reduce_window_min reduce_window_sum": shaping.window,
     "reshape": shaping.reshape,
     "rev": shaping.reverse,
+    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": indexing.scatter,
+    "scatter_add scatter_max scatter_min scatter_mul scatter_sub": indexing.scatter,
+    "select_and_gather_add select_and_scatter": shaping.window_scatter,
+    "select_and_scatter_add": shaping.window_scatter,
     "sharding_constraint": special.constrained,
+    "slice dynamic_slice": shaping.sliced,
     "sort": shaping.sort,
     "split": shaping.split_dims,
     "squeeze": shaping.squeeze,
-    "top_k": shaping.top_k,
-    "approx_top_k": shaping.top_k,
     "stack": shaping.stack,
     "tile": shaping.tile,
     "transpose": shaping.transpose,
     "unstack": shaping.unstack,
-    **dict.fromkeys(("psum", "pmax", "pmin", "psum_invariant"), shaping.named_reduction),
-}  # fmt: skip
+}
+_RULES: dict[str, Rule] = {
+    **{name: rule for names, rule in _NAMED.items() for name in names.split()},
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(PAIRWISE, pairwise),
+    **dict.fromkeys(REDUCTIONS, shaping.reduction),
+    **dict.fromkeys(special.FRESH, special.fresh),
+    **dict.fromkeys(special.KEYED, special.keyed),
+    **dict.fromkeys(special.DECOMPOSITIONS, special.decomposition),
+}
 
 
 @dataclass(eq=False)
@@ -112,11 +99,15 @@ class Scope:
     inner: dict[int, list["Scope"]] = field(default_factory=dict)
 
 
+Walked = tuple[list[Value], list[Scope]]  # the results of an equation, and the scopes inside it
+
+
 def walk(graph: Graph, closed: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Scope:
     """Propagates the dimensions of `inputs` through a jaxpr, and records them in the graph."""
     jaxpr = open_jaxpr(closed)
     scope = Scope(jaxpr, consts_of(closed))
-    scope.values.update((var, graph.constant(var.aval)) for var in jaxpr.constvars)
+    scope.values.update((var, graph.value(var.aval)) for var in jaxpr.constvars)
+    graph.held.update(node for value in scope.values.values() for node in value.dims)
     scope.values.update(zip(jaxpr.invars, inputs, strict=True))
     regions, grads = graph.regions, [value.grad for value in inputs]
     used, differentiated, *remats = [find_needed(jaxpr, one, grads) for one in regions]
@@ -144,9 +135,7 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
     return graph.value(atom.aval) if isinstance(atom, Literal) else scope.values[atom]
 
 
-def _apply_rule(
-    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
+def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     name = equation.primitive.name
     if name in _RULES:
         results = _RULES[name](graph, equation, inputs)
@@ -165,37 +154,28 @@ def _apply_rule(
     body = called_jaxpr(equation)
     if body is None:
         return special.opaque(graph, equation, inputs), []
-    if _recomputes(equation):
-        return _walk_recomputed(graph, equation, body, inputs)
-    region = Region((False,) * len(equation.outvars), True, equation.params.get("policy"))
-    scope = _walk_called(graph, body, inputs, *[region] * (name in CHECKPOINTS))
-    return outputs_of(graph, scope), [scope]
-
-
-def _walk_recomputed(
-    graph: Graph, equation: JaxprEqn, body: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
-    """Walks through a loop of which only the results are kept for the backward pass."""
-    before = len(graph.works)
-    scope = _walk_called(graph, body, inputs, Region((False,) * len(equation.outvars)))
-    # The scores are computed again, which are half of the products.
-    graph.works[before:] = [
-        replace(work, flops=work.flops + work.forward / 2) for work in graph.works[before:]
-    ]
-    results = outputs_of(graph, scope)
-    for value in results:
-        graph.save(value)
-    return results, [scope]
-
-
-def _recomputes(equation: JaxprEqn) -> bool:
-    """Whether this is a loop with a derivative of its own, such as attention in blocks, which keeps
-    results and computes what happens inside of the loop again."""
-    return equation.primitive.name == "custom_vjp_call" and any(
+    # A loop with a derivative of its own, such as attention in blocks, keeps its results and
+    # computes what happens inside of it again.
+    recomputes = name == "custom_vjp_call" and any(
         one.primitive.name in ("scan", "while")
         for jaxpr in jaxprs_in_params(equation.params)
         for one in jaxpr.eqns
     )
+    wanted = (False,) * len(equation.outvars)
+    regions = [Region(wanted)] if recomputes else []
+    if name in CHECKPOINTS:
+        regions = [Region(wanted, True, equation.params.get("policy"))]
+    before = len(graph.works)
+    scope = _walk_called(graph, body, inputs, *regions)
+    results = outputs_of(graph, scope)
+    if recomputes:
+        # The scores are half of the products.
+        graph.works[before:] = [
+            replace(work, flops=work.flops + work.forward / 2) for work in graph.works[before:]
+        ]
+        for value in results:
+            graph.save(value)
+    return results, [scope]
 
 
 def _walk_called(
@@ -217,9 +197,7 @@ def _repeated(graph: Graph, times: int | float) -> Iterator[None]:
     graph.times = before
 
 
-def _scan(
-    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
+def _scan(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     body, length = equation.params["jaxpr"], equation.params["length"]
     consts, carry, xs = scan_operands(equation, inputs)
     const_vars, _, x_vars = scan_operands(equation, body.jaxpr.invars)
@@ -259,9 +237,7 @@ def _link(graph: Graph, some: Sequence[Value], others: Sequence[Value]) -> None:
         graph.link_all(one.dims, other.dims)
 
 
-def _while(
-    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
+def _while(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     cond_consts, body_consts, carry = while_operands(equation, inputs)
     grad = any(value.grad for value in (*body_consts, *carry))
     carry = [_copy(value, grad) for value in carry]
@@ -275,9 +251,7 @@ def _while(
     return carry, [cond, body]
 
 
-def _cond(
-    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
+def _cond(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     scopes = [_walk_called(graph, one, inputs[1:]) for one in equation.params["branches"]]
     outputs = [outputs_of(graph, scope) for scope in scopes]
     for other in outputs[1:]:
@@ -289,9 +263,7 @@ def _cond(
     return results, scopes
 
 
-def _linear_solve(
-    graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]
-) -> tuple[list[Value], list[Scope]]:
+def _linear_solve(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     """Walks through the solver; the other jaxprs of the equation are for derivatives.
 
     Without a scope, the equation is re-bound unchanged.

@@ -8,7 +8,6 @@ rules of Megatron-LM (arXiv:1909.08053, section 3).
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any, Literal
@@ -47,7 +46,7 @@ class Split:
 
 
 Splits = dict[int, Split]
-Side = Literal["column", "row"]
+Matrices = list[WeightMatrix]
 
 
 def shard_matrices(group: Group, known: Known, n: int) -> Splits:
@@ -82,7 +81,7 @@ def vocabularies(splits: Splits) -> set[int]:
 
 def _shard(
     matrix: WeightMatrix,
-    side: Side,
+    side: Literal["column", "row"],
     n: int,
     reason: str,
     *,
@@ -96,11 +95,17 @@ def _shard(
     column = side == "column"
     dim = (matrix.outs if column else matrix.ins)[0]
     outer = matrix.in_size if column else matrix.out_size
-    if obstacle := _obstacle(matrix, dim, n, parts, heads):
-        return _replicate(matrix, obstacle, outer)
+    size = matrix.weight.shape[dim]
+    if matrix.groups > 1:
+        return _replicate(matrix, f"convolution in {matrix.groups} groups", outer)
+    if heads is not None and heads % n:
+        return _replicate(matrix, indivisible("number of heads", heads, n), outer)
+    if size % (n * parts):
+        what = "number of heads" if len(matrix.ins) + len(matrix.outs) > 2 else "size"
+        return _replicate(matrix, indivisible(what, size // parts, n), outer)
     splits = {matrix.index: Split(dim, f"{side}-parallel, {reason}", outer)}
     if matrix.bias is not None and column:
-        shape, size = matrix.bias.shape, matrix.weight.shape[dim]
+        shape = matrix.bias.shape
         fits = next((d for d in range(matrix.stack, len(shape)) if shape[d] == size), None)
         why = "does not have its matrix's output size" if fits is None else "like its matrix"
         splits[matrix.bias.index] = Split(fits, why)
@@ -122,18 +127,6 @@ def indivisible(what: str, size: int, n: int) -> str:
     return f"{what} {size} is not a multiple of model={n} ({multiples_near(size, n)} would be)"
 
 
-def _obstacle(matrix: WeightMatrix, dim: int, n: int, parts: int, heads: int | None) -> str | None:
-    size = matrix.weight.shape[dim]
-    if matrix.groups > 1:
-        return f"convolution in {matrix.groups} groups"
-    if heads is not None and heads % n:
-        return indivisible("number of heads", heads, n)
-    if size % (n * parts):
-        explicit = len(matrix.ins) + len(matrix.outs) > 2
-        return indivisible("number of heads" if explicit else "size", size // parts, n)
-    return None
-
-
 def _undecided(group: Group, done: Splits) -> list[WeightMatrix | None]:
     """The matrices near a group, and None for others between them."""
     near = group.near()
@@ -152,20 +145,30 @@ def _shard_attention(group: Group, parent: Group | None, done: Splits, n: int) -
     if explicit := _explicit_heads(matrices, n):
         return explicit
     beside = _linear(parent, done) if parent is not None else []
-    inputs = _inputs_by_name(matrices)
-    if not inputs and not group.ordered:
-        inputs = _inputs_by_shape(matrices, beside)
+    inputs = {m.role: m for m in matrices if m.role in _INPUTS}
+    if set(inputs) not in ({"query", "key", "value"}, {"query", "fused"}, {"fused"}):
+        inputs = {} if group.ordered else _inputs_by_shape(matrices, beside)
     if not inputs:
         return {}
-    output = _output(matrices, inputs) or _output(beside, inputs)
-    return _shard_inputs(inputs, output, group.owner, n)
+    heads = _int_field(group.owner, _HEADS)
+    kv_heads = _int_field(group.owner, _KV_HEADS) or heads
+    splits: Splits = {}
+    for role, matrix in inputs.items():
+        # The sizes of fused matrices are multiples of the keys' size.
+        parts = matrix.out_size // gcd(matrix.in_size, matrix.out_size) if role == "fused" else 1
+        count = kv_heads if role in ("key", "value") else heads
+        what = "query, key and value in one matrix" if role == "fused" else role
+        splits |= _shard(matrix, "column", n, f"attention {what}", parts=parts, heads=count)
+    if (output := _output(matrices, inputs) or _output(beside, inputs)) is not None:
+        splits |= _shard(output, "row", n, "attention output", heads=heads)
+    return splits
 
 
-def _linear(group: Group, done: Splits) -> list[WeightMatrix]:
+def _linear(group: Group, done: Splits) -> Matrices:
     return [m for m in _undecided(group, done) if m is not None and m.kind == "linear"]
 
 
-def _explicit_heads(matrices: list[WeightMatrix], n: int) -> Splits:
+def _explicit_heads(matrices: Matrices, n: int) -> Splits:
     """Shards matrices with a separate dimension of heads, which shows their sides."""
     splits: Splits = {}
     apart = any(m.outs[-1] - m.outs[0] > 1 for m in matrices)  # (experts, width, hidden)
@@ -178,15 +181,7 @@ def _explicit_heads(matrices: list[WeightMatrix], n: int) -> Splits:
     return splits
 
 
-def _inputs_by_name(matrices: list[WeightMatrix]) -> dict[str, WeightMatrix]:
-    found = {m.role: m for m in matrices if m.role in _INPUTS}
-    complete = ({"query", "key", "value"}, {"query", "fused"}, {"fused"})
-    return found if set(found) in complete else {}
-
-
-def _inputs_by_shape(
-    matrices: list[WeightMatrix], beside: list[WeightMatrix]
-) -> dict[str, WeightMatrix]:
+def _inputs_by_shape(matrices: Matrices, beside: Matrices) -> dict[str, WeightMatrix]:
     """Finds query, key and value by four patterns of shapes.
 
     Four square matrices; two square ones and two others that are alike (grouped queries); three
@@ -209,7 +204,7 @@ def _inputs_by_shape(
     return {}
 
 
-def _output(matrices: list[WeightMatrix], inputs: dict[str, WeightMatrix]) -> WeightMatrix | None:
+def _output(matrices: Matrices, inputs: dict[str, WeightMatrix]) -> WeightMatrix | None:
     """The last matrix from the heads' width back, if possible one with the name of an output."""
     query = inputs.get("query") or inputs["fused"]
     heads = {inputs[role].out_size for role in ("query", "value") if role in inputs}
@@ -222,23 +217,6 @@ def _output(matrices: list[WeightMatrix], inputs: dict[str, WeightMatrix]) -> We
         and (m.out_size == query.in_size or m.role == "output")
     ]
     return max(reversed(fits), key=lambda m: m.role == "output", default=None)
-
-
-def _shard_inputs(
-    inputs: dict[str, WeightMatrix], output: WeightMatrix | None, owner: Any, n: int
-) -> Splits:
-    heads = _int_field(owner, _HEADS)
-    kv_heads = _int_field(owner, _KV_HEADS) or heads
-    splits: Splits = {}
-    for role, matrix in inputs.items():
-        # The sizes of fused matrices are multiples of the keys' size.
-        parts = matrix.out_size // gcd(matrix.in_size, matrix.out_size) if role == "fused" else 1
-        count = kv_heads if role in ("key", "value") else heads
-        what = "query, key and value in one matrix" if role == "fused" else role
-        splits |= _shard(matrix, "column", n, f"attention {what}", parts=parts, heads=count)
-    if output is not None:
-        splits |= _shard(output, "row", n, "attention output", heads=heads)
-    return splits
 
 
 def _int_field(owner: Any, names: tuple[str, ...]) -> int | None:
@@ -258,7 +236,11 @@ def _shard_pairs(group: Group, done: Splits, residual: set[int], known: Known, n
     matrices = [matrix for matrix in _undecided(group, done) if matrix is not None]
     if group.ordered or len(matrices) < 2:
         return {}
-    width = _residual_width(matrices, known)
+    # The size that most of the matrices have on one side; ties go by the arrays of the layer.
+    sizes = known.sizes[layer_of(matrices[0].weight)]
+    sides = [(matrix.in_size, matrix.out_size) for matrix in matrices]
+    score = lambda size: (sum(size in pair for pair in sides), sizes[size])
+    width = max((size for pair in sides for size in pair), key=score)
     ups = [m for m in matrices if m.in_size == width and (not m.square or m.role == "up")]
     downs = [m for m in matrices if m.out_size == width and (not m.square or m.role == "down")]
     splits: Splits = {}
@@ -273,34 +255,19 @@ def _shard_pairs(group: Group, done: Splits, residual: set[int], known: Known, n
     return splits
 
 
-def _residual_width(matrices: list[WeightMatrix], known: Known) -> int:
-    """The size that most of the matrices have on one side; ties go by the arrays of the layer."""
-    sizes = known.sizes[layer_of(matrices[0].weight)]
-    sides = [(matrix.in_size, matrix.out_size) for matrix in matrices]
-    score = lambda size: (sum(size in pair for pair in sides), sizes[size])
-    return max((size for pair in sides for size in pair), key=score)
-
-
 def _shard_chains(group: Group, done: Splits, residual: set[int], n: int) -> Splits:
     """Shards chains of matrices, each the input of the next: column, row, column, row."""
     splits: Splits = {}
-    for run in _runs(_undecided(group, done)):
-        if len(run) > 1:
-            place = f"{group.path[-1]}/" if group.ordered and group.path else ""
-            splits |= _alternate(run, residual, place, n)
+    runs: list[Matrices] = [[]]
+    for matrix in _undecided(group, done):
+        if matrix is not None and runs[-1] and _follows(runs[-1][-1], matrix):
+            runs[-1].append(matrix)
+        else:
+            runs.append([] if matrix is None else [matrix])
+    place = f"{group.path[-1]}/" if group.ordered and group.path else ""
+    for run in runs:
+        splits |= _alternate(run, residual, place, n) if len(run) > 1 else {}
     return splits
-
-
-def _runs(matrices: list[WeightMatrix | None]) -> Iterator[list[WeightMatrix]]:
-    """Runs of matrices in which the output of each is the input of the next."""
-    run: list[WeightMatrix] = []
-    for matrix in matrices:
-        if matrix is not None and run and _follows(run[-1], matrix):
-            run.append(matrix)
-            continue
-        yield run
-        run = [] if matrix is None else [matrix]
-    yield run
 
 
 def _follows(before: WeightMatrix, after: WeightMatrix) -> bool:

@@ -19,7 +19,10 @@ class Classes:
         self._sizes = graph.sizes
         for a, b in [*graph.links, *graph.soft_links] if soft else graph.links:
             if self.divides(a) and self.divides(b):
-                self._join(a, b)
+                a, b = self[a], self[b]
+                # The smallest node represents a class, so that the order of links makes no
+                # difference.
+                self._parent[max(a, b)] = min(a, b)
 
     def __getitem__(self, node: int) -> int:
         parent = self._parent
@@ -32,11 +35,6 @@ class Classes:
         """Whether the size of a node is divisible, and not below `least`."""
         return self._sizes[node] >= self._least and self._sizes[node] % self._n == 0
 
-    def _join(self, a: int, b: int) -> None:
-        a, b = self[a], self[b]
-        # The smallest node represents a class, so that the order of links makes no difference.
-        self._parent[max(a, b)] = min(a, b)
-
     def of(self, nodes: Iterable[int]) -> frozenset[int]:
         return frozenset(self[node] for node in nodes)
 
@@ -47,14 +45,10 @@ def splittable(graph: Graph, classes: Classes, nodes: Iterable[int]) -> frozense
     Excludes classes with a blocked dimension, and those that one array has twice.
     """
     found = classes.of(node for node in nodes if classes.divides(node))
-    return found - classes.of(graph.blocked) - _twice(graph, classes)
-
-
-def _twice(graph: Graph, classes: Classes) -> set[int]:
-    found = set()
+    found -= classes.of(graph.blocked)
     for dims in graph.together:
         roots = [classes[node] for node in dims if classes.divides(node)]
-        found.update(root for root in roots if roots.count(root) > 1)
+        found -= {root for root in roots if roots.count(root) > 1}
     return found
 
 

@@ -1,12 +1,13 @@
 """The cost of sharding classes of dimensions, as an optimization problem over sets."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..program._graph import Cut, Graph, Meeting, Sum, Value
 from ._classes import Classes
-from ._hardware import Hardware, all_gather, all_reduce, reduce_gradient
+from ._hardware import Hardware, all_gather, all_reduce
 
 Choice = frozenset[int]
 
@@ -76,6 +77,66 @@ class BatchDims:
         return self.count if any(self.has(node) for node in dims) else 1
 
 
+def group(
+    graph: Graph,
+    classes: Classes,
+    candidates: Sequence[int],
+    against: Mapping[int, set[int]],
+    parameters: Sequence[Parameter],
+) -> dict[int, int]:
+    """The group of each candidate, numbered in the order of the program.
+
+    The corresponding classes of repeated layers are grouped, so that they are decided together.
+    """
+    colors = _colors(graph, classes, candidates, parameters)
+    # The colors of neighbours distinguish classes that look alike by themselves.
+    refined = {
+        one: (colors[one], tuple(sorted(Counter(colors[o] for o in against[one]).items())))
+        for one in candidates
+    }
+    members: dict[Any, list[int]] = defaultdict(list)
+    for one in candidates:
+        members[refined[one]].append(one)
+    sets = [apart for alike in members.values() for apart in _without_conflicts(alike, against)]
+    return {one: number for number, apart in enumerate(sets) for one in apart}
+
+
+def _colors(
+    graph: Graph, classes: Classes, candidates: Sequence[int], parameters: Sequence[Parameter]
+) -> dict[int, int]:
+    """A number for each candidate, equal for candidates with the same parameters and costs."""
+    marks: dict[int, Counter[Any]] = {one: Counter() for one in candidates}
+    for parameter in parameters:
+        shape = tuple(sorted(parameter.value.shape))
+        for node, size in zip(parameter.value.dims, parameter.value.shape, strict=True):
+            if (one := classes[node]) in marks:
+                marks[one][("parameter", shape, size, parameter.sharded)] += 1
+    for found in graph.sums.values():
+        if (one := classes[found.node]) in marks:
+            marks[one][("sum", found.bytes, found.times, found.backward)] += 1
+    for cut in graph.cuts:
+        for node, size in ((cut.source, cut.source_bytes), (cut.target, cut.target_bytes)):
+            if node is not None and (one := classes[node]) in marks:
+                marks[one][("cut", size, cut.times, node == cut.source)] += 1
+    known: dict[Any, int] = {}
+    return {
+        one: known.setdefault(frozenset(mark.items()), len(known)) for one, mark in marks.items()
+    }
+
+
+def _without_conflicts(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
+    """Partitions classes that are alike into sets without conflicts."""
+    sets: list[list[int]] = []
+    for one in alike:
+        for members in sets:
+            if against[one].isdisjoint(members):
+                members.append(one)
+                break
+        else:
+            sets.append([one])
+    return sets
+
+
 def build_problem(
     graph: Graph,
     classes: Classes,
@@ -111,10 +172,11 @@ def build_problem(
     for dims, moved in graph.traffic.items():
         seconds = moved / batch.parts(dims) / hardware.memory_bandwidth
         _add_shared(problem, groups(dims), seconds, axes.model)
-    for parameter in parameters:
-        if parameter.sharded:
-            in_model = groups(parameter.value.dims)
-            _add_gathers(problem, graph, parameter.value, in_model, axes, hardware)
+    for value in (parameter.value for parameter in parameters if parameter.sharded):
+        size = gathers(graph, value) * value.bytes
+        over_fsdp = all_gather(axes.fsdp, size) / spread / axes.model
+        over_model = all_gather(axes.model, size) / model
+        _add(problem, groups(value.dims), over_fsdp, over_fsdp + over_model)
     return problem
 
 
@@ -154,11 +216,15 @@ def sum_bytes(found: Sum, hardware: Hardware) -> int | float:
 
 
 def over_batch(found: Sum, batch: BatchDims, stored: int, hardware: Hardware) -> int | float:
-    """Bytes that each device sends to sum over the batch. Results without rows are gradients."""
+    """Bytes that each device sends to sum over the batch. Results without rows are gradients.
+
+    `stored` is the number of shards that a gradient is stored as.
+    """
     size = sum_bytes(found, hardware)
-    if found.backward and batch.parts(found.dims) == 1:
-        return reduce_gradient(batch.count, stored, size, hardware)
-    return all_reduce(batch.count, size)
+    # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
+    scatters = hardware.scatters and stored == batch.count
+    is_gradient = found.backward and batch.parts(found.dims) == 1
+    return (all_gather if is_gradient and scatters else all_reduce)(batch.count, size)
 
 
 def _add_shared(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
@@ -192,13 +258,3 @@ def cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[in
 def gathers(graph: Graph, value: Value) -> int:
     """How often an array is gathered in a step: layers of a scan also in the backward pass."""
     return 1 + (value.grad and not graph.stacks.isdisjoint(value.dims))
-
-
-def _add_gathers(
-    problem: Problem, graph: Graph, value: Value, groups: Choice, axes: Axes, hardware: Hardware
-) -> None:
-    """Adds the all-gathers of an array that is sharded in storage."""
-    size = gathers(graph, value) * value.bytes
-    over_fsdp = all_gather(axes.fsdp, size) / hardware.batch_bandwidth
-    over_model = all_gather(axes.model, size) / hardware.model_bandwidth
-    _add(problem, groups, over_fsdp / axes.model, over_fsdp / axes.model + over_model)

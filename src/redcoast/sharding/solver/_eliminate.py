@@ -30,7 +30,10 @@ def search_groups(problem: Problem) -> Choice:
     stream, groups have few neighbours, and the time is linear in the number of groups.
     """
     tables = list(_tables(problem))
-    near = _neighbours(problem.groups, tables)
+    near: dict[int, set[int]] = {one: set() for one in problem.groups}
+    for table in tables:
+        for one in table.groups:
+            near[one].update(other for other in table.groups if other != one)
     decided: list[tuple[int, Sequence[int], np.ndarray]] = []
     while near:
         one = min(near, key=lambda group: len(near[group]))
@@ -67,14 +70,6 @@ def _tables(problem: Problem) -> Iterator[_Table]:
         costs = np.full((2,) * len(groups), hit)
         costs[(0,) * len(groups)] = miss
         yield _Table(tuple(sorted(groups)), costs)
-
-
-def _neighbours(groups: Sequence[int], tables: Sequence[_Table]) -> dict[int, set[int]]:
-    near: dict[int, set[int]] = {one: set() for one in groups}
-    for table in tables:
-        for one in table.groups:
-            near[one].update(other for other in table.groups if other != one)
-    return near
 
 
 def _remove(near: dict[int, set[int]], one: int) -> set[int]:

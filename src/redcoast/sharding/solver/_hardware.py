@@ -62,16 +62,12 @@ def hardware_of(mesh: Mesh | AbstractMesh) -> Hardware:
     if not isinstance(mesh, Mesh):
         return Hardware()
     cpu = mesh.devices.flat[0].platform == "cpu"
-    return Hardware(memory=device_memory(mesh), adds_first=not cpu, scatters=not cpu)
-
-
-def device_memory(mesh: Mesh) -> int | None:
-    """Bytes of memory per device, or None if the devices do not report it."""
     try:
         found = mesh.local_devices[0].memory_stats()
     except (IndexError, NotImplementedError, jax.errors.JaxRuntimeError):  # not local devices
         found = None
-    return (found or {}).get("bytes_limit")
+    memory = (found or {}).get("bytes_limit")
+    return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
 
 
 def all_reduce(count: int, size: int | float) -> int | float:
@@ -85,10 +81,3 @@ def all_gather(count: int, size: int | float) -> int | float:
     A reduce-scatter of an operand of `size` bytes sends as much.
     """
     return (count - 1) / count * size
-
-
-def reduce_gradient(count: int, stored: int, size: int | float, hardware: Hardware) -> int | float:
-    """Bytes to sum a gradient over `count` devices that store it as `stored` shards."""
-    # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-    scatters = hardware.scatters and stored == count
-    return all_gather(count, size) if scatters else all_reduce(count, size)

@@ -8,7 +8,7 @@ from ..tree._overrides import spec_parts
 from ..tree._plan_rows import Row
 from ._classes import Classes
 from ._figures import Arithmetic, Memory
-from ._strategy import Decision, Program, batch_dims, parts, saved_bytes, staged_sum
+from ._strategy import Decision, Program, batch_of, parts, saved_bytes, staged_sum
 
 
 def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
@@ -29,7 +29,7 @@ def arithmetic(decision: Decision, axes: Mapping[str, int]) -> Arithmetic:
 def sharing(decision: Decision, axes: Mapping[str, int]) -> Callable[[Sequence[int]], int]:
     """Returns a function that gives the number of devices that share the work over dimensions."""
     classes, strategy = decision.classes, decision.strategy
-    batch = batch_dims(decision.program, parts(strategy.batch, axes))
+    batch = batch_of(decision, axes)
     asked = asked_axes(decision.program.graph)
 
     def shared(dims: Sequence[int]) -> int:
@@ -98,8 +98,8 @@ def _held_by_stage(rows: Sequence[Row], decision: Decision, axes: Mapping[str, i
         split = parts(decision.strategy.model, axes) if decision.computed[place] is not None else 1
         alone = value.bytes / staged.stages / split
         held += (1 + value.grad) * (alone - value.bytes / spec_parts(row.spec, axes))
-    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
-    return held + 2 * staged.carried / shards * staged.ticks / staged.microbatches
+    carried = staged.carried / batch_of(decision, axes).count
+    return held + 2 * carried * staged.ticks / staged.microbatches
 
 
 def activation_memory(

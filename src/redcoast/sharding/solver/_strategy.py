@@ -12,9 +12,8 @@ from ..program._trace import Traced
 from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
 from ._classes import Classes, conflicts, splittable
-from ._cost import Axes, BatchDims, Parameter, Problem, build_problem
+from ._cost import Axes, BatchDims, Parameter, Problem, build_problem, group
 from ._eliminate import search_groups
-from ._groups import group
 from ._hardware import Hardware, all_gather
 
 
@@ -83,11 +82,7 @@ class Strategy:
 # The second is data parallelism over all axes, cheapest with many examples. The third uses `fsdp`
 # for tensor parallelism too, cheapest with few examples.
 DEFAULT = Strategy(("data", "fsdp"), ("model",))
-STRATEGIES = (
-    DEFAULT,
-    Strategy(("data", "fsdp", "model"), ("model",)),
-    Strategy(("data",), ("fsdp", "model")),
-)
+OTHERS = Strategy(("data", "fsdp", "model"), ("model",)), Strategy(("data",), ("fsdp", "model"))
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,10 @@ def follow_program(
 
     What is done in `skipped` scans, by the `id` of their equation, is not counted.
     """
-    regions = Region(_used(traced, trainable)), Region(_differentiated(traced))
+    # Of a loss, only the first result is differentiated.
+    places = range(len(traced.jaxpr.out_avals))
+    differentiated = tuple(not traced.trains or place == 0 for place in places)
+    regions = Region(_used(traced, trainable)), Region(differentiated)
     graph = Graph(regions=regions, skipped=skipped)
     jaxpr = traced.jaxpr.jaxpr
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
@@ -142,11 +140,6 @@ def _used(traced: Traced, trainable: Sequence[bool]) -> tuple[bool, ...]:
     return (*(True,) * (count - moved), *(not trained for trained in trainable))
 
 
-def _differentiated(traced: Traced) -> tuple[bool, ...]:
-    """Whether each result is differentiated: of a loss, only the first one."""
-    return tuple(not traced.trains or place == 0 for place in range(len(traced.jaxpr.out_avals)))
-
-
 def best_strategy(
     program: Program,
     sizes: Mapping[str, int],
@@ -165,7 +158,7 @@ def best_strategy(
     # Constants are always replicated in storage, so they are not gathered.
     parameters += [Parameter(value, False) for _, value in program.planned]
     best = _decide(program, DEFAULT, sizes, parameters, hardware, forced)
-    for strategy in STRATEGIES[1:] if not any(d is not None for d in forced) else ():
+    for strategy in OTHERS if all(d is None for d in forced) else ():
         if not _applies(strategy, program, sizes):
             continue
         found = _decide(program, strategy, sizes, parameters, hardware, ())
@@ -254,6 +247,11 @@ def batch_dims(program: Program, count: int) -> BatchDims:
     return BatchDims(classes, roots, count)
 
 
+def batch_of(decision: Decision, sizes: Mapping[str, int]) -> BatchDims:
+    """The dimensions that a decision shards with the batch."""
+    return batch_dims(decision.program, parts(decision.strategy.batch, sizes))
+
+
 def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:
     """Bytes that each device sends to all-gather the batch over `fsdp`.
 
@@ -328,13 +326,12 @@ def staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -
 
 def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
     """Bytes per device that are saved for the backward pass."""
-    return staged_sum(decision, lambda one: _saved(one, axes))
-
-
-def _saved(decision: Decision, axes: Mapping[str, int]) -> float:
-    batch = batch_dims(decision.program, parts(decision.strategy.batch, axes))
     n = parts(decision.strategy.model, axes)
-    total = 0.0
-    for dims, size in decision.program.graph.saved.items():
-        total += size / batch.parts(dims) / (n if is_split(decision, dims) else 1)
-    return total
+
+    def saved(one: Decision) -> float:
+        batch, total = batch_of(one, axes), 0.0
+        for dims, size in one.program.graph.saved.items():
+            total += size / batch.parts(dims) / (n if is_split(one, dims) else 1)
+        return total
+
+    return staged_sum(decision, saved)

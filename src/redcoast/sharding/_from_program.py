@@ -11,35 +11,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._pytree import trainable_arrays
-from ..core._sequence_parts import divided_into
 from ..distributed._mesh import PIPE
-from .constrain._compute import Compute
-from .constrain._pipeline import pipeline_of
-from .pipeline._stages import NoPipeline, stage_program
+from .pipeline._stages import NoPipeline, pipeline_of, stage_program
 from .program._graph import Value
 from .program._trace import trace_over
+from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
-from .report._reasons import (
-    Reasons,
-    batch_axes,
-    batch_sentences,
-    batch_sizes,
-    closed_over,
-    find_reasons,
-    hindrances,
-    not_rows,
-)
 from .report._repeated import repeated
 from .report._traffic import pipelining, traffic
+from .solver import _memory
 from .solver._hardware import Hardware
-from .solver._memory import (
-    DEFAULT_MEMORY,
-    activation_memory,
-    arithmetic,
-    estimate_memory,
-    fit_budget,
-)
 from .solver._replicate import replicate
 from .solver._strategy import (
     DEFAULT,
@@ -52,12 +34,10 @@ from .solver._strategy import (
     saved_bytes,
     used_axes,
 )
-from .solver._tokens import needs_tokens, no_tokens, split_tokens
+from .solver._tokens import needs_tokens, split_tokens
 from .tree._leaves import LARGE, Leaf, flat_leaves, is_inexact_leaf
-from .tree._optimizer_state import trim_spec
-from .tree._overrides import Override, apply_overrides, spec_axes
-from .tree._plan_rows import Role, Row
-from .tree._reason import ON_STAGES, OVERRIDE, STORED, Reason
+from .tree._overrides import Override, apply_overrides, model_dim
+from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, Reason, Role, Row, trim_spec
 
 
 def is_large(program: Program, value: Value) -> bool:
@@ -70,28 +50,39 @@ def is_large(program: Program, value: Value) -> bool:
     return prod(sizes) >= LARGE
 
 
-def layout(
-    leaves: Sequence[Leaf],
-    decision: Decision,
-    covered: Sequence[bool],
-    given: Mapping[int, P],
-    axes: Mapping[str, int],
-    spared: Collection[int] = (),
+@dataclass(frozen=True)
+class _Task:
+    """What is planned; `given` are the specs that a user decided, by the index of a leaf."""
+
+    leaves: list[Leaf]
+    program: Program
+    axes: dict[str, int]
+    given: Mapping[int, P]
+    hardware: Hardware
+    state_bytes: int
+
+    @property
+    def memory(self) -> int | float:
+        return _memory.DEFAULT_MEMORY if self.hardware.memory is None else self.hardware.memory
+
+
+def _layout(
+    task: _Task, decision: Decision, covered: Sequence[bool], spared: Collection[int] = ()
 ) -> list[Row]:
-    """A row for each array of a model; `given` are the specs of those that a user decided.
+    """A row for each array of a model.
 
     `spared` are the places of arrays that are not FSDP-sharded over `model`.
     """
     staged = decision.program.staged
     layered = frozenset() if staged is None else staged.layered
-    why = find_reasons(leaves, decision, axes)
+    why = _reasons.find_reasons(task.leaves, decision, task.axes)
     rows = []
-    for place, leaf in enumerate(leaves):
+    for place, leaf in enumerate(task.leaves):
         role: Role = "parameter" if is_inexact_leaf(leaf) else "other"
-        if leaf.index in given:
-            spec, reason = given[leaf.index], OVERRIDE
+        if leaf.index in task.given:
+            spec, reason = task.given[leaf.index], OVERRIDE
         else:
-            spec = _spec(place, decision, covered[place], place in spared, axes)
+            spec = _spec(place, decision, covered[place], place in spared, task.axes)
             reason = _reason(place, spec, covered[place], place in spared, why)
             if place in layered:
                 reason = reason if any(spec) else ON_STAGES
@@ -112,7 +103,7 @@ def _spec(
     fsdp = () if "fsdp" in together else used_axes(("fsdp",), axes)
     computed = decision.computed[place]
     if computed is not None:
-        entries[computed] = _entry(model)
+        entries[computed] = model
     elif covered and model and not spared:
         _store(decision, value, entries, model, axes)
     if covered and fsdp:
@@ -120,30 +111,23 @@ def _spec(
     return trim_spec(tuple(entries))
 
 
-def _reason(place: int, spec: P, covered: bool, spared: bool, why: Reasons) -> Reason:
-    computed = why.decision.computed[place]
+def _reason(place: int, spec: P, covered: bool, spared: bool, why: _reasons.Reasons) -> Reason:
+    program, computed = why.decision.program, why.decision.computed[place]
     if computed is not None:
         return why.computed(place, computed)
     if spec:
         return Reason("fsdp", why.not_computed(place) or STORED)
     if spared:
-        return Reason("replicated", f"{why.not_computed(place)}, and the devices have room for it")
-    return Reason("replicated", _not_sharded(place, covered, why))
-
-
-def _not_sharded(place: int, covered: bool, why: Reasons) -> str:
-    program = why.decision.program
-    if parts(("fsdp", "model"), why.axes) == 1:
-        return "fsdp and model have one device each"
-    if not is_large(program, program.parameters[place]):
-        return why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
-    if not covered:
-        return "the budget leaves room for it"
-    return why.indivisible(place, least=2) or why.not_stored(place)
-
-
-def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    return axes[0] if len(axes) == 1 else axes
+        text = f"{why.not_computed(place)}, and the devices have room for it"
+    elif parts(("fsdp", "model"), why.axes) == 1:
+        text = "fsdp and model have one device each"
+    elif not is_large(program, program.parameters[place]):
+        text = why.indivisible(place, why.n) or f"small, fewer than {LARGE:,} elements"
+    elif not covered:
+        text = "the budget leaves room for it"
+    else:
+        text = why.indivisible(place, least=2) or why.not_stored(place)
+    return Reason("replicated", text)
 
 
 def _store(
@@ -152,34 +136,22 @@ def _store(
     entries: list[Any],
     over: tuple[str, ...],
     axes: Mapping[str, int],
-) -> bool:
-    """Shards a dimension over all of the axes, or one over each, where any divides."""
-    d = _storage(decision, value, entries, parts(over, axes))
-    if d is not None:
-        entries[d] = _entry(over)
-        return True
-    if len(over) == 1:
-        return False
-    each = [_store(decision, value, entries, (one,), axes) for one in over]
-    return any(each)
+) -> None:
+    """Shards the largest dimension that divides over all of the axes, or else one over each.
 
-
-def _storage(decision: Decision, value: Value, entries: Sequence[Any], n: int) -> int | None:
-    """The largest dimension that divides and is neither a layer count nor a window."""
-    blocked = decision.classes.of(decision.program.graph.blocked)
+    It is neither a layer count nor a window.
+    """
+    n, blocked = parts(over, axes), decision.classes.of(decision.program.graph.blocked)
     free = [
         d
         for d, (node, size) in enumerate(zip(value.dims, value.shape, strict=True))
         if entries[d] is None and size % n == 0 and size and decision.classes[node] not in blocked
     ]
-    return max(free, key=lambda d: (value.shape[d], -d)) if free else None
-
-
-@dataclass(frozen=True)
-class FlowPlan:
-    rows: list[Row]
-    compute: Compute
-    report: ProgramReport
+    if free:
+        entries[max(free, key=lambda d: (value.shape[d], -d))] = over
+        return
+    for one in over if len(over) > 1 else ():
+        _store(decision, value, entries, (one,), axes)
 
 
 def plan_flow(
@@ -195,29 +167,26 @@ def plan_flow(
     state_bytes: int,
     sequence: bool,
     microbatches: int | None = None,
-) -> FlowPlan:
+) -> tuple[list[Row], Compute, ProgramReport]:
     """Plans the sharding of a model and of the computation in `fn(model, *args)`."""
     axes = dict(mesh.shape)
-    leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
+    leaves = flat_leaves(model)
     given = apply_overrides(leaves, overrides, axes)
-    traced, _ = trace_over(mesh, fn, model, args)
-    program = follow_program(traced, trainable_arrays(model, trainable))
+
+    def trace() -> Program:
+        traced, _ = trace_over(mesh, fn, model, args)
+        return follow_program(traced, trainable_arrays(model, trainable))
+
+    program = trace()
     stage = partial(_staged, mesh=mesh, given=(fn, model, args), microbatches=microbatches)
-    piped = axes.get(PIPE, 1) > 1 and traced.trains
+    piped = axes.get(PIPE, 1) > 1 and program.traced.trains
     if piped:
         program = stage(program, DEFAULT.batch)
     task = _Task(leaves, program, axes, given, hardware, state_bytes)
     count = parts(DEFAULT.batch, axes)
     tasks = [task]
     if not piped and needs_tokens(program, count):
-        if no_tokens(program, count):
-            split = split_tokens(program, count)
-        else:
-            # Attention and losses have a dimension for the parts.
-            with divided_into(count):
-                traced, _ = trace_over(mesh, fn, model, args)
-            split = follow_program(traced, trainable_arrays(model, trainable))
-            split = split_tokens(split, count)
+        split = split_tokens(program, count, trace)
         why = "it would cost more" if split.batch.sequence else split.batch.whole
         by_rows = replace(program, batch=replace(program.batch, whole=why))
         by_tokens = [replace(task, program=split)] if split.batch.sequence else []
@@ -231,7 +200,7 @@ def plan_flow(
     if piped and strategy != DEFAULT:
         task = replace(task, program=stage(program, strategy.batch))
         decision = replace(decision, program=task.program)
-    return FlowPlan(rows, compute, _report(task, rows, decision, not_rows(args[:1], decision)))
+    return rows, compute, _report(task, rows, decision, _reasons.not_rows(args[:1], decision))
 
 
 def _staged(
@@ -254,22 +223,6 @@ def _staged(
         ) from error.__cause__
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What is planned; `given` are the specs that a user decided, by the index of a leaf."""
-
-    leaves: list[Leaf]
-    program: Program
-    axes: dict[str, int]
-    given: Mapping[int, P]
-    hardware: Hardware
-    state_bytes: int
-
-    @property
-    def memory(self) -> int | float:
-        return DEFAULT_MEMORY if self.hardware.memory is None else self.hardware.memory
-
-
 def _cheapest(tasks: Sequence[_Task], budget: int | None) -> tuple[_Task, list[Row], Decision]:
     """The cheapest plan of those that fit into memory, for a batch split by rows or by tokens."""
     found, errors = [], []
@@ -284,60 +237,55 @@ def _cheapest(tasks: Sequence[_Task], budget: int | None) -> tuple[_Task, list[R
 
     def order(one: tuple[_Task, list[Row], Decision]) -> tuple[int | float, int | float]:
         task, _, decision = one
-        saved = saved_bytes(decision, task.axes)
-        left = activation_memory(task.program, task.axes, large, task.memory, task.state_bytes)
-        return max(saved - left, 0), decision.seconds
+        program, axes = task.program, task.axes
+        left = _memory.activation_memory(program, axes, large, task.memory, task.state_bytes)
+        return max(saved_bytes(decision, axes) - left, 0), decision.seconds
 
     return min(found, key=order)
 
 
 def _decide(task: _Task, budget: int | None) -> tuple[list[Row], Decision]:
     """The rows within the budget; if memory is known, arrays are replicated where it suffices."""
-    large = [is_large(task.program, value) for value in task.program.parameters]
-    make = partial(_rows, task)
+    program, axes, states = task.program, task.axes, task.state_bytes
+    large = [is_large(program, value) for value in program.parameters]
+    forced = [model_dim(task.given.get(leaf.index, ())) for leaf in task.leaves]
+
+    def make(covered: Sequence[bool]) -> tuple[list[Row], Decision]:
+        """The rows and the decision if the `covered` arrays are sharded whatever that costs."""
+        left = _memory.activation_memory(program, axes, covered, task.memory, states)
+        decision = best_strategy(program, axes, covered, task.hardware, forced, left)
+        return _layout(task, decision, covered), decision
+
     if budget is not None:
-        return fit_budget(make, large, task.program, task.axes, budget, task.state_bytes)
+        return _memory.fit_budget(make, large, program, axes, budget, states)
     rows, decision = make(large)
     if task.hardware.memory is None:
         return rows, decision
-    decision, spared = replicate(rows, decision, task.axes, task.memory, task.state_bytes)
-    return layout(task.leaves, decision, large, task.given, task.axes, spared), decision
-
-
-def _rows(task: _Task, covered: Sequence[bool]) -> tuple[list[Row], Decision]:
-    """The rows and the decision if the `covered` arrays are sharded whatever that costs."""
-    program, axes = task.program, task.axes
-    forced = [_model_dim(task.given.get(leaf.index, ())) for leaf in task.leaves]
-    left = activation_memory(program, axes, covered, task.memory, task.state_bytes)
-    decision = best_strategy(program, axes, covered, task.hardware, forced, left)
-    return layout(task.leaves, decision, covered, task.given, axes), decision
+    decision, spared = replicate(rows, decision, axes, task.memory, states)
+    return _layout(task, decision, large, spared), decision
 
 
 def _report(
     task: _Task, rows: Sequence[Row], decision: Decision, others: Mapping[str, int]
 ) -> ProgramReport:
     """The figures of a decision; `others` are the arrays of the batch that are not rows."""
-    axes, reasons = task.axes, find_reasons(task.leaves, decision, task.axes)
+    axes, reasons = task.axes, _reasons.find_reasons(task.leaves, decision, task.axes)
     return ProgramReport(
-        batch_axes=batch_axes(decision, axes),
+        batch_axes=_reasons.batch_axes(decision, axes),
         model_axes=reasons.over,
-        batch=batch_sentences(decision, axes, others),
-        batch_sizes=batch_sizes(decision),
+        batch=_reasons.batch_sentences(decision, axes, others),
+        batch_sizes=_reasons.batch_sizes(decision),
         not_rows=others,
-        hindrances=hindrances(reasons),
+        hindrances=_reasons.hindrances(reasons),
         traffic=traffic(rows, reasons, task.hardware),
-        closed_over=closed_over(reasons),
+        closed_over=_reasons.closed_over(reasons),
         coupled=find_coupling(task.program),
         unknown=dict(sorted(task.program.graph.unknown.items())),
-        arithmetic=arithmetic(decision, axes),
+        arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),
-        memory=estimate_memory(rows, decision, axes, task.state_bytes),
+        memory=_memory.estimate_memory(rows, decision, axes, task.state_bytes),
         device_memory=task.memory,
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
         pipeline=pipelining(decision, axes),
     )
-
-
-def _model_dim(spec: Any) -> int | None:
-    return next((d for d, entry in enumerate(spec) if "model" in spec_axes(entry)), None)

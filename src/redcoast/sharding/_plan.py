@@ -9,16 +9,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions, check_integer
-from ..core._errors import check_mesh as check_mesh_kind
+from ..core._errors import check_functions, check_integer, check_mesh
 from ..core._frames import hide_frames
 from ..distributed._mesh import PIPE
-from .constrain._compute import Compute
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .tree._leaves import flat_leaves
-from .tree._overrides import Override, spec_axes
-from .tree._plan_rows import Row, model_of, plan_rows
+from .tree._overrides import Override, model_dim
+from .tree._plan_rows import Compute, Row, model_of, plan_rows
 
 _AXES = ("data", "fsdp", "model")
 
@@ -301,11 +299,13 @@ def plan_shardings(
         from .heuristic._structural import structural_rows
 
         inside = structural_rows(model_of(tree), axes, overrides)
-        rows = plan_rows(tree, lambda model: inside)
-        return make_plan(tree, mesh, rows, Compute(tuple(map(_model_dim, inside))), None)
+        compute = Compute(tuple(model_dim(row.spec) for row in inside))
+        return make_plan(tree, mesh, plan_rows(tree, inside), compute, None)
     from ._from_program import plan_flow
 
-    found = plan_flow(
+    leaves = [] if model_of(tree) is tree else flat_leaves(tree)
+    state_bytes = sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
+    inside, compute, report = plan_flow(
         model_of(tree),
         mesh,
         fn,
@@ -314,12 +314,11 @@ def plan_shardings(
         trainable=trainable,
         hardware=hardware or hardware_of(mesh),
         budget=budget,
-        state_bytes=_state_bytes(tree),
+        state_bytes=state_bytes,
         sequence=sequence,
         microbatches=microbatches,
     )
-    rows = plan_rows(tree, lambda model: found.rows)
-    return make_plan(tree, mesh, rows, found.compute, found.report)
+    return make_plan(tree, mesh, plan_rows(tree, inside), compute, report)
 
 
 def make_plan(
@@ -337,12 +336,9 @@ def examples_coupled(
     fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
 ) -> Coupling | None:
     """The first operation by which the examples of a batch depend on each other, if any."""
-    from .program._trace import trace_over
     from .report._coupling import find_coupling
-    from .solver._strategy import follow_program
 
-    traced, _ = trace_over(mesh, fn, model_of(tree), args)
-    return find_coupling(follow_program(traced, [False] * traced.arrays))
+    return find_coupling(_followed(fn, tree, args, mesh))
 
 
 def layer_counts(
@@ -350,30 +346,22 @@ def layer_counts(
 ) -> list[int]:
     """The lengths of the scans of a function over arrays of the tree, which can be stages."""
     from .pipeline._stages import layer_scans
+
+    scans = layer_scans(_followed(fn, tree, args, mesh))
+    return [equation.params["length"] for equation, *_ in scans]
+
+
+def _followed(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Any) -> Any:
     from .program._trace import trace_over
     from .solver._strategy import follow_program
 
     traced, _ = trace_over(mesh, fn, model_of(tree), args)
-    program = follow_program(traced, [False] * traced.arrays)
-    return [equation.params["length"] for equation, _ in layer_scans(program)]
-
-
-def _model_dim(row: Row) -> int | None:
-    found = [d for d, entry in enumerate(row.spec) if "model" in spec_axes(entry)]
-    return found[0] if found else None
-
-
-def _state_bytes(tree: PyTree) -> int:
-    """How many bytes of optimizer state there are."""
-    if model_of(tree) is tree:
-        return 0
-    leaves = [leaf for leaf in flat_leaves(tree) if leaf is not None]
-    return sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
+    return follow_program(traced, [False] * traced.arrays)
 
 
 def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is not None:
-        check_mesh_kind(mesh)
+        check_mesh(mesh)
     mesh = jax.sharding.get_mesh() if mesh is None else mesh
     if mesh is None or mesh.empty:
         raise ValueError(

@@ -16,12 +16,10 @@ from ..core._errors import check_kind, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ._plan import Plan, make_plan, mesh_or_ambient
-from .constrain._compute import Compute
 from .report._data import ProgramReport
 from .tree._leaves import Leaf, flat_leaves
 from .tree._overrides import spec_axes, spec_parts
-from .tree._plan_rows import Role, Row, plan_rows
-from .tree._reason import OVERRIDE, Kind
+from .tree._plan_rows import OVERRIDE, Compute, Kind, Role, Row, model_of, plan_rows
 
 FORMAT = 1
 _Check = Callable[[Any], bool]
@@ -36,9 +34,11 @@ _is_int: _Check = lambda x: type(x) is int
 _is_names = _list_of(_is_text)
 _is_axes: _Check = lambda x: x is None or _is_text(x) or _is_names(x)
 _is_dim: _Check = lambda x: x is None or _is_int(x)
-_is_pair: _Check = lambda x: isinstance(x, list) and len(x) == 2
-_is_constant: _Check = lambda x: _is_pair(x) and _is_text(x[0]) and _is_dim(x[1])
+_is_constant: _Check = lambda x: (
+    isinstance(x, list) and len(x) == 2 and _is_text(x[0]) and _is_dim(x[1])
+)
 # What entries of a file must be. Files of earlier versions lack the new ones.
+_NEW = ("kind", "together", "constants", "tokens", "microbatches")
 _ROW: dict[str, _Check] = {
     "path": _is_text,
     "shape": _list_of(_is_int),
@@ -46,15 +46,14 @@ _ROW: dict[str, _Check] = {
     "spec": _list_of(_is_axes),
     "reason": _is_text,
     "role": lambda x: x in get_args(Role),
+    "kind": lambda x: x in get_args(Kind),
+    "together": _is_text,
 }
-_NEW_IN_ROWS: dict[str, _Check] = {"kind": lambda x: x in get_args(Kind), "together": _is_text}
 _COMPUTE: dict[str, _Check] = {
     "dims": _list_of(_is_dim),
     "batch_axes": _is_names,
     "model_axes": _is_names,
     "sequence": lambda x: isinstance(x, bool),
-}
-_NEW_IN_COMPUTE: dict[str, _Check] = {
     "constants": _list_of(_is_constant),
     "tokens": lambda x: isinstance(x, bool),
     "microbatches": lambda x: x is None or (_is_int(x) and x > 0),
@@ -88,8 +87,18 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         ```
     """
     check_kind("plan", plan, Plan, "a plan, as `redcoast.plan_shardings` gives")
+    from .report._report_json import array_to_json, program_to_json
+
     path = Path(path).expanduser()
-    text = json.dumps(_document(plan), indent=1) + "\n"
+    arrays = map(array_to_json, plan.report.arrays)
+    document = {
+        "format": FORMAT,
+        "mesh": dict(plan.report.mesh),
+        "rows": [{key: row[key] for key in _ROW} for row in arrays],
+        "compute": asdict(plan.compute),
+        "report": program_to_json(plan.report.program_or_none),
+    }
+    text = json.dumps(document, indent=1) + "\n"
     if path.exists():
         if path.is_file() and path.read_text("utf-8", errors="replace") == text:
             return
@@ -144,9 +153,15 @@ def load_plan(
     path = Path(path).expanduser()
     document = _read(path)
     mesh = mesh_or_ambient(mesh)
-    _check_sizes(path, document["mesh"], dict(mesh.shape))
-    of_model = lambda model: [Row(x, P(), OVERRIDE, "parameter") for x in flat_leaves(model) if x]
-    blank = plan_rows(tree, of_model)
+    planned, given = document["mesh"], dict(mesh.shape)
+    if planned != given:
+        draw = lambda sizes: ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(
+            f"The plan in {path} is for a mesh of {draw(planned)}, but the given mesh has "
+            f"{draw(given)}. Use rc.make_mesh({draw(planned)}), or plan again."
+        )
+    leaves = flat_leaves(model_of(tree))
+    blank = plan_rows(tree, [Row(leaf, P(), OVERRIDE, "parameter") for leaf in leaves])
     _check_leaves(path, document["rows"], [row.leaf for row in blank])
     compute = Compute(**{name: _tuples(value) for name, value in document["compute"].items()})
     rows = _rows(path, document, blank, compute)
@@ -183,19 +198,6 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _document(plan: Plan) -> dict[str, Any]:
-    from .report._report_json import array_to_json, program_to_json
-
-    arrays = map(array_to_json, plan.report.arrays)
-    return {
-        "format": FORMAT,
-        "mesh": dict(plan.report.mesh),
-        "rows": [{key: row[key] for key in (*_ROW, *_NEW_IN_ROWS)} for row in arrays],
-        "compute": asdict(plan.compute),
-        "report": program_to_json(plan.report.program_or_none),
-    }
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
@@ -228,31 +230,17 @@ def _wrong(document: dict[str, Any]) -> set[str]:
     sizes = lambda: all(_is_int(size) and size > 0 for size in document["mesh"].values())
     return (
         {name for name, kind in kinds.items() if not isinstance(document.get(name), kind)}
-        or {name for row in document["rows"] for name in _wrong_in_row(row)}
-        or _wrong_among(document["compute"], _COMPUTE, _NEW_IN_COMPUTE)
-        | (document["compute"].keys() - {*_COMPUTE, *_NEW_IN_COMPUTE})
+        or {name for row in document["rows"] for name in _wrong_among(row, _ROW)}
+        or _wrong_among(document["compute"], _COMPUTE) | (document["compute"].keys() - _COMPUTE)
         or (set() if sizes() else {"mesh"})
     )
 
 
-def _wrong_in_row(row: Any) -> set[str]:
-    return _wrong_among(row, _ROW, _NEW_IN_ROWS) if isinstance(row, dict) else {"rows"}
-
-
-def _wrong_among(
-    found: dict[str, Any], needed: dict[str, _Check], new: dict[str, _Check]
-) -> set[str]:
-    given = (needed | new).keys() & found.keys()
-    return needed.keys() - found.keys() | {x for x in given if not (needed | new)[x](found[x])}
-
-
-def _check_sizes(path: Path, planned: dict[str, int], given: dict[str, int]) -> None:
-    if planned != given:
-        draw = lambda sizes: ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ValueError(
-            f"The plan in {path} is for a mesh of {draw(planned)}, but the given mesh has "
-            f"{draw(given)}. Use rc.make_mesh({draw(planned)}), or plan again."
-        )
+def _wrong_among(found: Any, checks: dict[str, _Check]) -> set[str]:
+    if not isinstance(found, dict):
+        return {"rows"}
+    fits = lambda name: checks[name](found[name]) if name in found else name in _NEW
+    return {name for name in checks if not fits(name)}
 
 
 def _check_leaves(path: Path, rows: Sequence[dict[str, Any]], leaves: Sequence[Leaf]) -> None:
@@ -284,17 +272,12 @@ def _difference(planned: Sequence[str], given: Sequence[str]) -> str:
 def _spec(path: Path, row: dict[str, Any], axes: dict[str, int]) -> P:
     """The spec of a row. Raises if it does not fit, because the file may have been edited."""
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in row["spec"]]
-    if not _fits(entries, row["shape"], axes):
+    used, shape = [axis for entry in entries for axis in spec_axes(entry)], row["shape"]
+    fits = len(entries) <= len(shape) and len(used) == len(set(used)) and set(used) <= set(axes)
+    sizes = zip(shape, entries, strict=False)
+    if not fits or any(size % spec_parts(P(entry), axes) for size, entry in sizes):
         raise ValueError(
             f"In {path} the spec {row['spec']} of {row['path'] or 'the array'} does not fit its "
             f"shape {row['shape']} on the mesh {axes}."
         )
     return P(*entries)
-
-
-def _fits(entries: Sequence[Any], shape: Sequence[int], axes: dict[str, int]) -> bool:
-    used = [axis for entry in entries for axis in spec_axes(entry)]
-    if len(entries) > len(shape) or len(used) > len(set(used)) or not set(used) <= set(axes):
-        return False
-    parts = [spec_parts(P(entry), axes) for entry in entries]
-    return all(size % count == 0 for size, count in zip(shape, parts, strict=False))

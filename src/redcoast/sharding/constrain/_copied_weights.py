@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from ...core._jaxpr import bind_again, is_inexact
-from ..program._elementwise import ELEMENTWISE
 from ..program._graph import Value
 from ..program._loop_weights import can_hoist_gradient_sum, rearranges, uses
 from ..program._walk import Scope
@@ -28,7 +27,7 @@ def copy_weights(scope: Scope, shardings: Shardings, consts: Sequence[Any]) -> d
     for x, var in zip(consts, scope.jaxpr.invars, strict=False):
         value = scope.values[var]
         if (
-            shardings.batch_shards > 1
+            shardings.batch.count > 1
             and isinstance(x, jax.Array)
             and value.shape
             and is_inexact(x)
@@ -62,9 +61,16 @@ def apply_copies(
         return None
     if not uses(equation, weight):
         return None
-    values = [None if isinstance(atom, Literal) else scope.values.get(atom) for atom in atoms]
+    if equation.primitive.name == "dot_general":
+        return _dot(equation, scope, shardings, operands, index, copies[weight])
     result = scope.values[out]
-    return _use(equation, operands, index, copies[weight], values, result, shardings)
+    at = shardings.batch_dim(result)
+    if equation.primitive.name == "broadcast_in_dim":
+        return _broadcast(copies[weight], equation.params["broadcast_dimensions"], at, result)
+    # Elementwise operations broadcast dimensions of size one implicitly.
+    repeated = _broadcast(copies[weight], tuple(range(len(result.shape))), at, result)
+    inputs = [repeated if i == index else x for i, x in enumerate(operands)]
+    return None if repeated is None else bind_again(equation, inputs)[0]
 
 
 def _rearrange(equation: JaxprEqn, copies: Any) -> Any:
@@ -76,35 +82,8 @@ def _rearrange(equation: JaxprEqn, copies: Any) -> Any:
     return jax.lax.transpose(copies, (0, *(d + 1 for d in order)))
 
 
-def _use(
-    equation: JaxprEqn,
-    operands: Sequence[Any],
-    index: int,
-    copies: Any,
-    values: Sequence[Value | None],
-    result: Value,
-    shardings: Shardings,
-) -> Any:
-    """The result, with the copies in place of operand `index`; None without a batch dimension."""
-    if equation.primitive.name == "broadcast_in_dim":
-        dims = equation.params["broadcast_dimensions"]
-        return _broadcast(copies, dims, shardings.batch_dim(result), result)
-    if equation.primitive.name in ELEMENTWISE:
-        # Dimensions of size one are broadcast implicitly.
-        dims = tuple(range(len(result.shape)))
-        repeated = _broadcast(copies, dims, shardings.batch_dim(result), result)
-        inputs = [repeated if i == index else x for i, x in enumerate(operands)]
-        return None if repeated is None else bind_again(equation, inputs)[0]
-    value = values[1 - index]
-    at = None if value is None else shardings.batch_dim(value)
-    contracted, _ = equation.params["dimension_numbers"]
-    if value is None or at is None or at in contracted[1 - index]:
-        return None
-    other = shardings.split_batch(operands[1 - index], value, at)
-    return _dot(equation, other, index, at, copies)
-
-
 def _broadcast(copies: Any, dims: tuple[int, ...], at: int | None, result: Value) -> Any:
+    """The copies in the shape of a result; None if it has no batch dimension `at`."""
     if at is not None and at in dims and copies.shape[1 + dims.index(at)] == 1:
         copies = jnp.squeeze(copies, axis=1 + dims.index(at))
         dims = tuple(d for d in dims if d != at)
@@ -119,10 +98,26 @@ def _broadcast(copies: Any, dims: tuple[int, ...], at: int | None, result: Value
     return jax.lax.reshape(copies, shape)
 
 
-def _dot(equation: JaxprEqn, other: Any, index: int, at: int, copies: Any) -> Any:
-    """A batched product: dimension `at` of `other` is split into two, `(shards, rest)`."""
-    params = equation.params
+def _dot(
+    equation: JaxprEqn,
+    scope: Scope,
+    shardings: Shardings,
+    operands: Sequence[Any],
+    index: int,
+    copies: Any,
+) -> Any:
+    """A product with the copies in place of operand `index`, batched over the shards.
+
+    None if the other operand has no batch dimension that is kept.
+    """
+    atom, params = equation.invars[1 - index], equation.params
     sums, _ = params["dimension_numbers"]
+    value = None if isinstance(atom, Literal) else scope.values.get(atom)
+    at = None if value is None else shardings.batch_dim(value)
+    if value is None or at is None or at in sums[1 - index]:
+        return None
+    # Its dimension `at` is split into two, `(shards, rest)`.
+    other = shardings.split_batch(operands[1 - index], value, at)
     mine, theirs = tuple(d + 1 for d in sums[index]), tuple(d + (d > at) for d in sums[1 - index])
     operands, contracted, batch = [copies, other], [mine, theirs], [(0,), (at,)]
     if index == 1:

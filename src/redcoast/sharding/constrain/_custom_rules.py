@@ -59,7 +59,8 @@ def _jvp_rule(
         inputs = [*primals, *(t for t, _ in inexact)]
         leaves, _, structure = run_local(push, [*specs, *(s for _, s in inexact)], *inputs)
         out, out_tangents = structure.unflatten(leaves)
-        return out, [_zero(x) if t is None else t for x, t in zip(out, out_tangents, strict=True)]
+        zero = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)  # of an integer array
+        return out, [zero(x) if t is None else t for x, t in zip(out, out_tangents, strict=True)]
 
     return rule
 
@@ -94,8 +95,3 @@ def _is_exact(x: Any) -> bool:
 def is_float0(x: Any) -> bool:
     """Whether this is the derivative of an integer array."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
-
-
-def _zero(x: Any) -> Any:
-    """The tangent of an integer array."""
-    return np.zeros(jnp.shape(x), jax.dtypes.float0)

@@ -9,17 +9,15 @@ from jaxtyping import PyTree
 
 from ...core._frames import hide_frames, warn
 from ...core._pytree import join
-from ...core._sequence_parts import divided_into
 from ...core._tracing import traced_over
 from ...distributed._mesh import PIPE, batch_shards
-from ..pipeline._stages import NoPipeline
+from ..pipeline._stages import NoPipeline, pipeline_of
 from ..program._trace import trace_over
 from ..solver._strategy import Program, follow_program, parts
 from ..solver._tokens import needs_tokens, split_tokens
-from ._compute import Compute
+from ..tree._plan_rows import Compute
 from ._grouped_conv import has_grouped
 from ._interpreter import CannotRebind, run_constrained
-from ._pipeline import pipeline_of
 from ._shardings import Shardings, find_shardings
 
 
@@ -36,18 +34,25 @@ class Constrained:
 
     @hide_frames
     def __call__(self, tree: PyTree, *args: Any) -> Any:
-        found = _traced(self.mesh, self.fn, tree, args)
+        try:
+            found = trace_over(self.mesh, self.fn, tree, args)
+        except Exception as error:
+            found = type(error).__name__
         if isinstance(found, str):
-            # If the function itself is wrong, this raises its own error.
+            # If the function itself is wrong, this raises its own error, which is not to be chained
+            # to the one above.
             result = self._plain(tree, *args)
-            _warn(self.fn, f"the function cannot be traced ({found})")
+            self._warn(f"the function cannot be traced ({found})")
             return result
         traced, arrays = found
-        self._check(traced.arrays)
-        program = follow_program(traced, [False] * traced.arrays)
-        if self.compute.tokens:
-            program = self._by_tokens(program, tree, args)
-            traced = program.traced
+        if traced.arrays != len(self.compute.dims):
+            raise ValueError(
+                f"The function was constrained by a plan for a tree with {len(self.compute.dims)} "
+                f"arrays, but was called with a tree of {traced.arrays}. Plan the tree that it is "
+                "called with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
+            )
+        program = self._by_tokens(follow_program(traced, [False] * traced.arrays), tree, args)
+        traced = program.traced
         shardings = self._pipelined(program, tree, args)
         first = slice(traced.arrays, traced.arrays + traced.batch)
         values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
@@ -68,18 +73,18 @@ class Constrained:
                     f"The function cannot be run as a pipeline, because its `{error}` cannot be "
                     "re-evaluated for several stages at once. Use a mesh without `pipe`."
                 ) from error
-            _warn(self.fn, f"its `{error}` cannot be re-evaluated")
+            self._warn(f"its `{error}` cannot be re-evaluated")
             return self._plain(tree, *args)
         return join(results, traced.output)
 
     def _by_tokens(self, program: Program, tree: PyTree, args: Any) -> Program:
         """The program that splits tokens, if the rows of this batch cannot be split."""
         count = parts(self.compute.batch_axes, self.mesh.shape)
-        if not needs_tokens(program, count):
+        frozen = [False] * len(program.parameters)
+        if not self.compute.tokens or not needs_tokens(program, count):
             return program
-        with divided_into(count):
-            traced, _ = trace_over(self.mesh, self.fn, tree, args)
-        found = split_tokens(follow_program(traced, [False] * traced.arrays), count)
+        trace = lambda: follow_program(trace_over(self.mesh, self.fn, tree, args)[0], frozen)
+        found = split_tokens(program, count, trace)
         return found if found.batch.sequence else program
 
     def _pipelined(self, program: Program, tree: PyTree, args: Any) -> Shardings:
@@ -95,44 +100,22 @@ class Constrained:
                 return replace(shardings, pipeline=pipeline_of(program, *given, count))
             except NoPipeline as error:
                 why = str(error)
-        _warn_of_stages(self.fn, why)
+        warn(
+            f"{self._name} is not run as a pipeline: every stage computes all layers. {why} "
+            "Results are the same."
+        )
         return shardings
 
     def _plain(self, tree: PyTree, *args: Any) -> Any:
         with traced_over(self.mesh):
             return self.fn(tree, *args)
 
-    def _check(self, arrays: int) -> None:
-        if arrays != len(self.compute.dims):
-            raise ValueError(
-                f"The function was constrained by a plan for a tree with {len(self.compute.dims)} "
-                f"arrays, but was called with a tree of {arrays}. Plan the tree that it is called "
-                "with: `plan_shardings(tree, mesh, fn=fn, args=args)`."
-            )
+    def _warn(self, why: str) -> None:
+        warn(
+            f"The activations of {self._name} are not constrained, because {why}. The compiler "
+            "chooses their shardings instead. Results are the same."
+        )
 
-
-def _traced(
-    mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Any
-) -> tuple[Any, list[Any]] | str:
-    """Returns the traced function and its arrays, or the name of the error that it raised."""
-    # Later errors are not consequences of this one, so they must not be chained to it.
-    try:
-        return trace_over(mesh, fn, tree, args)
-    except Exception as error:
-        return type(error).__name__
-
-
-def _warn(fn: Callable[..., Any], why: str) -> None:
-    name = getattr(fn, "__name__", type(fn).__name__)
-    warn(
-        f"The activations of {name} are not constrained, because {why}. The compiler chooses their "
-        "shardings instead. Results are the same."
-    )
-
-
-def _warn_of_stages(fn: Callable[..., Any], why: str) -> None:
-    name = getattr(fn, "__name__", type(fn).__name__)
-    warn(
-        f"{name} is not run as a pipeline: every stage computes all layers. {why} Results are the "
-        "same."
-    )
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)

@@ -20,16 +20,10 @@ from jax.sharding import PartitionSpec as P
 from ...core._jaxpr import iter_equations
 from ..tree._overrides import spec_axes
 
-_PARAMS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
+_PARAMS = """
+    window_strides padding lhs_dilation rhs_dilation dimension_numbers batch_group_count precision
+    preferred_element_type
+""".split()  # noqa: SIM905
 
 
 def is_grouped(equation: JaxprEqn) -> bool:

@@ -27,17 +27,15 @@ from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
-from ..program._graph import Value
 from ..program._trace import trace_over
 from ..program._walk import CONSTRAINED, Scope, outputs_of
 from ..solver._batch import BatchNodes, made_rows
 from ..solver._strategy import follow_program
-from ._compute import Compute
+from ..tree._plan_rows import Compute
 from ._copied_weights import apply_copies, copy_weights
 from ._custom_rules import is_float0, run_custom
 from ._grouped_conv import is_grouped, run_grouped
-from ._shardings import Shardings, find_shardings, sharded_dim
-from ._whole import gather_operands
+from ._shardings import Shardings, find_shardings, gather_operands, sharded_dim
 
 
 class CannotRebind(Exception):
@@ -71,8 +69,8 @@ def run_constrained(
     are used, inside loops and calls. `copies` has one copy of a weight for each shard of the batch.
     """
     jaxpr = scope.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, scope.consts, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
+    given = zip((*jaxpr.constvars, *jaxpr.invars), (*scope.consts, *inputs), strict=True)
+    env: dict[Any, Any] = dict(given)
     waiting = _stored_variables(scope, shardings, stored)
     copies = dict(copies or {})
 
@@ -105,7 +103,7 @@ def run_constrained(
             raise CannotRebind(equation.primitive.name) from error
         if equation.primitive.name in CONSTRAINED:
             values = [scope.values[var] for var in equation.outvars]
-            results = _constrain_all(shardings, results, values)
+            results = list(map(shardings.constrain, results, values))
         return results
 
     return [
@@ -116,12 +114,10 @@ def run_constrained(
 
 def _stored_variables(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> set[Any]:
     """The inputs and large constants that are sharded in storage."""
-
-    def is_sharded(value: Value) -> bool:
-        return value.bytes >= LARGE_CONSTANT and any(shardings.spec(value))
-
     inputs = {var for var, one in zip(scope.jaxpr.invars, stored, strict=False) if one}
-    return inputs | {var for var in scope.jaxpr.constvars if is_sharded(scope.values[var])}
+    values = ((var, scope.values[var]) for var in scope.jaxpr.constvars)
+    large = ((var, value) for var, value in values if value.bytes >= LARGE_CONSTANT)
+    return inputs | {var for var, value in large if any(shardings.spec(value))}
 
 
 def _keep_whole(
@@ -136,18 +132,12 @@ def _keep_whole(
     parallel = shardings.is_parallel(scope.values[equation.outvars[0]])
     if not parallel or any(map(shardings.is_parallel, parts)):
         return operands
-    return _constrain_all(shardings, operands, parts)
+    return list(map(shardings.constrain, operands, parts))
 
 
 def _as_array(x: Any, atom: Any) -> Any:
     """Converts a literal, which is a Python number, to an array of the traced dtype."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x, atom.aval.dtype)
-
-
-def _constrain_all(
-    shardings: Shardings, arrays: Sequence[Any], values: Sequence[Value]
-) -> list[Any]:
-    return [shardings.constrain(x, value) for x, value in zip(arrays, values, strict=True)]
 
 
 def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
@@ -175,7 +165,8 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         operands = gather_operands(equation, scope, shardings, operands)
     # Most custom derivatives are those of activations, with nothing to constrain.
     custom = name in CUSTOM_DERIVATIVES
-    if not call.inner or (custom and not _is_constrained(call.inner[0])):
+    inside = iter_equations(call.inner[0].jaxpr) if custom and call.inner else ()
+    if not call.inner or (custom and all(x.primitive.name not in CONSTRAINED for x in inside)):
         return bind_again(equation, operands)
     if name in _LOOPS:
         return _LOOPS[name](call)
@@ -188,10 +179,6 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         params = equation.params
         run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return list(run(*operands))
-
-
-def _is_constrained(scope: Scope) -> bool:
-    return any(one.primitive.name in CONSTRAINED for one in iter_equations(scope.jaxpr))
 
 
 def _function(
@@ -218,8 +205,8 @@ def _run_local(
     pairs = [(value, specs[i]) for value, i in zip(program.parameters, at, strict=True)]
     rows = [(value, sharded_dim(spec, shardings.batch_axes)) for value, spec in pairs]
     nodes = tuple(value.dims[d] for value, d in rows if d is not None)
-    dims = tuple(sharded_dim(spec, shardings.model_axes) for _, spec in pairs)
-    compute = Compute(dims, shardings.batch_axes, shardings.model_axes)
+    dims = tuple(sharded_dim(spec, shardings.compute.model_axes) for _, spec in pairs)
+    compute = Compute(dims, shardings.batch_axes, shardings.compute.model_axes)
     made = () if shardings.tokens else made_rows(program.graph, nodes)
     program = replace(program, batch=BatchNodes(nodes, made, sequence=shardings.tokens))
     local = find_shardings(program, shardings.mesh, compute)
@@ -250,9 +237,7 @@ def _pipelined(call: _Call, pipeline: Pipeline) -> list[Any]:
         drawn = replace(shardings, draws=scan.draws, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
-    operands = [
-        _as_array(x, atom) for x, atom in zip(call.operands, call.equation.invars, strict=True)
-    ]
+    operands = list(map(_as_array, call.operands, call.equation.invars))
     deal = Deal(pipeline, outside.mesh, outside.batch_axes)
     return run_pipeline(scan, deal, operands, layer, specs)
 
@@ -270,10 +255,10 @@ def _scan(call: _Call) -> list[Any]:
     stored = [*stored_consts, *[False] * len(init), *stored_xs]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [*consts, *_constrain_all(shardings, carry, values), *xs]
+        inputs = [*consts, *map(shardings.constrain, carry, values), *xs]
         results = run_constrained(scope, shardings, inputs, stored, copies)
         count = len(carry)
-        return _constrain_all(shardings, results[:count], values), results[count:]
+        return list(map(shardings.constrain, results[:count], values)), results[count:]
 
     options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(body, list(map(_as_array, init, carry_vars)), xs, **options)
@@ -325,20 +310,19 @@ def _while(call: _Call) -> list[Any]:
         return run_constrained(cond, shardings, [*cond_consts, *carry], stored_cond)[0]
 
     def step(carry: list[Any]) -> list[Any]:
-        inputs = [*body_consts, *_constrain_all(shardings, carry, values)]
+        inputs = [*body_consts, *map(shardings.constrain, carry, values)]
         results = run_constrained(body, shardings, inputs, [*stored_body, *stored_carry])
         if (rows := keep_going(carry)).ndim:
             # Under `vmap`, each row stops on its own and keeps its last value.
-            results = [_where(rows, x, last) for x, last in zip(results, carry, strict=True)]
-        return _constrain_all(shardings, results, values)
+            mask = lambda x: jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
+            results = [
+                jax.lax.select(jnp.broadcast_to(mask(x), x.shape), x, last)
+                for x, last in zip(results, carry, strict=True)
+            ]
+        return list(map(shardings.constrain, results, values))
 
     init = list(map(_as_array, init, carry_vars))
     return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
-
-
-def _where(rows: Any, x: Any, y: Any) -> Any:
-    mask = jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
-    return jax.lax.select(jnp.broadcast_to(mask, x.shape), x, y)
 
 
 def _cond(call: _Call) -> list[Any]:

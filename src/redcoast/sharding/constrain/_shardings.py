@@ -1,24 +1,30 @@
 """The shardings of a program's values that follow from a plan."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..pipeline._draws import Draw
 from ..pipeline._stages import Pipeline
 from ..program._graph import Value
+from ..program._walk import Scope
 from ..solver._classes import Classes
 from ..solver._cost import BatchDims
 from ..solver._memory import asked_axes
 from ..solver._strategy import Program, batch_dims, parts
 from ..tree._overrides import spec_axes
-from ._compute import Compute
-from ._sequence import sequence_classes
+from ..tree._plan_rows import Compute
+
+# The sequence has at most this fraction of the parameters: learned positions are along it. Most
+# parameters are along the width of the model.
+_MOST_PARAMETERS = 0.2
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,6 @@ class Shardings:
     chosen: frozenset[int]
     batch: BatchDims
     batch_axes: tuple[str, ...]
-    model_axes: tuple[str, ...]
     compute: Compute  # what these shardings follow from
     sequence: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()  # dimensions that the program itself shards
@@ -45,17 +50,17 @@ class Shardings:
     rows: Any = None
 
     def spec(self, value: Value) -> P:
-        """Returns a spec with the batch over its axes and a chosen class over `model_axes`."""
+        """Returns a spec with the batch over its axes and a chosen class over the model's."""
         return self._spec(value, self.chosen)
 
     def _spec(self, value: Value, chosen: frozenset[int]) -> P:
         entries: list[Any] = [None] * len(value.dims)
-        free = {*self.batch_axes, *self.model_axes}
+        free = {*self.batch_axes, *self.compute.model_axes}
         for d, node in enumerate(value.dims):  # each axis is used once
             if self.batch.has(node) and free.issuperset(self.batch_axes):
                 entries[d] = self.batch_axes
-            elif self._is_in(node, chosen) and free.issuperset(self.model_axes):
-                entries[d] = self.model_axes
+            elif self._is_in(node, chosen) and free.issuperset(self.compute.model_axes):
+                entries[d] = self.compute.model_axes
             free.difference_update(entries[d] or ())
         return P(*entries)
 
@@ -98,24 +103,20 @@ class Shardings:
         spec = self.spec(value)
         return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
-    @property
-    def batch_shards(self) -> int:
-        return self.batch.count
-
     def batch_dim(self, value: Value) -> int | None:
         """Returns the dimension that is sharded like the batch."""
         return sharded_dim(self.spec(value), self.batch_axes)
 
     def split_batch(self, x: Any, value: Value, at: int) -> Any:
         """Reshapes the batch dimension `at` into two: shards, and the rows of each."""
-        shape, entries = x.shape, list(self.spec(value))
-        split = (*shape[:at], self.batch_shards, shape[at] // self.batch_shards, *shape[at + 1 :])
+        shape, entries, shards = x.shape, list(self.spec(value)), self.batch.count
+        split = (*shape[:at], shards, shape[at] // shards, *shape[at + 1 :])
         spec = P(*entries[: at + 1], None, *entries[at + 1 :])
         return self._with_spec(jax.lax.reshape(x, split), spec)
 
     def copies(self, x: Any, value: Value) -> Any:
         """Repeats an array along a new leading dimension, once for each shard of the batch."""
-        repeated = jnp.broadcast_to(x[None], (self.batch_shards, *x.shape))
+        repeated = jnp.broadcast_to(x[None], (self.batch.count, *x.shape))
         return self._with_spec(repeated, P(self.batch_axes, *self.spec(value)))
 
 
@@ -140,12 +141,17 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
         axes = axes[:-1]
     batch = batch_dims(program, parts(axes, mesh.shape))
-    asked = frozenset(asked_axes(program.graph))
-    found = Shardings(mesh, classes, chosen, batch, axes, compute.model_axes, compute, asked=asked)
-    found = replace(found, tokens=program.batch.sequence)
-    if not compute.sequence:
-        return found
-    return replace(found, sequence=sequence_classes(program, classes, chosen, batch))
+    return Shardings(
+        mesh=mesh,
+        classes=classes,
+        chosen=chosen,
+        batch=batch,
+        batch_axes=axes,
+        compute=compute,
+        sequence=_sequence(program, classes, chosen, batch) if compute.sequence else frozenset(),
+        asked=frozenset(asked_axes(program.graph)),
+        tokens=program.batch.sequence,
+    )
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:
@@ -158,3 +164,73 @@ def _classes_of_constants(program: Program, classes: Classes, compute: Compute) 
         if d is not None and classes.divides(value.dims[d]):
             found.add(classes[value.dims[d]])
     return frozenset(found)
+
+
+def _sequence(
+    program: Program, classes: Classes, chosen: frozenset[int], batch: BatchDims
+) -> frozenset[int]:
+    """Finds the sequence: the class with the most bytes of activations that are not sharded.
+
+    The batch and classes of many parameters are excluded. With sequence parallelism, every device
+    computes normalisation, dropout and residual sums for some tokens, and not for all of them. This
+    saves memory. An all-reduce becomes a reduce-scatter and an all-gather, which communicate as
+    many bytes (arXiv:2205.05198, section 4.2.2).
+    """
+    graph = program.graph
+    blocked = classes.of(graph.blocked)
+    owned: Counter[int] = Counter()
+    for value in program.parameters:
+        owned.update(dict.fromkeys(classes.of(value.dims), value.bytes))
+    most = _MOST_PARAMETERS * sum(value.bytes for value in program.parameters)
+    many = {one for one, size in owned.items() if size > most}
+    kept: Counter[int] = Counter()
+    for dims, size in graph.traffic.items():
+        roots = {classes[node] for node in dims if classes.divides(node)}
+        if roots.isdisjoint(chosen) and any(batch.has(node) for node in dims):
+            free = {classes[n] for n in dims if classes.divides(n) and not batch.has(n)}
+            kept.update(dict.fromkeys(free - many - blocked, size))
+    return frozenset(one for one, _ in kept.most_common(1))
+
+
+def gather_operands(
+    equation: JaxprEqn, scope: Scope, shardings: Shardings, operands: Sequence[Any]
+) -> list[Any]:
+    """Replicates operands of a `dot_general` along a split dimension that does not stay split.
+
+    In attention, scores have two dimensions of tokens, of which that of the queries stays split.
+    The keys and values are needed as a whole by every device.
+    """
+    if any(isinstance(atom, Literal) for atom in equation.invars):
+        return list(operands)
+    values = [scope.values[atom] for atom in equation.invars]
+    split = [shardings.batch_dim(value) for value in values]
+    kept = shardings.batch_dim(scope.values[equation.outvars[0]])
+    places = _places(equation, values)
+    result = []
+    for one, (x, value) in enumerate(zip(operands, values, strict=True)):
+        if (d := split[one]) is None:
+            result.append(x)
+            continue
+        partner = places[one][d]
+        stays = partner == kept if isinstance(partner, int) else split[1 - one] == partner[0]
+        result.append(x if stays else shardings.gather(x, value, d))
+    return result
+
+
+def _places(equation: JaxprEqn, values: Sequence[Value]) -> list[list[Any]]:
+    """For each dimension of both operands its place in the result; if it is summed over, a list
+    with the dimension of the other operand."""
+    sums, batch = equation.params["dimension_numbers"]
+    found: list[list[Any]] = [[None] * len(value.dims) for value in values]
+    for one in (0, 1):
+        for mine, theirs in zip(sums[one], sums[1 - one], strict=True):
+            found[one][mine] = [theirs]
+        for place, d in enumerate(batch[one]):
+            found[one][d] = place
+    place = len(batch[0])
+    for one in (0, 1):
+        for d, known in enumerate(found[one]):
+            if known is None:
+                found[one][d] = place
+                place += 1
+    return found

@@ -104,11 +104,7 @@ def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
 
 
 def _loss_and_grads(
-    loss_fn: Callable[..., Any],
-    model: PyTree,
-    batch: PyTree,
-    key: Any,
-    mesh: Mesh,
+    loss_fn: Callable[..., Any], model: PyTree, batch: PyTree, key: Any, mesh: Mesh
 ) -> dict[str, np.ndarray]:
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 

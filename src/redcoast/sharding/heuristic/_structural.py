@@ -9,10 +9,8 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
-from ..tree._optimizer_state import trim_spec
 from ..tree._overrides import Override, apply_overrides
-from ..tree._plan_rows import Row
-from ..tree._reason import OVERRIDE, STORED, Reason
+from ..tree._plan_rows import OVERRIDE, STORED, Reason, Row, trim_spec
 from ._matrices import NORMS, RECURRENT, read_tree
 from ._rules import Split, Splits, indivisible, shard_matrices, vocabularies
 
@@ -22,7 +20,7 @@ _BIAS = re.compile(r"bias|^b$", re.IGNORECASE)
 
 def structural_rows(model: Any, axes: dict[str, int], overrides: Sequence[Override]) -> list[Row]:
     """Returns a row for each array of a model, by the rules on the structure of the tree."""
-    leaves = [leaf for leaf in flat_leaves(model) if leaf is not None]
+    leaves = flat_leaves(model)
     given = apply_overrides(leaves, overrides, axes)
     splits, stacks, sides = _find_splits(model, axes["model"])
     rows = []
@@ -50,8 +48,9 @@ def _spec(
         split = Split(None, "")
     elements, stored, why = prod(leaf.shape[stack:]), None, "fsdp and model have one device each"
     if axes["fsdp"] > 1:
-        stored = _fsdp_dim(leaf, [d for d in free if d != split.dim], axes["fsdp"])
-        stored = stored if elements >= LARGE else None
+        fits = [d for d in free if d != split.dim and leaf.shape[d] % axes["fsdp"] == 0]
+        if elements >= LARGE:
+            stored = max(fits, key=lambda d: (leaf.shape[d], -d), default=None)
         why = f"no other dimension is a multiple of fsdp={axes['fsdp']}"
         why = why if elements >= LARGE else f"small, {elements:,} elements"
     names = {split.dim: "model", stored: "fsdp"}
@@ -61,12 +60,6 @@ def _spec(
     if stored is not None:
         return spec, Reason("fsdp", split.reason or STORED)
     return spec, Reason("replicated", split.reason or why)
-
-
-def _fsdp_dim(leaf: Leaf, free: Sequence[int], n: int) -> int | None:
-    """The largest dimension that can be sharded over `n` devices, or None."""
-    fitting = [d for d in free if leaf.shape[d] % n == 0]
-    return max(fitting, key=lambda d: (leaf.shape[d], -d), default=None)
 
 
 def _find_splits(tree: Any, n: int) -> tuple[Splits, dict[int, int], dict[int, tuple[int, ...]]]:

@@ -73,8 +73,9 @@ def _run_stages(
     each = zip(consts, const_rows, const_specs, shared, strict=True)
     consts = [x if one else deal.constant(x, rows, spec) for x, rows, spec, one in each]
     xs = list(map(deal.layers, xs, x_rows, x_specs))
-    length = scan.layers // deal.pipeline.stages
-    unroll = min(scan.equation.params["unroll"], length)
+    params = scan.equation.params
+    length = params["length"] // deal.pipeline.stages
+    unroll = min(params["unroll"], length)
     take = lambda x, rows, at: x if rows is None else jax.lax.dynamic_index_in_dim(x, at, 0, False)
 
     def stage(consts: Arrays, xs: Arrays, carry: Arrays, at: Any, part: Any) -> Any:

@@ -4,18 +4,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
 from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from ...core._jaxpr import CHECKPOINTS, called_jaxpr, is_inexact, scan_operands
+from ...core._pytree import abstract_arrays, join, split
+from ...distributed._mesh import PIPE
+from ..program._trace import trace_over
 from ..program._walk import Scope
 from ..solver._classes import Classes
-from ..solver._strategy import Program, Staged, follow_program
+from ..solver._strategy import Program, Staged, follow_program, parts
 from ._draws import Draw, find_draws
 from ._follow import follow_rows, in_layer, of_layers
 from ._row_states import SUM, Mixed, Rows, RowSum, State, differing
 
 # The dimension of an array that counts rows, if any.
 Place = int | Literal[RowSum.SUM] | None
+Scan = tuple[JaxprEqn, Scope, Scope]  # a scan over layers, its body, and the scope that it is in
 
 # Pipelined so often, a batch has less than a tenth of its time in the bubble.
 _PER_STAGE = 9
@@ -38,7 +45,6 @@ class Pipelined:
     body: Scope
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
-    layers: int
     draws: Mapping[int, Draw]
 
 
@@ -67,17 +73,14 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
         _, carry, _ = scan_operands(one.equation, one.equation.invars)
         _, places, _ = scan_operands(one.equation, one.inputs)
         pairs = zip(carry, places, strict=True)
-        moved: list[Any] = [x.aval for x, place in pairs if isinstance(place, int)]
-        carried += sum(map(_bytes, moved))
-        returned += sum(map(_bytes, filter(is_inexact, moved)))
-    layers = tuple(one.layers // pipeline.stages for one in scans.values())
+        for aval in (x.aval for x, place in pairs if isinstance(place, int)):
+            size = aval.size * aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
+            carried += size
+            returned += size * is_inexact(aval)
+    layers = tuple(one.equation.params["length"] // pipeline.stages for one in scans.values())
     count, places = pipeline.microbatches, _layered(program)
     staged = Staged(outside, pipeline.stages, count, places, layers, carried, returned)
     return replace(program, staged=staged)
-
-
-def _bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
 
 
 def _layered(program: Program) -> frozenset[int]:
@@ -85,7 +88,7 @@ def _layered(program: Program) -> frozenset[int]:
     classes = Classes(program.graph, 1)
     over = classes.of(
         scope.values[x].dims[0]
-        for equation, scope in layer_scans(program, outside=True)
+        for equation, _, scope in layer_scans(program)
         for x in scan_operands(equation, equation.invars)[2]
         if x in scope.values
     )
@@ -111,43 +114,30 @@ def count_microbatches(rows: int, parts: int, stages: int, asked: int | None) ->
     return next((count for count in fits if count >= _PER_STAGE * (stages - 1)), fits[-1])
 
 
-def find_pipeline(
+def pipeline_of(
     program: Program,
-    trace_rows: Callable[[int], Program],
-    *,
-    stages: int,
-    parts: int,
+    mesh: Mesh | AbstractMesh,
+    fn: Callable[..., Any],
+    tree: PyTree,
+    args: Any,
+    batch_axes: tuple[str, ...],
     microbatches: int | None,
 ) -> Pipeline:
-    """Finds the scans over layers of a program, and checks that they can be pipelined.
-
-    `trace_rows(rows)` is the program for another number of rows; `parts` is how many parts the
-    batch is split into. Raises `NoPipeline`.
-    """
-    scans = list(layer_scans(program))
-    if not scans:
-        raise NoPipeline(
-            "Its layers are not a scan: no `jax.lax.scan` goes over arrays of the model. Stack "
-            "equal layers, as `eqx.filter_vmap` does, and scan over them."
-        )
-    if not program.batch.given:
-        raise NoPipeline("It has no batch: the first argument has no array with a dimension.")
-    for equation, _ in scans:
-        if equation.params["length"] % stages:
-            raise NoPipeline(_indivisible(equation.params["length"], stages))
-        if equation.params["reverse"]:
-            raise NoPipeline("Its scan over layers is reversed (`reverse=True`).")
+    """The pipeline of `fn(tree, *args)`, whose program is given. Raises `NoPipeline`."""
+    stages, shards = mesh.shape[PIPE], parts(batch_axes, mesh.shape)
+    scans = _scans_in_stages(program, stages)
     rows = program.graph.sizes[program.batch.given[0]]
-    count = count_microbatches(rows, parts, stages, microbatches)
-    each = rows // (parts * count)
+    count = count_microbatches(rows, shards, stages, microbatches)
+    each = rows // (shards * count)
     if rows < 4:
         raise NoPipeline(f"The batch has {rows} rows; a pipeline needs four or more.")
+    trace_rows = lambda rows: _of_rows(program, mesh, fn, tree, args, rows)
     # A trace with one row has other operations, because JAX broadcasts nothing along it.
     checked = trace_rows(max(each, 2) if max(each, 2) < rows else 2)
     few = checked if each > 1 and each < rows else trace_rows(each)
     found = {}
     pairs = zip(scans, _same_scans(scans, checked), _same_scans(scans, few), strict=True)
-    for (equation, _), (other, _), (small, body) in pairs:
+    for (equation, *_), (other, *_), (small, body, _) in pairs:
         try:
             inputs, outputs = _find_rows(equation, other)
             bodies = [one.params["jaxpr"] for one in (small, other, equation)]
@@ -156,14 +146,58 @@ def find_pipeline(
             raise NoPipeline(
                 f"Its layers cannot work on a part of the batch at a time, because {error}."
             ) from None
-        length = equation.params["length"]
-        found[id(equation)] = Pipelined(equation, body, inputs, outputs, length, draws)
-    return Pipeline(found, few, stages, count, parts, rows)
+        found[id(equation)] = Pipelined(equation, body, inputs, outputs, draws)
+    return Pipeline(found, few, stages, count, shards, rows)
 
 
-def _same_scans(
-    scans: Sequence[tuple[JaxprEqn, Scope]], program: Program
-) -> list[tuple[JaxprEqn, Scope]]:
+def _scans_in_stages(program: Program, stages: int) -> list[Scan]:
+    """The scans over layers of a program, which have to divide over the stages."""
+    scans = list(layer_scans(program))
+    if not scans:
+        raise NoPipeline(
+            "Its layers are not a scan: no `jax.lax.scan` goes over arrays of the model. Stack "
+            "equal layers, as `eqx.filter_vmap` does, and scan over them."
+        )
+    if not program.batch.given:
+        raise NoPipeline("It has no batch: the first argument has no array with a dimension.")
+    for equation, *_ in scans:
+        layers = equation.params["length"]
+        if layers % stages:
+            fits = " or ".join(str(n) for n in range(2, layers + 1) if layers % n == 0)
+            raise NoPipeline(
+                f"Its {layers} layers do not divide over pipe={stages}; {fits} stages would fit."
+            )
+        if equation.params["reverse"]:
+            raise NoPipeline("Its scan over layers is reversed (`reverse=True`).")
+    return scans
+
+
+def _of_rows(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    fn: Callable[..., Any],
+    tree: PyTree,
+    args: Any,
+    rows: int,
+) -> Program:
+    """The program of a batch with another number of rows."""
+    arrays, static = split(args[0])
+    size = program.graph.sizes[program.batch.given[0]]
+    shapes = abstract_arrays(arrays)
+    for place, x in enumerate(shapes):
+        if x.shape and x.shape[0] == size and place not in program.batch.left_out:
+            shape = (rows, *x.shape[1:])
+            shapes[place] = jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)
+    try:
+        traced, _ = trace_over(mesh, fn, tree, (join(shapes, static), *args[1:]))
+    except Exception as error:
+        raise NoPipeline(
+            f"The function cannot be traced with a batch of {rows} rows ({type(error).__name__})."
+        ) from error
+    return follow_program(traced, [value.grad for value in program.parameters])
+
+
+def _same_scans(scans: Sequence[Scan], program: Program) -> list[Scan]:
     found = list(layer_scans(program))
     key = lambda one: [one[0].params[k] for k in ("length", "num_consts", "num_carry")]
     if list(map(key, scans)) != list(map(key, found)):
@@ -171,22 +205,19 @@ def _same_scans(
     return found
 
 
-def layer_scans(program: Program, outside: bool = False) -> Iterator[tuple[JaxprEqn, Scope]]:
-    """Yields the scans over arrays of the model that are not in other loops, and their bodies.
-
-    With `outside`, in place of the body the scope that the scan is in.
-    """
+def layer_scans(program: Program) -> Iterator[Scan]:
+    """Yields the scans over arrays of the model that are not in other loops."""
     classes = Classes(program.graph, 1)
     held = classes.of(node for value in program.parameters for node in value.dims[:1])
 
-    def search(scope: Scope) -> Iterator[tuple[JaxprEqn, Scope]]:
+    def search(scope: Scope) -> Iterator[Scan]:
         for index, inner in scope.inner.items():
             equation = scope.jaxpr.eqns[index]
             if equation.primitive.name == "scan":
                 _, _, xs = scan_operands(equation, equation.invars)
                 values = [scope.values[x] for x in xs if x in scope.values]
                 if any(classes[v.dims[0]] in held for v in values if v.dims):
-                    yield equation, scope if outside else inner[0]
+                    yield equation, inner[0], scope
             elif called_jaxpr(equation) is not None or equation.primitive.name in CHECKPOINTS:
                 yield from search(inner[0])
 
@@ -195,8 +226,12 @@ def layer_scans(program: Program, outside: bool = False) -> Iterator[tuple[Jaxpr
 
 def _find_rows(equation: JaxprEqn, other: JaxprEqn) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """The dimensions of rows of a scan's operands and results, from two traces of it."""
-    pairs = zip(other.invars, equation.invars, strict=True)
-    states = [_state(one.aval, two.aval) for one, two in pairs]
+    states: list[State] = []
+    for one, two in zip(other.invars, equation.invars, strict=True):
+        dims = differing(one.aval, two.aval)
+        if len(dims) > 1:
+            raise Mixed("an array has rows in several dimensions")
+        states.append(Rows(dims[0]) if dims else None)
     consts, carry, xs = scan_operands(equation, states)
     if not any(carry):
         raise NoPipeline(
@@ -229,18 +264,3 @@ def _place(state: State) -> Place:
     if (state.outer or 1, state.inner) != (1, 1):
         raise Mixed("a dimension of rows is merged with another one outside of the layers")
     return state.dim
-
-
-def _state(few: Any, all_: Any) -> Rows | None:
-    dims = differing(few, all_)
-    if len(dims) > 1:
-        raise Mixed("an array has rows in several dimensions")
-    return Rows(dims[0]) if dims else None
-
-
-def _indivisible(layers: int, stages: int) -> str:
-    fits = [n for n in range(2, layers + 1) if layers % n == 0]
-    return (
-        f"Its {layers} layers do not divide over pipe={stages}; {' or '.join(map(str, fits))} "
-        "stages would fit."
-    )

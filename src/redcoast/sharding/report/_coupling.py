@@ -188,8 +188,7 @@ def _origin(search: _Search, scope: Scope, equation: JaxprEqn, origins: Origins)
 
 def _check(search: _Search, one: _Operation) -> None:
     """Records an operation that relates examples."""
-    why = next((why for why, holds in _RELATIONS.items() if holds(search, one)), "")
-    if why:
+    if why := next((why for why, holds in _RELATIONS.items() if holds(search, one)), ""):
         search.record(one.equation, why)
     elif _used_for_each(search, one):
         # The sum is more informative than its use, which may be a broadcast.

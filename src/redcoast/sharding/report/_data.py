@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._plan_rows import Role, Row
-from ..tree._reason import Reason
+from ..tree._plan_rows import Reason, Role, Row
 
 TrafficKind = Literal["gradients", "activations", "parameters"]
 
@@ -257,17 +256,15 @@ def make_report(
     rows: Sequence[Row], axes: Mapping[str, int], program: ProgramReport | None = None
 ) -> PlanReport:
     """The report of a plan with these rows over a mesh with such axes."""
-    arrays = tuple(_array(row, axes) for row in rows)
+    arrays = []
+    for row in rows:
+        leaf, parts = row.leaf, spec_parts(row.spec, axes)
+        what = leaf.name, leaf.shape, str(leaf.dtype), row.spec, row.reason, row.role
+        arrays.append(PlannedArray(*what, parts, leaf.bytes, leaf.bytes // parts))
     roles = "parameter", "optimizer state", "other"
     by_role = ([array for array in arrays if array.role == role] for role in roles)
     totals = Totals(_total(arrays), *map(_total, by_role))
-    return PlanReport(dict(axes), arrays, totals, program)
-
-
-def _array(row: Row, axes: Mapping[str, int]) -> PlannedArray:
-    leaf, parts = row.leaf, spec_parts(row.spec, axes)
-    what = leaf.name, leaf.shape, str(leaf.dtype), row.spec, row.reason, row.role
-    return PlannedArray(*what, parts, leaf.bytes, leaf.bytes // parts)
+    return PlanReport(dict(axes), tuple(arrays), totals, program)
 
 
 def _total(arrays: Sequence[PlannedArray]) -> Total:

@@ -26,11 +26,10 @@ def _tensor_parallelism(report: PlanReport) -> NotDone | None:
     over = [array for array in parameters if "model" in array.axes]
     if count == 1 or any(map(is_tensor_parallel, over)):
         return None
+    why = _why(parameters)
     if program is not None and "model" in program.batch_axes:
         instead = "FSDP" if over else "data parallelism"
         why = f"{instead} over the same devices is estimated to cost less"
-    else:
-        why = _why(parameters)
     return _entry(f"tensor parallelism over model={count}", why, "model", report)
 
 
@@ -44,10 +43,9 @@ def _fsdp(report: PlanReport) -> NotDone | None:
         return _entry(asked, why, "model", report)
     if any("fsdp" in array.axes for array in parameters):
         return None
+    why = _why([array for array in parameters if array.parts == 1])
     if any(map(is_tensor_parallel, parameters)):
         why = "no other dimension of the tensor-parallel arrays divides or is large enough"
-    else:
-        why = _why([array for array in parameters if array.parts == 1])
     return _entry(asked, why, "fsdp", report)
 
 

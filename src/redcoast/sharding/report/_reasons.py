@@ -11,7 +11,7 @@ from ..program._constants import LARGE_CONSTANT
 from ..solver._strategy import Decision, batch_dims, constant_dims, parts, used_axes
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
-from ..tree._reason import Reason
+from ..tree._plan_rows import Reason
 from ._data import ClosedOver, Hindrance
 from ._text import grouped, shortened
 
@@ -46,12 +46,11 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
     strategy, used = decision.strategy, batch_axes(decision, axes)
     wanted = used_axes(strategy.batch, axes)
     split = f"split over {_listed(used)}" if used else "replicated"
-    batch = decision.program.batch
+    batch, over = decision.program.batch, f"{' x '.join(wanted)} = {parts(wanted, axes)}"
     unsplit = f" Its sequences are not split: {batch.whole}." if batch.whole else ""
     if not batch.given:
         return ""
     if batch.sequence:
-        over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
         return (
             f"A batch of {_sizes(decision)} does not divide over {over}, so its sequences are "
             f"split over {_listed(used)}. Attention gathers keys and values."
@@ -68,7 +67,6 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
         return f"The batch is {split}: data and fsdp have one device each."
     if used == wanted:
         return f"The batch is {split}."
-    over = f"{' x '.join(wanted)} = {parts(wanted, axes)}"
     few = f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}."
     return few + unsplit
 
@@ -82,7 +80,7 @@ def not_rows(batch: Sequence[Any], decision: Decision) -> dict[str, int]:
 
     `batch` is the first of a function's arguments, as a sequence of one.
     """
-    given = [leaf for leaf in flat_leaves(tuple(batch)) if leaf is not None]
+    given = flat_leaves(tuple(batch))
     left_out = [given[place] for place in decision.program.batch.left_out]
     return {"/".join(leaf.path[1:]): leaf.shape[0] for leaf in left_out}
 
@@ -151,7 +149,8 @@ def _relative(members: Members) -> Any:
 class Reasons:
     """The reasons for a decision; `place` is that of an array in the tree.
 
-    `sets` and `indivisible_links` are by the classes of dimensions.
+    `sets` and `indivisible_links` are by the classes of dimensions. The links are those of a class
+    that divides, each with the first linked size that does not.
     """
 
     leaves: Sequence[Leaf]
@@ -220,8 +219,13 @@ class Reasons:
 
 
 def find_reasons(leaves: Sequence[Leaf], decision: Decision, axes: Mapping[str, int]) -> Reasons:
-    sets = _find_sets(leaves, decision, axes)
-    return Reasons(leaves, decision, axes, sets, _indivisible_links(decision))
+    classes, graph = decision.classes, decision.program.graph
+    links: dict[int, int] = {}
+    for a, b in graph.links:
+        for one, other in ((a, b), (b, a)):
+            if classes.divides(one) and not classes.divides(other) and graph.sizes[other] > 1:
+                links.setdefault(classes[one], graph.sizes[other])
+    return Reasons(leaves, decision, axes, _find_sets(leaves, decision, axes), links)
 
 
 def hindrances(reasons: Reasons) -> tuple[Hindrance, ...]:
@@ -236,17 +240,8 @@ def closed_over(reasons: Reasons) -> tuple[ClosedOver, ...]:
     """The large arrays that the function closes over, which are in no state."""
     split = {one for one, _, d in constant_dims(reasons.decision) if d is not None}
     large = [one for one in reasons.decision.program.constants if one.bytes >= LARGE_CONSTANT]
-    over = [reasons.over if one in split else () for one in large]
-    what = [(one.name, tuple(one.shape), str(one.dtype), one.bytes) for one in large]
-    return tuple(ClosedOver(*some, axes) for some, axes in zip(what, over, strict=True))
-
-
-def _indivisible_links(decision: Decision) -> dict[int, int]:
-    """For each class that divides, the first linked size that does not divide."""
-    classes, graph = decision.classes, decision.program.graph
-    found: dict[int, int] = {}
-    for a, b in graph.links:
-        for one, other in ((a, b), (b, a)):
-            if classes.divides(one) and not classes.divides(other) and graph.sizes[other] > 1:
-                found.setdefault(classes[one], graph.sizes[other])
-    return found
+    over = lambda one: reasons.over if one in split else ()
+    return tuple(
+        ClosedOver(one.name, tuple(one.shape), str(one.dtype), one.bytes, over(one))
+        for one in large
+    )

@@ -7,7 +7,7 @@ from ..program._graph import Work
 from ..solver._batch import HELD, MET, WHOLE, reasons_against
 from ..solver._classes import Classes
 from ..solver._memory import arithmetic, sharing
-from ..solver._strategy import Program, batch_dims, parts
+from ..solver._strategy import Program, batch_of, parts
 from ._data import Repeated
 from ._reasons import Reasons
 from ._text import grouped, shortened
@@ -26,17 +26,14 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
     least = _LITTLE * arithmetic(decision, axes).per_device
     if sum(work.flops for work in alone) <= least:
         return ()
-    count = batch_dims(program, parts(decision.strategy.batch, axes)).count
+    count = batch_of(decision, axes).count
     why = _rows_reason(program, count) if count > 1 else partial(_no_rows, reasons)
-    works = grouped(alone, why)
-    found = [_repeated(reasons, *one) for one in works.items()]
+    found = []
+    for text, works in grouped(alone, why).items():
+        places = {place for work in works for place in _places(program, work)}
+        names = shortened([reasons.leaves[place].name for place in sorted(places)])
+        found.append(Repeated(sum((work.flops for work in works), 0.0), names, text))
     return tuple(one for one in sorted(found, key=lambda one: -one.flops) if one.flops > least)
-
-
-def _repeated(reasons: Reasons, why: str, works: Sequence[Work]) -> Repeated:
-    places = {place for work in works for place in _places(reasons.decision.program, work)}
-    names = shortened([reasons.leaves[place].name for place in sorted(places)])
-    return Repeated(sum((work.flops for work in works), 0.0), names, why)
 
 
 def _places(program: Program, work: Work) -> list[int]:

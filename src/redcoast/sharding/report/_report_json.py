@@ -6,24 +6,14 @@ from typing import Any
 
 from ..solver._figures import Arithmetic, Memory, Pipelining
 from ..solver._memory import DEFAULT_MEMORY
-from ..tree._reason import Kind, Reason
-from ._data import (
-    ClosedOver,
-    Coupling,
-    Hindrance,
-    PlannedArray,
-    PlanReport,
-    ProgramReport,
-    Repeated,
-    Traffic,
-    TrafficKind,
-)
+from ..tree._plan_rows import Kind, Reason
+from . import _data as data
 
 _ROLES = ("all", "parameter", "optimizer state", "other")
 _REPLICATED = ("path", "shape", "bytes", "role", "reason")
 
 
-def report_to_json(report: PlanReport) -> dict[str, Any]:
+def report_to_json(report: data.PlanReport) -> dict[str, Any]:
     """All of a report; what was inferred from a program is beside the arrays."""
     arrays = [array_to_json(array) for array in report.arrays]
     totals = asdict(report.totals).values()
@@ -36,7 +26,7 @@ def report_to_json(report: PlanReport) -> dict[str, Any]:
     } | program_to_json(report.program_or_none)
 
 
-def array_to_json(array: PlannedArray) -> dict[str, Any]:
+def array_to_json(array: data.PlannedArray) -> dict[str, Any]:
     return {
         "path": array.path,
         "shape": list(array.shape),
@@ -52,7 +42,7 @@ def array_to_json(array: PlannedArray) -> dict[str, Any]:
     }
 
 
-def program_to_json(program: ProgramReport | None) -> dict[str, Any]:
+def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     """The figures of a program; none for a plan made without a function."""
     if program is None:
         return {}
@@ -71,52 +61,43 @@ def _lists(value: Any) -> Any:
     return [_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
-def program_from_json(data: Mapping[str, Any]) -> ProgramReport:
+def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
     """Reads what `program_to_json` returns; files of earlier versions lack some entries."""
-    memory = data["device_memory"]
-    return ProgramReport(
-        batch_axes=tuple(data["batch_axes"]),
-        model_axes=tuple(data["model_axes"]),
-        batch=data["batch"],
-        batch_sizes=tuple(data.get("batch_sizes", ())),
-        not_rows=data["not_rows"],
-        hindrances=tuple(Hindrance(**one) for one in data["hindrances"]),
-        traffic=tuple(map(_traffic, data["traffic"])),
-        closed_over=tuple(map(_closed_over, data.get("closed_over", ()))),
-        coupled=next((Coupling(**one) for one in data.get("coupled", ())), None),
-        unknown=data["unknown"],
-        arithmetic=Arithmetic(**data["arithmetic"]),
-        repeated=tuple(Repeated(**one) for one in data.get("repeated", ())),
-        memory=Memory(**{"closed_over": 0} | data["memory"]),
+    memory, pipeline = saved["device_memory"], saved.get("pipeline")
+    if pipeline is not None:
+        pipeline = dict(pipeline) | {"layers": tuple(pipeline["layers"])}
+    return data.ProgramReport(
+        batch_axes=tuple(saved["batch_axes"]),
+        model_axes=tuple(saved["model_axes"]),
+        batch=saved["batch"],
+        batch_sizes=tuple(saved.get("batch_sizes", ())),
+        not_rows=saved["not_rows"],
+        hindrances=tuple(data.Hindrance(**one) for one in saved["hindrances"]),
+        traffic=tuple(map(_traffic, saved["traffic"])),
+        closed_over=tuple(map(_closed_over, saved.get("closed_over", ()))),
+        coupled=next((data.Coupling(**one) for one in saved.get("coupled", ())), None),
+        unknown=saved["unknown"],
+        arithmetic=Arithmetic(**saved["arithmetic"]),
+        repeated=tuple(data.Repeated(**one) for one in saved.get("repeated", ())),
+        memory=Memory(**{"closed_over": 0} | saved["memory"]),
         device_memory=memory,
-        device_memory_known=data.get("device_memory_known", memory != DEFAULT_MEMORY),
-        sequences=data.get("sequences", False),
-        pipeline=_pipeline(data.get("pipeline")),
+        device_memory_known=saved.get("device_memory_known", memory != DEFAULT_MEMORY),
+        sequences=saved.get("sequences", False),
+        pipeline=None if pipeline is None else Pipelining(**pipeline),
     )
 
 
-def _pipeline(data: Mapping[str, Any] | None) -> Pipelining | None:
-    if data is None:
-        return None
-    known: dict[str, Any] = dict(data) | {"layers": tuple(data["layers"])}
-    return Pipelining(**known)
+def _traffic(one: Mapping[str, Any]) -> data.Traffic:
+    kind, cause = one.get("kind"), one["cause"]
+    if not kind:  # in a file of an earlier version
+        kind = "parameters" if cause.startswith("gathers of parameters") else "activations"
+        kind = "gradients" if cause.startswith("gradients") else kind
+    return data.Traffic(tuple(one["axis"].split(" x ")), kind, cause, one["bytes"])
 
 
-def _traffic(one: Mapping[str, Any]) -> Traffic:
-    kind = one.get("kind") or _earlier_kind(one["cause"])
-    return Traffic(tuple(one["axis"].split(" x ")), kind, one["cause"], one["bytes"])
-
-
-def _earlier_kind(cause: str) -> TrafficKind:
-    """The kind of an entry of an earlier version, which had no kind."""
-    if cause.startswith("gradients"):
-        return "gradients"
-    return "parameters" if cause.startswith("gathers of parameters") else "activations"
-
-
-def _closed_over(one: Mapping[str, Any]) -> ClosedOver:
+def _closed_over(one: Mapping[str, Any]) -> data.ClosedOver:
     sizes, axes = tuple(one["shape"]), tuple(one["axes"])
-    return ClosedOver(one["name"], sizes, one["dtype"], one["bytes"], axes)
+    return data.ClosedOver(one["name"], sizes, one["dtype"], one["bytes"], axes)
 
 
 def reason_from_json(row: Mapping[str, Any], computed: bool) -> Reason:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from math import prod
 
 from ...distributed._mesh import PIPE
-from ..solver._figures import Pipelining
 from ._data import NotDone, PlannedArray, PlanReport, ProgramReport
 from ._not_done import is_tensor_parallel, parameters_of
 from ._text import WIDTH, grouped, hanging, paragraph, percentages, scaled, shortened
@@ -29,11 +28,6 @@ def draw_summary(report: PlanReport) -> str:
     lines = []
     for leave_out in range(4):  # the most detailed version that fits
         lines = [*_devices(report), _parameters(report), *_shares(report, reasons=leave_out < 1)]
-        program = report.program_or_none
-        lines += (
-            hanging(_labelled("Batch", ""), program.batch) if program and program.sequences else []
-        )
-        lines += _pipeline(program.pipeline) if program and program.pipeline else []
         lines += _estimates(report)
         for one in report.not_done:
             lines += _not_done(one, remedies=leave_out < 3)
@@ -46,9 +40,8 @@ def draw_summary(report: PlanReport) -> str:
 def _one_device(report: PlanReport) -> str:
     states, size = report.totals.optimizer_state.bytes, report.totals.parameters.bytes
     text = f"1 device: {_count(parameters_of(report)):,} parameters ({scaled(size)})"
-    if report.program_or_none is None:
+    if (program := report.program_or_none) is None:
         return text + (f", {scaled(states)} of optimizer state" if states else "")
-    program = report.program
     limit = f" of {scaled(program.device_memory)}" if program.device_memory_known else ""
     return f"{text}, memory about {scaled(program.memory.total)}{limit}"
 
@@ -107,16 +100,6 @@ def _shares(report: PlanReport, *, reasons: bool) -> list[str]:
     return lines
 
 
-def _pipeline(one: Pipelining) -> list[str]:
-    layers = " and ".join(map(str, one.layers))
-    noun = "layer" if layers == "1" else "layers"
-    text = (
-        f"{one.stages} stages of {layers} {noun}, {one.microbatches} microbatches, bubble "
-        f"{one.bubble:.0%} of the time, {scaled(one.bytes)} sent between stages"
-    )
-    return hanging(_labelled("Pipeline", ""), text)
-
-
 def _way(array: PlannedArray) -> str:
     if is_tensor_parallel(array):
         return "tensor-parallel"
@@ -148,10 +131,19 @@ def _cut(text: str, width: int) -> str:
 
 def _estimates(report: PlanReport) -> list[str]:
     program = report.program_or_none
-    if program is not None:
-        return [_labelled("Memory", _memory(program)), *_communication(program)]
-    size = scaled(report.totals.all.bytes_per_device)
-    return [_labelled("Memory", f"{size} of arrays on each device; pass `fn` for estimates")]
+    if program is None:
+        size = scaled(report.totals.all.bytes_per_device)
+        return [_labelled("Memory", f"{size} of arrays on each device; pass `fn` for estimates")]
+    lines = hanging(_labelled("Batch", ""), program.batch) if program.sequences else []
+    if (one := program.pipeline) is not None:
+        layers = " and ".join(map(str, one.layers))
+        noun = "layer" if layers == "1" else "layers"
+        text = (
+            f"{one.stages} stages of {layers} {noun}, {one.microbatches} microbatches, bubble "
+            f"{one.bubble:.0%} of the time, {scaled(one.bytes)} sent between stages"
+        )
+        lines += hanging(_labelled("Pipeline", ""), text)
+    return [*lines, _labelled("Memory", _memory(program)), *_communication(program)]
 
 
 def _memory(program: ProgramReport) -> str:

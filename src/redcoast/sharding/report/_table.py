@@ -2,22 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-from jax.sharding import PartitionSpec as P
+from typing import NamedTuple
 
 from ...core._errors import several
-from ..tree._reason import Kind
-from ._data import (
-    ClosedOver,
-    PlannedArray,
-    PlanReport,
-    ProgramReport,
-    Repeated,
-    Total,
-    Totals,
-    Traffic,
-)
+from ..tree._overrides import spec_axes
+from ..tree._plan_rows import Kind
+from . import _data as data
 from ._text import (
     WIDTH,
     braced,
@@ -57,12 +47,13 @@ class _Group(NamedTuple):
     """Arrays that differ only in their paths: their pattern, the first one and all their bytes."""
 
     paths: str
-    first: PlannedArray
+    first: data.PlannedArray
     bytes_per_device: int
 
 
-def draw_table(report: PlanReport) -> str:
+def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
+    program = report.program_or_none
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
     arrays = [array for array in report.arrays if not usual(array)]
@@ -72,20 +63,15 @@ def draw_table(report: PlanReport) -> str:
     lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]
     if one:
         lines += ["All arrays are replicated: fsdp and model have one device each.", ""]
-    elif _also_fsdp(report):
-        lines += [*paragraph(_ALSO_FSDP), ""]
+    elif any(x.reason.kind == "tensor-parallel" and "fsdp" in x.axes for x in report.arrays):
+        instead = program is not None and "fsdp" in program.model_axes
+        lines += [] if instead else [*paragraph(_ALSO_FSDP), ""]
     lines += _totals(report.totals)
-    lines += [] if report.program_or_none is None else _program(report.program)
+    lines += [] if program is None else _program(program)
     return "\n".join(lines)
 
 
-def _also_fsdp(report: PlanReport) -> bool:
-    if report.program_or_none is not None and "fsdp" in report.program.model_axes:
-        return False
-    return any(x.reason.kind == "tensor-parallel" and "fsdp" in x.axes for x in report.arrays)
-
-
-def _groups(arrays: Sequence[PlannedArray], *, by_reason: bool) -> list[_Group]:
+def _groups(arrays: Sequence[data.PlannedArray], *, by_reason: bool) -> list[_Group]:
     """Arrays that differ only in parts of their paths, as one group."""
     kind = lambda x: (x.shape, x.spec, x.dtype, x.reason if by_reason else None)
     found = []
@@ -100,13 +86,13 @@ def _sections(groups: Sequence[_Group]) -> list[tuple[str, list[_Group]]]:
     """Groups by reason: tensor-parallel ones first, then FSDP-sharded and replicated ones."""
     found = grouped(groups, lambda group: (group.first.reason, group.first.parts == 1)).values()
     rank = lambda x: 2 if x.parts == 1 else int(x.reason.kind == "fsdp")
-    ordered = sorted(found, key=lambda members: rank(members[0].first))
-    return [(_heading(members[0].first), members) for members in ordered]
-
-
-def _heading(array: PlannedArray) -> str:
-    label = "Replicated" if array.parts == 1 else _LABELS[array.reason.kind]
-    return label if label == "Override" else f"{label}: {array.reason.text}"
+    sections = []
+    for members in sorted(found, key=lambda members: rank(members[0].first)):
+        first = members[0].first
+        label = "Replicated" if first.parts == 1 else _LABELS[first.reason.kind]
+        heading = label if label == "Override" else f"{label}: {first.reason.text}"
+        sections.append((heading, members))
+    return sections
 
 
 def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
@@ -126,18 +112,12 @@ def _body(sections: Sequence[tuple[str, list[_Group]]]) -> list[str]:
 
 def _cells(group: _Group, heading: str) -> tuple[str, ...]:
     path = ("  " if heading else "") + (group.paths or "(the array)")
-    shape, spec = str(group.first.shape), _spec(group.first.spec)
-    return path, shape, spec, megabytes(group.bytes_per_device)
+    entries = ", ".join("+".join(spec_axes(entry)) or "-" for entry in group.first.spec)
+    spec = f"({entries})" if entries else "replicated"
+    return path, str(group.first.shape), spec, megabytes(group.bytes_per_device)
 
 
-def _spec(spec: P) -> str:
-    def entry(axes: Any) -> str:
-        return "+".join(axes) if isinstance(axes, tuple) else (axes or "-")
-
-    return "(" + ", ".join(map(entry, spec)) + ")" if spec else "replicated"
-
-
-def _totals(totals: Totals) -> list[str]:
+def _totals(totals: data.Totals) -> list[str]:
     parameters, states = totals.parameters, totals.optimizer_state
     lines = [_total("parameters", parameters)]
     if states.arrays:
@@ -151,16 +131,20 @@ def _totals(totals: Totals) -> list[str]:
     return [*lines, _total("all", totals.all)] if len(lines) > 1 else lines
 
 
-def _total(name: str, total: Total) -> str:
+def _total(name: str, total: data.Total) -> str:
     full, device = megabytes(total.bytes), megabytes(total.bytes_per_device)
     less = f" ({total.factor:.1f}x less)" if total.factor > 1 else ""
     return f"{name:<15}  {device:>12} MB per device of {full} MB{less}"
 
 
-def _program(program: ProgramReport) -> list[str]:
+def _program(program: data.ProgramReport) -> list[str]:
     """The lines below the sums: memory, batch and communication."""
-    lines = _memory(program)
-    for text in _sentences(program):
+    lines, coupled = _memory(program), program.coupled
+    texts = [_closed_over(program.closed_over)] if program.closed_over else []
+    texts += [program.batch] if program.batch else []
+    texts += [_repeated(one, program.arithmetic.flops) for one in program.repeated]
+    texts += [] if coupled is None else [f"{coupling_sentence(coupled)} {_COUPLED}"]
+    for text in texts:
         lines += ["", *paragraph(text)]
     if program.hindrances:
         lines += ["", "Could not be sharded along another dimension:"]
@@ -173,19 +157,13 @@ def _program(program: ProgramReport) -> list[str]:
     return lines
 
 
-def _sentences(program: ProgramReport) -> list[str]:
-    found = [_closed_over(program.closed_over)] if program.closed_over else []
-    found += [program.batch] if program.batch else []
-    found += [_repeated(one, program.arithmetic.flops) for one in program.repeated]
-    coupled = program.coupled
-    return found if coupled is None else [*found, f"{coupling_sentence(coupled)} {_COUPLED}"]
-
-
-def _closed_over(entries: Sequence[ClosedOver]) -> str:
+def _closed_over(entries: Sequence[data.ClosedOver]) -> str:
     """Describes arrays that the function closes over, and how to have them sharded."""
     size = megabytes(sum(one.bytes for one in entries))
     arrays = "an array" if len(entries) == 1 else f"{len(entries)} arrays"
-    kinds = Counter(map(_constant, entries)).most_common()
+    over = lambda one: f", tensor-parallel over {' x '.join(one.axes)}" if one.axes else ""
+    shown = (f"{one.name} ({megabytes(one.bytes)} MB{over(one)})" for one in entries)
+    kinds = Counter(shown).most_common()
     named = several([f"{n} x {kind}" if n > 1 else kind for kind, n in kinds], 6, noun=" shapes")
     return (
         f"The function closes over {arrays} of {size} MB: {named}. Constants of the compiled "
@@ -195,16 +173,10 @@ def _closed_over(entries: Sequence[ClosedOver]) -> str:
     )
 
 
-def _constant(one: ClosedOver) -> str:
-    split = f", tensor-parallel over {' x '.join(one.axes)}" if one.axes else ""
-    return f"{one.name} ({megabytes(one.bytes)} MB{split})"
-
-
-def _memory(program: ProgramReport) -> list[str]:
+def _memory(program: data.ProgramReport) -> list[str]:
     memory, available = program.memory, program.device_memory
-    sizes = {name.replace("_", " "): size for name, size in vars(memory).items() if size}
-    sizes.pop("total", None)
-    parts = ", ".join(f"{megabytes(size)} {name}" for name, size in sizes.items())
+    sizes = {name: size for name, size in vars(memory).items() if size and name != "total"}
+    parts = ", ".join(f"{megabytes(x)} {name.replace('_', ' ')}" for name, x in sizes.items())
     lines = paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts}).")
     if memory.total > available:
         lines += paragraph(
@@ -215,7 +187,7 @@ def _memory(program: ProgramReport) -> list[str]:
     return ["", *lines]
 
 
-def _repeated(one: Repeated, flops: int | float) -> str:
+def _repeated(one: data.Repeated, flops: int | float) -> str:
     units = {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "FLOP": 1}
     unit = next((unit for unit, scale in units.items() if flops >= scale), "FLOP")
     of = f": products with {one.arrays}" if one.arrays else ""
@@ -225,7 +197,7 @@ def _repeated(one: Repeated, flops: int | float) -> str:
     )
 
 
-def _traffic(traffic: Sequence[Traffic]) -> list[str]:
+def _traffic(traffic: Sequence[data.Traffic]) -> list[str]:
     """The causes below the mesh axes that they are over, the largest first."""
     if not traffic:
         return ["No communication between devices."]

@@ -92,7 +92,6 @@ def _range(numbers: list[int]) -> str:
 
 
 WIDTH = 80
-_MEGA = 1e6
 
 
 def pieces(text: str, width: int, rest: str = "") -> list[str]:
@@ -124,7 +123,7 @@ def hanging(first: str, text: str) -> list[str]:
 
 def megabytes(count: int | float) -> str:
     """A number of MB with two decimals; with four below one MB."""
-    return in_units(count, _MEGA)
+    return in_units(count, 1e6)
 
 
 def scaled(count: int | float) -> str:

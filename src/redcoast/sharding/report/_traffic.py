@@ -7,29 +7,10 @@ from itertools import chain
 from math import prod
 
 from ...distributed._mesh import PIPE
-from ..solver._cost import (
-    BatchDims,
-    batch_meetings,
-    batch_sums,
-    cut_sides,
-    gathers,
-    met,
-    over_batch,
-    reduced,
-    sum_bytes,
-)
+from ..solver import _cost as cost
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
-from ..solver._strategy import (
-    Decision,
-    Staged,
-    batch_dims,
-    batch_gathers,
-    is_split,
-    parts,
-    stored,
-    used_axes,
-)
+from ..solver._strategy import Decision, batch_gathers, batch_of, is_split, parts, stored, used_axes
 from ..tree._overrides import spec_axes
 from ..tree._plan_rows import Row
 from ._data import Traffic, TrafficKind
@@ -39,7 +20,6 @@ from ._text import grouped, shortened
 Axes = tuple[str, ...]
 Entries = Iterable[tuple[Axes, TrafficKind, str, int | float]]
 Collected = dict[tuple[Axes, TrafficKind, str], float]
-_NEXT = "from each stage of the pipeline to the next, and back"
 
 
 def traffic(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> tuple[Traffic, ...]:
@@ -47,8 +27,12 @@ def traffic(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> tuple[
     decision, axes = reasons.decision, reasons.axes
     found = _collected(_of_program(reasons, hardware))
     if (staged := decision.program.staged) is not None:
-        outside = replace(reasons, decision=replace(decision, program=staged.outside))
-        found = _of_stage(found, _collected(_of_program(outside, hardware)), staged)
+        reasons = replace(reasons, decision=replace(decision, program=staged.outside))
+        outside = _collected(_of_program(reasons, hardware))
+        for entry, size in found.items():
+            # The gradients of a stage are summed over its microbatches first.
+            share = 1 / staged.stages if entry[1] == "gradients" else staged.share
+            found[entry] = outside[entry] + (size - outside[entry]) * share
     found |= _collected(chain(_gathers(rows, decision, axes), _between_stages(decision, axes)))
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Traffic(*key, round(size)) for key, size in ordered if size > 0)
@@ -62,28 +46,18 @@ def _collected(entries: Entries) -> Collected:
 
 
 def _of_program(reasons: Reasons, hardware: Hardware) -> Entries:
-    decision = reasons.decision
-    batch = batch_dims(decision.program, parts(decision.strategy.batch, reasons.axes))
+    batch = batch_of(reasons.decision, reasons.axes)
     yield from _tensor_parallel(reasons, batch, hardware)
     yield from _over_batch(reasons, batch, hardware)
-
-
-def _of_stage(total: Collected, outside: Collected, staged: Staged) -> Collected:
-    """What a device of one stage communicates, given that of all layers and that outside."""
-    found: Collected = defaultdict(float)
-    for entry, size in total.items():
-        # The gradients of a stage are summed over its microbatches first.
-        share = 1 / staged.stages if entry[1] == "gradients" else staged.share
-        found[entry] = outside[entry] + (size - outside[entry]) * share
-    return found
 
 
 def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Entries:
     if (staged := decision.program.staged) is None:
         return
-    yield (PIPE,), "activations", _NEXT, sent_between(decision, axes)
+    cause = "from each stage of the pipeline to the next, and back"
+    yield (PIPE,), "activations", cause, sent_between(decision, axes)
     # The results of the last stage go to all stages, and the gradients of the first stage's.
-    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
+    shards = batch_of(decision, axes).count
     gradients = staged.returned * staged.ticks / staged.microbatches
     size = all_reduce(staged.stages, (staged.carried + gradients) / shards)
     yield (PIPE,), "activations", "what enters and leaves the pipeline, on all stages", size
@@ -93,7 +67,7 @@ def sent_between(decision: Decision, axes: Mapping[str, int]) -> float:
     """Bytes that a device sends to the next stage in a step, and back."""
     staged = decision.program.staged
     assert staged is not None
-    shards = batch_dims(decision.program, parts(decision.strategy.batch, axes)).count
+    shards = batch_of(decision, axes).count
     return (staged.carried + staged.returned) / shards * staged.ticks / staged.microbatches
 
 
@@ -105,40 +79,40 @@ def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None
     return Pipelining(one.stages, one.layers, one.microbatches, one.bubble, sent)
 
 
-def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+def _tensor_parallel(reasons: Reasons, batch: cost.BatchDims, hardware: Hardware) -> Entries:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision, classes = reasons.decision, reasons.decision.classes
     graph = decision.program.graph
-    for found in reduced(graph.sums.values(), classes, hardware):
+    for found in cost.reduced(graph.sums.values(), classes, hardware):
         if is_split(decision, (found.node,)):
             names = reasons.sets[classes[found.node]].names
             cause = f"all-reduces of activations, {_way(found.backward)}: {names}"
-            size = sum_bytes(found, hardware) / batch.parts(found.dims)
+            size = cost.sum_bytes(found, hardware) / batch.parts(found.dims)
             yield reasons.over, "activations", cause, all_reduce(reasons.n, size)
-    for root, size in chain(*(cut_sides(cut, classes, batch) for cut in graph.cuts)):
+    for root, size in chain(*(cost.cut_sides(cut, classes, batch) for cut in graph.cuts)):
         if root in decision.chosen:
             cause = f"all-gathers after tensor-parallel arrays: {reasons.sets[root].names}"
             yield reasons.over, "activations", cause, all_gather(reasons.n, size)
 
 
-def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+def _over_batch(reasons: Reasons, batch: cost.BatchDims, hardware: Hardware) -> Entries:
     """Sums over the batch, and all-gathers of it."""
     decision, graph = reasons.decision, reasons.decision.program.graph
     spread = used_axes(decision.strategy.batch, reasons.axes)
     tokens = decision.program.batch.sequence
     what = "sequence" if tokens else "batch"
     count = lambda dims: reasons.n if is_split(decision, dims) else 1
-    for found in batch_sums(graph, batch, hardware):
-        size = over_batch(found, batch, stored(decision.strategy, reasons.axes), hardware)
+    for found in cost.batch_sums(graph, batch, hardware):
+        size = cost.over_batch(found, batch, stored(decision.strategy, reasons.axes), hardware)
         size = size / count(found.dims)
         if found.backward and batch.parts(found.dims) == 1:
             yield spread, "gradients", f"gradients, summed over the {what}", size
         else:
             yield spread, "activations", f"sums over the {what}, {_way(found.backward)}", size
-    for meeting in batch_meetings(graph, batch):
+    for meeting in cost.batch_meetings(graph, batch):
         use = "written by index" if meeting.node in meeting.before else "compared with itself"
         cause = "all-gathers of keys and values" if tokens else f"all-gathers of the batch, {use}"
-        yield spread, "activations", cause, met(meeting, batch) / count(meeting.dims)
+        yield spread, "activations", cause, cost.met(meeting, batch) / count(meeting.dims)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)
     yield ("fsdp",), "activations", cause, size
@@ -159,9 +133,9 @@ def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -
         kept |= {PIPE} & used if place in layered else set()
         over = tuple(axis for axis in axes if axis in used - kept)
         # A stage gathers its layers once, before its first microbatch.
-        size = value.bytes * (1 if place in layered else gathers(decision.program.graph, value))
-        size = all_gather(parts(over, axes), size / prod(axes[axis] for axis in kept))
-        found.append((over, row.leaf.name, size))
+        times = 1 if place in layered else cost.gathers(decision.program.graph, value)
+        part = value.bytes * times / prod(axes[axis] for axis in kept)
+        found.append((over, row.leaf.name, all_gather(parts(over, axes), part)))
     for over, gathered in grouped(found, lambda one: one[0]).items():
         cause = f"all-gathers of parameters: {shortened([name for _, name, _ in gathered])}"
         yield over, "parameters", cause, sum(size for _, _, size in gathered)

@@ -85,13 +85,12 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
     """Those of `leading` that are not linked to parameters or other dimensions of the batch."""
     classes = Classes(graph, 1, least=2)
     excluded = set(_never_rows(graph, classes))
-    inner = {
+    excluded |= {
         classes[node]
         for value in arrays
         for node in value.dims[1:]
         if classes[value.dims[0]] not in excluded and classes[node] != classes[value.dims[0]]
     }
-    excluded |= inner
     return {place: node for place, node in leading.items() if classes[node] not in excluded}
 
 

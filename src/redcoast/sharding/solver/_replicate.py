@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..tree._overrides import spec_axes, spec_parts
-from ..tree._plan_rows import Row
-from ..tree._reason import OVERRIDE
+from ..tree._plan_rows import OVERRIDE, Row
 from ._memory import FILLED, estimate_memory
 from ._strategy import DEFAULT, Decision, computed_dims, parts
 
@@ -52,16 +51,12 @@ def replicate(
         if left < 0:
             break
         replicated.update(places)
-    return _without(decision, replicated), frozenset(replicated)
-
-
-def _without(decision: Decision, places: set[int]) -> Decision:
-    """The decision without tensor parallelism for these arrays and the classes they are in."""
-    split = [(decision.program.parameters[place], decision.computed[place]) for place in places]
+    # Without tensor parallelism for these arrays and the classes they are in.
+    split = [(parameters[place], decision.computed[place]) for place in replicated]
     classes = decision.classes
     chosen = decision.chosen - {classes[value.dims[d]] for value, d in split if d is not None}
     computed = computed_dims(decision.program, classes, chosen)
-    return replace(decision, chosen=chosen, computed=computed)
+    return replace(decision, chosen=chosen, computed=computed), frozenset(replicated)
 
 
 def _memory_only(rows: Sequence[Row], decision: Decision) -> list[list[int]]:

@@ -4,8 +4,10 @@ Its tokens are then split over the devices instead of the rows. Attention gather
 all else is computed where the tokens are.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from ...core._sequence_parts import divided_into
 from ._batch import BatchNodes
 from ._classes import Classes
 from ._strategy import Program, batch_dims
@@ -17,24 +19,24 @@ def needs_tokens(program: Program, count: int) -> bool:
     return count > 1 and several and not batch_dims(program, count).roots
 
 
-def split_tokens(program: Program, count: int) -> Program:
-    """The program with its tokens in place of rows.
+def split_tokens(program: Program, count: int, trace: Callable[[], Program]) -> Program:
+    """The program with its tokens in place of rows; `trace` traces it again.
 
-    If they cannot be split, it is the program itself with the reason as `batch.whole`.
+    If they cannot be split, it has the reason as `batch.whole`.
     """
+    if not no_tokens(program, count):
+        # Attention and losses have a dimension for the parts.
+        with divided_into(count):
+            program = trace()
     graph, classes = program.graph, Classes(program.graph, count, soft=True)
-    if why := no_tokens(program, count):
-        return replace(program, batch=replace(program.batch, whole=why))
     _, even = _sequence(program, classes)
-    blocked = classes.of(graph.blocked)
+    blocked, looped = classes.of(graph.blocked), classes.of(graph.stacks)
     free = tuple(node for node in even if classes[node] not in blocked)
     if free:
         return replace(program, batch=BatchNodes(free, sequence=True))
-    looped = classes.of(graph.stacks)
+    why = no_tokens(program, count) or "an operation of the program needs all of the sequence"
     if any(classes[node] in looped for node in even):
         why = "the program iterates over the sequence"
-    else:
-        why = "an operation of the program needs all of the sequence"
     return replace(program, batch=replace(program.batch, whole=why))
 
 

@@ -68,12 +68,13 @@ def key_name(key: Any) -> str:
     return jtu.keystr((key,), simple=True)
 
 
-def flat_leaves(tree: Any) -> list[Leaf | None]:
-    """One entry for each leaf in flattened order: None if the leaf is not an array."""
+def flat_leaves(tree: Any) -> list[Leaf]:
+    """The leaves that are arrays, in flattened order."""
     flat, _ = jtu.tree_flatten_with_path(tree)
     return [
-        Leaf(i, tuple(map(key_name, path)), tuple(x.shape), x.dtype) if is_array(x) else None
+        Leaf(i, tuple(map(key_name, path)), tuple(x.shape), x.dtype)
         for i, (path, x) in enumerate(flat)
+        if is_array(x)
     ]
 
 
@@ -110,13 +111,9 @@ def _to_nodes(x: Any, path: tuple[str, ...], counter: Iterator[int]) -> Node | L
     if all(isinstance(key, jtu.DictKey) for key in keys):
         # JAX sorts dict keys as text, `10` before `2`.
         children = dict(sorted(children.items(), key=lambda item: _natural(item[0])))
-    return Node(path, x, _is_ordered(keys, children), children)
-
-
-def _is_ordered(keys: list[Any], children: dict[str, Any]) -> bool:
-    if all(isinstance(key, (jtu.SequenceKey, jtu.FlattenedIndexKey)) for key in keys):
-        return True
-    return bool(children) and all(name.isdigit() for name in children)
+    listed = all(isinstance(key, (jtu.SequenceKey, jtu.FlattenedIndexKey)) for key in keys)
+    numbered = bool(children) and all(name.isdigit() for name in children)
+    return Node(path, x, listed or numbered, children)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
@@ -25,9 +26,19 @@ def apply_overrides(
             )
         pattern, given = override
         spec = _spec(pattern, given, axes)
-        matched = [leaf for leaf in leaves if _compiled(pattern).search(leaf.name)]
+        try:
+            matched = [leaf for leaf in leaves if re.search(pattern, leaf.name)]
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"The override pattern {pattern!r} is not a regular expression: {error}."
+            ) from error
         if not matched:
-            raise ValueError(_no_match(pattern, leaves))
+            names = [leaf.name for leaf in leaves]
+            close = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            raise ValueError(
+                f"The override pattern {pattern!r} matches no array's path. "
+                f"Among the {len(names)} paths are: {', '.join(close) or 'none at all'}."
+            )
         for leaf in matched:
             if leaf.index not in specs:
                 _check(leaf, pattern, spec, axes)
@@ -42,18 +53,14 @@ def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def model_dim(spec: Iterable[Any]) -> int | None:
+    """The first dimension that a spec shards over `model`, if any."""
+    return next((d for d, entry in enumerate(spec) if "model" in spec_axes(entry)), None)
+
+
 def spec_parts(spec: P, axes: Mapping[str, int]) -> int:
     """The number of shards of an array with this spec."""
     return prod(axes[axis] for entry in spec for axis in spec_axes(entry))
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"The override pattern {pattern!r} is not a regular expression: {error}."
-        ) from error
 
 
 def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
@@ -79,36 +86,21 @@ def _check(leaf: Leaf, pattern: str, spec: P, axes: dict[str, int]) -> None:
             f"The override {pattern!r} has {spec} with {len(spec)} entries, but {leaf.name} has "
             f"shape {leaf.shape} with {len(leaf.shape)} dimensions."
         )
-    for dim, entry in enumerate(spec):
+    for dim, (entry, size) in enumerate(zip(spec, leaf.shape, strict=False)):
         parts = spec_parts(P(entry), axes)
-        if leaf.shape[dim] % parts:
-            raise ValueError(_indivisible(leaf, pattern, dim, spec_axes(entry), parts, axes))
-
-
-def _indivisible(
-    leaf: Leaf, pattern: str, dim: int, names: tuple[str, ...], parts: int, axes: dict[str, int]
-) -> str:
-    size = leaf.shape[dim]
-    sizes = " x ".join(f"{name}={axes[name]}" for name in names)
-    fits = [d for d in range(len(leaf.shape)) if leaf.shape[d] and leaf.shape[d] % parts == 0]
-    others = f" Dimension {' or '.join(map(str, fits))} is divisible." if fits else ""
-    return (
-        f"The override {pattern!r} shards dimension {dim} of {leaf.name}, shape {leaf.shape}, over "
-        f"{sizes}, but {size} is not a multiple of {parts} ({multiples_near(size, parts)} would "
-        f"be).{others}"
-    )
+        if size % parts == 0:
+            continue
+        sizes = " x ".join(f"{name}={axes[name]}" for name in spec_axes(entry))
+        fits = [str(d) for d, size in enumerate(leaf.shape) if size and size % parts == 0]
+        others = f" Dimension {' or '.join(fits)} is divisible." if fits else ""
+        raise ValueError(
+            f"The override {pattern!r} shards dimension {dim} of {leaf.name}, shape {leaf.shape}, "
+            f"over {sizes}, but {size} is not a multiple of {parts} ({multiples_near(size, parts)} "
+            f"would be).{others}"
+        )
 
 
 def multiples_near(size: int, n: int) -> str:
     """The multiples of `n` around `size`, such as "48 or 52"."""
     below = size // n * n
     return f"{below} or {below + n}" if below else f"{n}"
-
-
-def _no_match(pattern: str, leaves: Sequence[Leaf]) -> str:
-    names = [leaf.name for leaf in leaves]
-    close = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
-    return (
-        f"The override pattern {pattern!r} matches no array's path. "
-        f"Among the {len(names)} paths are: {', '.join(close) or 'none at all'}."
-    )

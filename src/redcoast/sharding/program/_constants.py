@@ -41,14 +41,12 @@ class Constant:
 
 def find_constants(scope: Scope) -> tuple[Constant, ...]:
     """Finds the arrays that a program closes over, each once, in the order of the program."""
-    found: dict[int, list[tuple[Any, Value]]] = {}
+    found: dict[int, Constant] = {}
     for x, value in _consts(scope):
         if isinstance(getattr(x, "dtype", None), np.dtype):  # not a key
-            found.setdefault(id(x), []).append((x, value))
-    return tuple(
-        Constant(tuple(value for _, value in places), places[0][0].dtype)
-        for places in found.values()
-    )
+            before = found[id(x)].values if id(x) in found else ()
+            found[id(x)] = Constant((*before, value), x.dtype)
+    return tuple(found.values())
 
 
 def _consts(scope: Scope) -> Iterator[tuple[Any, Value]]:

@@ -42,10 +42,8 @@ def elementwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> li
 
 
 def pairwise(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [
-        graph.value(var.aval, value.dims, grad=value.grad)
-        for var, value in zip(equation.outvars, inputs, strict=True)
-    ]
+    pairs = zip(equation.outvars, inputs, strict=True)
+    return [graph.value(var.aval, value.dims, grad=value.grad) for var, value in pairs]
 
 
 def _like(graph: Graph, aval: object, inputs: Sequence[Value], grad: bool) -> Value:

@@ -11,7 +11,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ...core._jaxpr import is_inexact
 from ._remat import Region
 
-Sizes = defaultdict[tuple[int, ...], float]
+Dims = tuple[int, ...]  # the nodes of an array's dimensions
+Sizes = defaultdict[Dims, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class Value:
     how often the cotangent is summed over devices in a step; None means at every use.
     """
 
-    dims: tuple[int, ...]
+    dims: Dims
     shape: tuple[int, ...]
     itemsize: int
     grad: bool
@@ -43,13 +44,13 @@ class Sum:
     """
 
     node: int
-    dims: tuple[int, ...]
+    dims: Dims
     bytes: int
     times: int | float
     backward: bool
     uses: int = 1
     of: Value | None = None
-    before: tuple[int, ...] = ()
+    before: Dims = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Cut:
     target: int | None
     source_bytes: int
     target_bytes: int
-    dims: tuple[int, ...]
+    dims: Dims
     times: int | float
     grad: bool
 
@@ -78,9 +79,9 @@ class Meeting:
     """
 
     node: int
-    before: tuple[int, ...]
-    along: tuple[int, ...]
-    dims: tuple[int, ...]
+    before: Dims
+    along: Dims
+    dims: Dims
     bytes: int
     times: int | float
 
@@ -92,10 +93,10 @@ class Work:
     `forward` are those of the forward pass. `of` are the dimensions of each operand.
     """
 
-    dims: tuple[int, ...]
+    dims: Dims
     flops: int | float
     forward: int | float
-    of: tuple[tuple[int, ...], ...]
+    of: tuple[Dims, ...]
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Graph:
     works: list[Work] = field(default_factory=list)
     # Bytes of values, by their dimensions: the largest value, what is read and written, what is
     # saved for the backward pass, and the results of contractions.
-    together: dict[tuple[int, ...], int] = field(default_factory=dict)
+    together: dict[Dims, int] = field(default_factory=dict)
     traffic: Sizes = field(default_factory=lambda: defaultdict(float))
     saved: Sizes = field(default_factory=lambda: defaultdict(float))
     computed: Sizes = field(default_factory=lambda: defaultdict(float))
@@ -146,7 +147,7 @@ class Graph:
     def value(
         self,
         aval: Any,
-        dims: tuple[int, ...] | None = None,
+        dims: Dims | None = None,
         *,
         grad: bool = False,
         reduced: int | float | None = None,
@@ -169,9 +170,7 @@ class Graph:
         for a, b in zip(dims, others, strict=True):
             self.link(a, b)
 
-    def sum(
-        self, node: int, value: Value, *, backward: bool = False, before: tuple[int, ...] = ()
-    ) -> None:
+    def sum(self, node: int, value: Value, *, backward: bool = False, before: Dims = ()) -> None:
         """Records that sharding `node` makes partial sums of `value`, or of its cotangent."""
         if (backward and not value.grad) or not self.times:
             return
@@ -182,9 +181,7 @@ class Graph:
             times, uses = value.reduced, 1
         self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value, before)
 
-    def meet(
-        self, value: Value, node: int, before: tuple[int, ...], along: tuple[int, ...] = ()
-    ) -> None:
+    def meet(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if before:
             times = self.times * self.forwards
@@ -217,9 +214,7 @@ class Graph:
         """Records that a value is read from or written to memory, and so is its cotangent."""
         self.traffic[value.dims] += value.bytes * self.times * (self.forwards + value.grad)
 
-    def work(
-        self, dims: tuple[int, ...], flops: int | float, passes: int | float, *operands: Value
-    ) -> None:
+    def work(self, dims: Dims, flops: int | float, passes: int | float, *operands: Value) -> None:
         """Adds `flops` operations for each of the forward and backward `passes`."""
         forward = flops * self.times
         of = tuple(value.dims for value in operands)

@@ -60,11 +60,8 @@ class Needed:
 def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     """Finds what a region needs of a jaxpr; `grads` selects inputs into which gradients flow."""
     with_grad = _with_grad(jaxpr, grads) if region.derived else set()
-    needed = {
-        atom
-        for atom, wanted in zip(jaxpr.outvars, region.wanted, strict=True)
-        if wanted and not isinstance(atom, Literal)
-    }
+    results = zip(jaxpr.outvars, region.wanted, strict=True)
+    needed = set(variables(atom for atom, wanted in results if wanted))
     equations, inner = set(), {}
     for index, equation in reversed(list(enumerate(jaxpr.eqns))):
         has_grad = [not isinstance(atom, Literal) and atom in with_grad for atom in equation.invars]
@@ -78,11 +75,8 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
             equations.add(index)
         if derived:
             operands = [a or b for a, b in zip(operands, _derived(equation, has_grad), strict=True)]
-        needed.update(
-            atom
-            for atom, need in zip(equation.invars, operands, strict=True)
-            if need and not isinstance(atom, Literal)
-        )
+        pairs = zip(equation.invars, operands, strict=True)
+        needed.update(variables(atom for atom, need in pairs if need))
     return Needed(frozenset(equations), inner, tuple(var in needed for var in jaxpr.invars))
 
 

@@ -209,10 +209,8 @@ def _scan(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     layers = [value.dims[0] for value in xs]
     graph.blocked.update(layers)
     graph.stacks.update(layers)
-    slices = [
-        graph.value(var.aval, value.dims[1:], grad=value.grad)
-        for value, var in zip(xs, x_vars, strict=True)
-    ]
+    pairs = zip(xs, x_vars, strict=True)
+    slices = [graph.value(var.aval, value.dims[1:], grad=value.grad) for value, var in pairs]
     with _repeated(graph, 0 if id(equation) in graph.skipped else length):
         for value in carry:
             graph.save(value)

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Integer, PRNGKeyArray, UInt32
 
 from ...core._jaxpr import CUSTOM_DERIVATIVES, iter_equations, open_jaxpr
-from ._row_states import Mixed, differing
+from ._row_states import AnyJaxpr, Mixed, differing
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Draw:
     shape: tuple[int, ...]
 
 
-def find_draws(
-    small: ClosedJaxpr | Jaxpr, few: ClosedJaxpr | Jaxpr, all_: ClosedJaxpr | Jaxpr
-) -> Mapping[int, Draw]:
+def find_draws(small: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr) -> Mapping[int, Draw]:
     """The draws of a layer for rows, by the `id` of their equation in `small`.
 
     The three are the layer for the rows of one microbatch, and for few and for all rows. Raises
@@ -49,7 +47,7 @@ def find_draws(
     return draws
 
 
-def _draws(jaxpr: ClosedJaxpr | Jaxpr, skip: Any = ()) -> list[JaxprEqn]:
+def _draws(jaxpr: AnyJaxpr, skip: Any = ()) -> list[JaxprEqn]:
     found = iter_equations(open_jaxpr(jaxpr), skip)
     return [equation for equation in found if equation.primitive.name == "random_bits"]
 

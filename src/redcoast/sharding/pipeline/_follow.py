@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 
 from ...core._jaxpr import (
     CHECKPOINTS,
@@ -21,21 +21,21 @@ from ...core._jaxpr import (
 )
 from ...core._most_of_rows import is_most
 from ._row_rules import apply_rule
-from ._row_states import Mixed, Pair, Rows, State, differing, join_rows
+from ._row_states import AnyJaxpr, Mixed, Pair, Rows, State, States, differing, join_rows
 
 # The numbers of these parameters are sizes, which follow from the number of rows.
 _SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "name"])
 
 
-def follow_rows(
-    few: ClosedJaxpr | Jaxpr, all_: ClosedJaxpr | Jaxpr, inputs: Sequence[State]
-) -> list[State]:
+def follow_rows(few: AnyJaxpr, all_: AnyJaxpr, inputs: Sequence[State]) -> States:
     """Where the rows of a layer's outputs are, given those of its inputs.
 
     `few` and `all_` are the layer traced for few and for all rows. Raises `Mixed`.
     """
-    few_consts, all_consts = consts_of(few), consts_of(all_)
-    if not _equal_consts(few_consts, all_consts):
+    is_array = lambda x: isinstance(x, np.ndarray)
+    equal = lambda x, y: x is y or (is_array(x) and is_array(y) and np.array_equal(x, y))
+    consts = consts_of(few), consts_of(all_)
+    if len(consts[0]) != len(consts[1]) or not all(map(equal, *consts)):
         raise Mixed("a constant depends on the number of rows")
     few, all_ = open_jaxpr(few), open_jaxpr(all_)
     if len(few.eqns) != len(all_.eqns):
@@ -52,13 +52,6 @@ def follow_rows(
                 raise Mixed(f"`{pair.name}` changes what its rows are")
         env.update(zip(one.outvars, found, strict=True))
     return [read(atom) for atom in few.outvars]
-
-
-def _equal_consts(few: Sequence[Any], all_: Sequence[Any]) -> bool:
-    equal = lambda x, y: (
-        x is y or (isinstance(x, np.ndarray) and isinstance(y, np.ndarray) and np.array_equal(x, y))
-    )
-    return len(few) == len(all_) and all(map(equal, few, all_))
 
 
 def _check_same(pair: Pair) -> None:
@@ -87,7 +80,7 @@ def _numbers(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _follow(pair: Pair, inputs: list[State]) -> list[State]:
+def _follow(pair: Pair, inputs: States) -> States:
     name, outs = pair.name, pair.few.outvars
     if name in _LOOPS:
         return _LOOPS[name](pair, inputs)
@@ -104,7 +97,7 @@ def _follow(pair: Pair, inputs: list[State]) -> list[State]:
     return apply_rule(pair, inputs)
 
 
-def _scan(pair: Pair, inputs: list[State]) -> list[State]:
+def _scan(pair: Pair, inputs: States) -> States:
     few, all_ = pair.few.params["jaxpr"], pair.all.params["jaxpr"]
     consts, carry, xs = scan_operands(pair.few, inputs)
     xs = [in_layer(state, "`scan` goes from row to row") for state in xs]
@@ -127,9 +120,7 @@ def of_layers(state: State) -> State:
     return state.at(state.dim + 1) if isinstance(state, Rows) else state
 
 
-def _settle(
-    pair: Pair, run: Callable[[list[State]], list[State]], carry: list[State]
-) -> tuple[list[State], list[State]]:
+def _settle(pair: Pair, run: Callable[[States], States], carry: States) -> tuple[States, States]:
     """The rows of a loop's carry after any number of iterations."""
     while True:
         outputs = run(carry)
@@ -139,7 +130,7 @@ def _settle(
         carry = after
 
 
-def _while(pair: Pair, inputs: list[State]) -> list[State]:
+def _while(pair: Pair, inputs: States) -> States:
     cond_consts, body_consts, carry = while_operands(pair.few, inputs)
     few, all_ = pair.few.params, pair.all.params
     run = lambda carry: follow_rows(few["body_jaxpr"], all_["body_jaxpr"], [*body_consts, *carry])
@@ -150,7 +141,7 @@ def _while(pair: Pair, inputs: list[State]) -> list[State]:
     return carry
 
 
-def _cond(pair: Pair, inputs: list[State]) -> list[State]:
+def _cond(pair: Pair, inputs: States) -> States:
     if inputs[0] is not None:
         raise Mixed("`cond` chooses a branch by rows")
     branches = zip(pair.few.params["branches"], pair.all.params["branches"], strict=True)

@@ -158,12 +158,12 @@ def _convolved(pair: Pair, d: int) -> int | None:
     return None if along else numbers.out_spec[0]
 
 
-def _along(*keys: str) -> Rule:
+def _along(key: str) -> Rule:
     """The rule of operations along dimensions, which those of rows may not be among."""
 
     def rule(pair: Pair, inputs: Sequence[State]) -> State:
         found = join_rows(pair, inputs)
-        dims = next((pair.params[key] for key in keys if key in pair.params), ())
+        dims = pair.params[key]
         if not isinstance(found, Rows) or found.dim in ((dims,) if isinstance(dims, int) else dims):
             raise Mixed(f"`{pair.name}` is applied along rows")
         return found if len(inputs) == 1 else _all_rows(pair, inputs)
@@ -212,10 +212,8 @@ def _sums_rows(pair: Pair, inputs: Sequence[State]) -> bool:
     """Whether a product sums over the rows of both operands."""
     (ours, theirs), _ = pair.params["dimension_numbers"]
     one, other = inputs[:2]
-    summed = [
-        isinstance(state, Rows) and state.dim in dims
-        for state, dims in ((one, ours), (other, theirs))
-    ]
+    pairs = (one, ours), (other, theirs)
+    summed = [isinstance(state, Rows) and state.dim in dims for state, dims in pairs]
     if not any(summed):
         return False
     if not (isinstance(one, Rows) and isinstance(other, Rows) and all(summed)):

@@ -6,7 +6,9 @@ from enum import Enum
 from operator import index
 from typing import Any, Literal, SupportsIndex
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+AnyJaxpr = ClosedJaxpr | Jaxpr
 
 
 class Mixed(Exception):
@@ -39,6 +41,7 @@ class RowSum(Enum):
 SUM: Literal[RowSum.SUM] = RowSum.SUM
 # `None` is the state of an array that all rows share.
 State = Rows | Literal[RowSum.SUM] | None
+States = list[State]
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,8 @@ def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:
     sizes = {graph.sizes[node] for node in given}
     taken = {one for one, reason in why.items() if not reason}
     asked = {node for node, axes in graph.asked.items() if not _AXES.isdisjoint(axes)}
-    return tuple(
-        node
-        for node, size in enumerate(graph.sizes)
-        if (size in sizes or node in asked) and classes[node] in taken
-    )
+    fits = (node for node, size in enumerate(graph.sizes) if size in sizes or node in asked)
+    return tuple(node for node in fits if classes[node] in taken)
 
 
 def reasons_against(graph: Graph, classes: Classes, given: Collection[int]) -> dict[int, str]:

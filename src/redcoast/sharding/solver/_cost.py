@@ -90,13 +90,10 @@ def group(
     """
     colors = _colors(graph, classes, candidates, parameters)
     # The colors of neighbours distinguish classes that look alike by themselves.
-    refined = {
-        one: (colors[one], tuple(sorted(Counter(colors[o] for o in against[one]).items())))
-        for one in candidates
-    }
+    around = lambda one: tuple(sorted(Counter(colors[o] for o in against[one]).items()))
     members: dict[Any, list[int]] = defaultdict(list)
     for one in candidates:
-        members[refined[one]].append(one)
+        members[colors[one], around(one)].append(one)
     sets = [apart for alike in members.values() for apart in _without_conflicts(alike, against)]
     return {one: number for number, apart in enumerate(sets) for one in apart}
 
@@ -119,9 +116,8 @@ def _colors(
             if node is not None and (one := classes[node]) in marks:
                 marks[one][("cut", size, cut.times, node == cut.source)] += 1
     known: dict[Any, int] = {}
-    return {
-        one: known.setdefault(frozenset(mark.items()), len(known)) for one, mark in marks.items()
-    }
+    number = lambda mark: known.setdefault(frozenset(mark.items()), len(known))
+    return {one: number(mark) for one, mark in marks.items()}
 
 
 def _without_conflicts(alike: Sequence[int], against: Mapping[int, set[int]]) -> list[list[int]]:
@@ -149,9 +145,7 @@ def build_problem(
 ) -> Problem:
     """The problem of choosing among the groups that `group_of` maps classes to."""
     problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
-    groups = lambda dims: frozenset(
-        group_of[one] for node in dims if (one := classes[node]) in group_of
-    )
+    groups = lambda dims: frozenset(group_of[x] for x in classes.of(dims) if x in group_of)
     model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
     for found in reduced(graph.sums.values(), classes, hardware):
         if (one := classes[found.node]) in group_of and classes.divides(found.node):

@@ -132,9 +132,8 @@ def fit_budget(
     state_bytes: int,
 ) -> tuple[list[Row], Decision]:
     """The plan within the budget that shards the fewest arrays, the largest first."""
-    sizes = [
-        value.bytes if big else 0 for value, big in zip(program.parameters, large, strict=True)
-    ]
+    pairs = zip(program.parameters, large, strict=True)
+    sizes = [value.bytes if big else 0 for value, big in pairs]
     least = float("inf")
     for bound in (float("inf"), *sorted(set(sizes) - {0}, reverse=True)):
         rows, decision = make([size >= bound for size in sizes])

@@ -71,9 +71,6 @@ def _memory_only(rows: Sequence[Row], decision: Decision) -> list[list[int]]:
             together[classes[program.parameters[place].dims[d]]].append(place)
         elif any("model" in spec_axes(entry) for entry in row.spec) and row.reason != OVERRIDE:
             stored.append([place])
-    free = [
-        places
-        for root, places in together.items()
-        if root not in needed and all(rows[place].reason != OVERRIDE for place in places)
-    ]
-    return stored + free
+    free = (places for root, places in together.items() if root not in needed)
+    own = lambda places: all(rows[place].reason != OVERRIDE for place in places)
+    return stored + list(filter(own, free))

@@ -113,14 +113,16 @@ def follow_program(
     # Of a loss, only the first result is differentiated.
     places = range(len(traced.jaxpr.out_avals))
     differentiated = tuple(not traced.trains or place == 0 for place in places)
-    regions = Region(_used(traced, trainable)), Region(differentiated)
+    used = (True,) * len(places)
+    if traced.trains and traced.moved == traced.arrays:
+        # The trained arrays of a returned model are not used.
+        used = (*used[traced.moved :], *(not trained for trained in trainable))
+    regions = Region(used), Region(differentiated)
     graph = Graph(regions=regions, skipped=skipped)
     jaxpr = traced.jaxpr.jaxpr
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
-    inputs = [
-        graph.value(var.aval, grad=grad and traced.trains)
-        for var, grad in zip(jaxpr.invars, grads, strict=True)
-    ]
+    pairs = zip(jaxpr.invars, grads, strict=True)
+    inputs = [graph.value(var.aval, grad=grad and traced.trains) for var, grad in pairs]
     scope = walk(graph, traced.jaxpr, inputs)
     parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
     graph.held.update(node for value in parameters for node in value.dims)
@@ -130,14 +132,6 @@ def follow_program(
     examples = tuple(value for value in rows if value.dims)
     constants = find_constants(scope)
     return Program(traced, graph, scope, tuple(parameters), examples, batch, constants)
-
-
-def _used(traced: Traced, trainable: Sequence[bool]) -> tuple[bool, ...]:
-    """Whether each result is used: the trained arrays of a returned model are not."""
-    count, moved = len(traced.jaxpr.out_avals), traced.moved
-    if not traced.trains or moved != traced.arrays:
-        return (True,) * count
-    return (*(True,) * (count - moved), *(not trained for trained in trainable))
 
 
 def best_strategy(
@@ -217,11 +211,9 @@ def _decide(
     axes = Axes(batch.count, fsdp, n, stored(strategy, sizes))
     free = n > 1 and "model" not in strategy.batch
     candidates = _candidates(program, classes, batch) if free else []
-    fixed = {
-        classes[value.dims[d]]
-        for value, d in zip(program.parameters, forced, strict=False)
-        if d is not None and classes[value.dims[d]] in candidates
-    }
+    pairs = zip(program.parameters, forced, strict=False)
+    fixed = classes.of(value.dims[d] for value, d in pairs if d is not None)
+    fixed = fixed.intersection(candidates)
     against = conflicts(graph, classes, candidates)
     taken = fixed.union(*(against[one] for one in fixed))
     candidates = [one for one in candidates if one not in taken]
@@ -304,10 +296,8 @@ def computed_dims(
 
 def constant_dims(decision: Decision) -> list[tuple[Constant, Value, int | None]]:
     """The tensor-parallel dimension, or None, of each use of a planned constant."""
-    return [
-        (one, value, _dimension(value, decision.classes, decision.chosen))
-        for one, value in decision.program.planned
-    ]
+    dimension = lambda value: _dimension(value, decision.classes, decision.chosen)
+    return [(one, value, dimension(value)) for one, value in decision.program.planned]
 
 
 def _dimension(value: Value, classes: Classes, chosen: frozenset[int]) -> int | None:

@@ -60,9 +60,6 @@ def _sequence(program: Program, classes: Classes) -> tuple[list[int], list[int]]
     reached = anywhere.of(node for node in inner if graph.sizes[node] > 1)
     arrays = (*program.parameters, *(value for _, value in program.planned))
     held = classes.of(node for value in arrays for node in value.dims)
-    sequence = [
-        node
-        for node in range(len(graph.sizes))
-        if anywhere[node] in reached and classes[node] not in held
-    ]
+    nodes = (node for node in range(len(graph.sizes)) if anywhere[node] in reached)
+    sequence = [node for node in nodes if classes[node] not in held]
     return sequence, [n for n in sequence if graph.sizes[n] > 1 and classes.divides(n)]

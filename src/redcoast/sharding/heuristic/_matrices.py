@@ -253,11 +253,9 @@ def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:
     names = list(node.children)
     following = names[names.index(name) + 1 :][:1] if node.ordered else []
     like = (re.sub("weight|kernel", "bias", name), re.sub("^[wW]", "b", name), f"{name}_bias")
-    for candidate in (*like, *following):
-        bias = node.children.get(candidate)
-        if not isinstance(bias, Leaf) or not 0 < len(bias.shape) < len(weight.shape):
-            continue
-        if bias.shape[-1] in weight.shape:
+    found = (node.children.get(candidate) for candidate in (*like, *following))
+    for bias in (one for one in found if isinstance(one, Leaf)):
+        if 0 < len(bias.shape) < len(weight.shape) and bias.shape[-1] in weight.shape:
             return bias
     return None
 

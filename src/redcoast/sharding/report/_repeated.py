@@ -39,11 +39,8 @@ def repeated(reasons: Reasons) -> tuple[Repeated, ...]:
 def _places(program: Program, work: Work) -> list[int]:
     """The places of the parameters that are multiplied unchanged, transposed or cast."""
     operands = [set(dims) for dims in work.of if dims]
-    return [
-        place
-        for place, value in enumerate(program.parameters)
-        if any(dims.issubset(value.dims) for dims in operands)
-    ]
+    values = enumerate(program.parameters)
+    return [place for place, x in values if any(dims.issubset(x.dims) for dims in operands)]
 
 
 def _no_rows(reasons: Reasons, work: Work) -> str:

@@ -46,12 +46,10 @@ def program_to_json(program: data.ProgramReport | None) -> dict[str, Any]:
     """The figures of a program; none for a plan made without a function."""
     if program is None:
         return {}
+    keys = ("axis", "kind", "cause", "bytes")
     return _lists(asdict(program)) | {
         "coupled": [] if program.coupled is None else [asdict(program.coupled)],
-        "traffic": [
-            {"axis": one.axis, "kind": one.kind, "cause": one.cause, "bytes": one.bytes}
-            for one in program.traffic
-        ],
+        "traffic": [{key: getattr(one, key) for key in keys} for one in program.traffic],
     }
 
 
@@ -63,7 +61,8 @@ def _lists(value: Any) -> Any:
 
 def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
     """Reads what `program_to_json` returns; files of earlier versions lack some entries."""
-    memory, pipeline = saved["device_memory"], saved.get("pipeline")
+    memory = saved["device_memory"]
+    pipeline: dict[str, Any] | None = saved.get("pipeline")
     if pipeline is not None:
         pipeline = dict(pipeline) | {"layers": tuple(pipeline["layers"])}
     return data.ProgramReport(

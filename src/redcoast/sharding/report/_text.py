@@ -74,15 +74,12 @@ def _kind(text: str) -> str:
 
 
 def _pattern_text(texts: tuple[str, ...]) -> str:
+    """`{up,down}`; of numbers `{0..11}`, `{0..10..2}` for every second one, or `{0..3,7}`."""
     if len(texts) == 1:
         return texts[0]
-    if _kind(texts[0]) == "number":
-        return _range(sorted(map(int, texts)))
-    return "{" + ",".join(texts) + "}"
-
-
-def _range(numbers: list[int]) -> str:
-    """`{0..11}`, `{0..10..2}` for every second one, and `{0..3,7}` otherwise."""
+    if _kind(texts[0]) != "number":
+        return "{" + ",".join(texts) + "}"
+    numbers = sorted(map(int, texts))
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1 and steps != {1}:
         return f"{{{numbers[0]}..{numbers[-1]}..{steps.pop()}}}"

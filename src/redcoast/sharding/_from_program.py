@@ -42,12 +42,8 @@ from .tree._plan_rows import ON_STAGES, OVERRIDE, STORED, Compute, Reason, Role,
 
 def is_large(program: Program, value: Value) -> bool:
     """Whether an array is sharded even if it has to be all-gathered where it is used."""
-    sizes = (
-        size
-        for node, size in zip(value.dims, value.shape, strict=True)
-        if node not in program.graph.stacks
-    )
-    return prod(sizes) >= LARGE
+    dims = zip(value.dims, value.shape, strict=True)
+    return prod(size for node, size in dims if node not in program.graph.stacks) >= LARGE
 
 
 @dataclass(frozen=True)

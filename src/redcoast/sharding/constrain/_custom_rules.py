@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...core._jaxpr import bind_again
 
+Fn = Callable[..., Any]
 # `run_local(fn, specs, *inputs)` constrains `fn` by the specs of its inputs. It returns the leaves
 # of `fn(*inputs)`, their specs, and their structure.
 RunLocal = Callable[..., tuple[list[Any], list[P], Any]]
@@ -22,7 +23,7 @@ RunLocal = Callable[..., tuple[list[Any], list[P], Any]]
 
 def run_custom(
     equation: JaxprEqn,
-    body: Callable[..., list[Any]],
+    body: Fn,
     inputs: Sequence[Any],
     specs: Sequence[P],
     run_local: RunLocal,
@@ -41,9 +42,7 @@ def run_custom(
     return list(run(*inputs))
 
 
-def _jvp_rule(
-    original: Callable[..., list[Any]], specs: Sequence[P], run_local: RunLocal
-) -> Callable[..., Any]:
+def _jvp_rule(original: Fn, specs: Sequence[P], run_local: RunLocal) -> Fn:
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         exact = [_is_exact(x) for x in primals]
 
@@ -65,9 +64,7 @@ def _jvp_rule(
     return rule
 
 
-def _vjp_rules(
-    original: Callable[..., list[Any]], specs: Sequence[P], run_local: RunLocal
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _vjp_rules(original: Fn, specs: Sequence[P], run_local: RunLocal) -> tuple[Fn, Fn]:
     residual_specs: list[P] = []  # of the results and residuals of the forward pass
 
     def forward(*inputs: Any) -> tuple[list[Any], Any]:

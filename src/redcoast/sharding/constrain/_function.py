@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from ...core._frames import hide_frames, warn
+from ...core._jaxpr import iter_equations
 from ...core._pytree import join
 from ...core._tracing import traced_over
 from ...distributed._mesh import PIPE, batch_shards
@@ -16,7 +17,7 @@ from ..program._trace import trace_over
 from ..solver._strategy import Program, follow_program, parts
 from ..solver._tokens import needs_tokens, split_tokens
 from ..tree._plan_rows import Compute
-from ._grouped_conv import has_grouped
+from ._grouped_conv import is_grouped
 from ._interpreter import CannotRebind, run_constrained
 from ._shardings import Shardings, find_shardings
 
@@ -62,7 +63,7 @@ class Constrained:
         except CannotRebind as error:
             # With one of the two sizes 1, no axis is unused, and the compiler is right.
             risky = self.mesh.shape["model"] > 1 and batch_shards(self.mesh) > 1
-            if risky and has_grouped(traced.jaxpr.jaxpr):
+            if risky and any(map(is_grouped, iter_equations(traced.jaxpr.jaxpr))):
                 raise RuntimeError(
                     f"The function cannot be constrained, because its `{error}` cannot be "
                     "re-evaluated. Without constraints, the gradients of its grouped convolutions "

@@ -13,11 +13,10 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import iter_equations
 from ..tree._overrides import spec_axes
 
 _PARAMS = """
@@ -33,11 +32,6 @@ def is_grouped(equation: JaxprEqn) -> bool:
         equation.primitive.name == "conv_general_dilated"
         and max(params["feature_group_count"], params["batch_group_count"]) > 1
     )
-
-
-def has_grouped(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, or one inside it, has a grouped convolution."""
-    return any(map(is_grouped, iter_equations(jaxpr)))
 
 
 def run_grouped(

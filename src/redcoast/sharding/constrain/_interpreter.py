@@ -22,9 +22,8 @@ from ...core._jaxpr import (
 )
 from ...core._pytree import ARRAYS, join
 from ...core._sequence_parts import gathered_dimension
-from ..pipeline._deal import Deal
 from ..pipeline._draws import draw_rows
-from ..pipeline._run_pipeline import run_pipeline
+from ..pipeline._run_pipeline import Deal, run_pipeline
 from ..pipeline._stages import Pipeline
 from ..program._constants import LARGE_CONSTANT
 from ..program._trace import trace_over
@@ -156,7 +155,11 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         local = lambda x: bind_again(equation, [x])[0]
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "sharding_constraint":
-        return _user_constraint(call)
+        sharding, mesh = equation.params["sharding"], shardings.mesh
+        if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
+            # A constraint of the program by axis names alone has no devices yet.
+            sharding = NamedSharding(mesh, sharding.spec)
+            return [jax.lax.with_sharding_constraint(operands[0], sharding)]
     if (d := gathered_dimension(equation)) is not None:
         value = scope.values[equation.invars[0]]
         gathers = shardings.batch_dim(value) == d
@@ -181,9 +184,7 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
     return list(run(*operands))
 
 
-def _function(
-    scope: Scope, shardings: Shardings, stored: Sequence[bool]
-) -> Callable[..., list[Any]]:
+def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Callable[..., Any]:
     return lambda *inputs: run_constrained(scope, shardings, inputs, stored)
 
 
@@ -215,15 +216,6 @@ def _run_local(
     leaves, structure = jax.tree.flatten(join(results, traced.output))
     named = jax.tree.leaves(join(found, traced.output))
     return leaves, [x if isinstance(x, P) else P() for x in named], structure
-
-
-def _user_constraint(call: _Call) -> list[Any]:
-    """Applies a constraint of the program itself; one by axis names alone has no devices yet."""
-    sharding, mesh = call.equation.params["sharding"], call.shardings.mesh
-    if isinstance(mesh, Mesh) and getattr(sharding, "mesh", None) == mesh.abstract_mesh:
-        sharding = NamedSharding(mesh, sharding.spec)
-        return [jax.lax.with_sharding_constraint(call.operands[0], sharding)]
-    return bind_again(call.equation, call.operands)
 
 
 def _pipelined(call: _Call, pipeline: Pipeline) -> list[Any]:
@@ -315,10 +307,8 @@ def _while(call: _Call) -> list[Any]:
         if (rows := keep_going(carry)).ndim:
             # Under `vmap`, each row stops on its own and keeps its last value.
             mask = lambda x: jnp.expand_dims(rows, tuple(range(rows.ndim, x.ndim)))
-            results = [
-                jax.lax.select(jnp.broadcast_to(mask(x), x.shape), x, last)
-                for x, last in zip(results, carry, strict=True)
-            ]
+            pairs = zip(results, carry, strict=True)
+            results = [jax.lax.select(jnp.broadcast_to(mask(x), x.shape), x, y) for x, y in pairs]
         return list(map(shardings.constrain, results, values))
 
     init = list(map(_as_array, init, carry_vars))

@@ -130,28 +130,18 @@ def sharded_dim(spec: P, axes: Sequence[str]) -> int | None:
 def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Shardings:
     """Derives the shardings of all values from the tensor-parallel arrays and the batch."""
     classes = Classes(program.graph, parts(compute.model_axes, mesh.shape))
-    chosen = frozenset(
-        classes[value.dims[d]]
-        for value, d in zip(program.parameters, compute.dims, strict=True)
-        if d is not None and classes.divides(value.dims[d])
-    )
+    pairs = zip(program.parameters, compute.dims, strict=True)
+    split = [value.dims[d] for value, d in pairs if d is not None]
+    chosen = classes.of(node for node in split if classes.divides(node))
     chosen |= _classes_of_constants(program, classes, compute)
     # A batch that does not divide over all of its axes is split over fewer.
     axes = compute.batch_axes
     while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
         axes = axes[:-1]
     batch = batch_dims(program, parts(axes, mesh.shape))
-    return Shardings(
-        mesh=mesh,
-        classes=classes,
-        chosen=chosen,
-        batch=batch,
-        batch_axes=axes,
-        compute=compute,
-        sequence=_sequence(program, classes, chosen, batch) if compute.sequence else frozenset(),
-        asked=frozenset(asked_axes(program.graph)),
-        tokens=program.batch.sequence,
-    )
+    sequence = _sequence(program, classes, chosen, batch) if compute.sequence else frozenset()
+    asked, tokens = frozenset(asked_axes(program.graph)), program.batch.sequence
+    return Shardings(mesh, classes, chosen, batch, axes, compute, sequence, asked, tokens)
 
 
 def _classes_of_constants(program: Program, classes: Classes, compute: Compute) -> frozenset[int]:

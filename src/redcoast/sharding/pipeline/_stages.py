@@ -78,22 +78,18 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
             carried += size
             returned += size * is_inexact(aval)
     layers = tuple(one.equation.params["length"] // pipeline.stages for one in scans.values())
-    count, places = pipeline.microbatches, _layered(program)
-    staged = Staged(outside, pipeline.stages, count, places, layers, carried, returned)
-    return replace(program, staged=staged)
-
-
-def _layered(program: Program) -> frozenset[int]:
-    """The places of the arrays of the model whose first dimension counts layers of a scan."""
-    classes = Classes(program.graph, 1)
+    # The arrays of the model whose first dimension counts layers of a scan.
+    classes, count = Classes(program.graph, 1), pipeline.microbatches
     over = classes.of(
         scope.values[x].dims[0]
         for equation, _, scope in layer_scans(program)
         for x in scan_operands(equation, equation.invars)[2]
         if x in scope.values
     )
-    parameters = enumerate(program.parameters)
-    return frozenset(i for i, x in parameters if x.dims and classes[x.dims[0]] in over)
+    arrays = enumerate(program.parameters)
+    places = frozenset(i for i, x in arrays if x.dims and classes[x.dims[0]] in over)
+    staged = Staged(outside, pipeline.stages, count, places, layers, carried, returned)
+    return replace(program, staged=staged)
 
 
 def count_microbatches(rows: int, parts: int, stages: int, asked: int | None) -> int:

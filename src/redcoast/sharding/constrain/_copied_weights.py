@@ -78,8 +78,7 @@ def _rearrange(equation: JaxprEqn, copies: Any) -> Any:
         return jax.lax.convert_element_type(copies, equation.params["new_dtype"])
     if equation.primitive.name == "broadcast_in_dim":
         return jax.lax.reshape(copies, (copies.shape[0], *equation.params["shape"]))
-    order = equation.params["permutation"]
-    return jax.lax.transpose(copies, (0, *(d + 1 for d in order)))
+    return jax.lax.transpose(copies, (0, *(d + 1 for d in equation.params["permutation"])))
 
 
 def _broadcast(copies: Any, dims: tuple[int, ...], at: int | None, result: Value) -> Any:

@@ -22,11 +22,7 @@ RunLocal = Callable[..., tuple[list[Any], list[P], Any]]
 
 
 def run_custom(
-    equation: JaxprEqn,
-    body: Fn,
-    inputs: Sequence[Any],
-    specs: Sequence[P],
-    run_local: RunLocal,
+    equation: JaxprEqn, body: Fn, inputs: Sequence[Any], specs: Sequence[P], run_local: RunLocal
 ) -> list[Any]:
     """Runs a function with custom derivatives, with `body` as its constrained implementation.
 

@@ -49,11 +49,9 @@ class Shardings:
     draws: Mapping[int, Draw] = field(default_factory=dict)
     rows: Any = None
 
-    def spec(self, value: Value) -> P:
+    def spec(self, value: Value, chosen: frozenset[int] | None = None) -> P:
         """Returns a spec with the batch over its axes and a chosen class over the model's."""
-        return self._spec(value, self.chosen)
-
-    def _spec(self, value: Value, chosen: frozenset[int]) -> P:
+        chosen = self.chosen if chosen is None else chosen
         entries: list[Any] = [None] * len(value.dims)
         free = {*self.batch_axes, *self.compute.model_axes}
         for d, node in enumerate(value.dims):  # each axis is used once
@@ -83,7 +81,7 @@ class Shardings:
     def _constrain(self, x: Any, value: Value, chosen: frozenset[int]) -> Any:
         if not value.shape or not isinstance(x, jax.Array):
             return x
-        entries = zip(self._spec(value, chosen), value.dims, strict=True)
+        entries = zip(self.spec(value, chosen), value.dims, strict=True)
         # XLA propagates the shardings that the program itself asks for.
         asked = [P.UNCONSTRAINED if e is None and d in self.asked else e for e, d in entries]
         return self._with_spec(x, P(*asked))
@@ -123,8 +121,7 @@ class Shardings:
 def sharded_dim(spec: P, axes: Sequence[str]) -> int | None:
     """Returns the dimension that a spec shards over exactly these axes, if any."""
     # A spec stores a single axis as its name alone.
-    dims = (d for d, entry in enumerate(spec) if axes and spec_axes(entry) == axes)
-    return next(dims, None)
+    return next((d for d, entry in enumerate(spec) if axes and spec_axes(entry) == axes), None)
 
 
 def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute) -> Shardings:

@@ -313,8 +313,7 @@ def _shard_tables(root: Group, residual: set[int], n: int) -> Splits:
         if table.kind != "table":
             continue
         if any(_SMALL.search(part) for part in table.weight.path[-3:]):
-            reason = "table of positions or types, small"
-            splits[table.index] = Split(None, reason, table.out_size)
+            splits[table.index] = Split(None, "table of positions or types, small", table.out_size)
         else:
             turned = table.in_size in residual and table.out_size not in residual
             splits[table.index] = _vocabulary(table, (table.outs if turned else table.ins)[0], n)

@@ -71,8 +71,7 @@ def _find_splits(tree: Any, n: int) -> tuple[Splits, dict[int, int], dict[int, t
     sizes = vocabularies(splits)
     for part in group:
         for leaf in part.loose:
-            split = _loose(leaf, part.owner, stacks[leaf.index], sizes, n)
-            splits.setdefault(leaf.index, split)
+            splits.setdefault(leaf.index, _loose(leaf, part.owner, stacks[leaf.index], sizes, n))
     for layer in layers:
         weight, a, b = leaves_below(layer)
         splits |= _shard_lora(layer, splits[weight.index])

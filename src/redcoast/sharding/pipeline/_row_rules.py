@@ -227,8 +227,7 @@ def _sums_rows(pair: Pair, inputs: Sequence[State]) -> bool:
 def _gather(pair: Pair, inputs: Sequence[State]) -> State:
     operand, indices = inputs
     numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
-    rank = len(pair.result)
-    outer = [d for d in range(rank) if d not in numbers.offset_dims]
+    outer = [d for d in range(len(pair.result)) if d not in numbers.offset_dims]
     batching = numbers.operand_batching_dims
     if not isinstance(operand, Rows):
         if not isinstance(indices, Rows):

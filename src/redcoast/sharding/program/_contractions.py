@@ -87,8 +87,7 @@ def fused_attention(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -
             else:
                 graph.cut(value, None, value, node)
     # The backward pass has five products and the forward pass two.
-    backward = "bwd" in equation.primitive.name
-    passes = 1 if backward else graph.forwards + 2.5 * q.grad
+    passes = 1 if "bwd" in equation.primitive.name else graph.forwards + 2.5 * q.grad
     graph.work((q.dims[0], q.dims[2]), _flops(equation), passes, *inputs[:3])
     return results
 

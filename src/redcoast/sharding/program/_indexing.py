@@ -59,8 +59,7 @@ def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
     indexed_batching = numbers.scatter_indices_batching_dims
     indexed_dims = {*numbers.inserted_window_dims, *batching}
     window = [d for d in range(len(operand.dims)) if d not in indexed_dims]
-    aval = output(equation)
-    result = graph.value(aval, operand.dims, grad=operand.grad or updates.grad)
+    result = graph.value(output(equation), operand.dims, grad=operand.grad or updates.grad)
     for d, at in zip(window, sorted(numbers.update_window_dims), strict=True):
         if updates.shape[at] == operand.shape[d]:
             graph.link(operand.dims[d], updates.dims[at])
@@ -88,8 +87,7 @@ def scatter(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
 
 def dynamic_update_slice(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     operand, update = inputs[:2]
-    aval = output(equation)
-    result = graph.value(aval, operand.dims, grad=operand.grad or update.grad)
+    result = graph.value(output(equation), operand.dims, grad=operand.grad or update.grad)
     for a, b, size, part in zip(
         operand.dims, update.dims, operand.shape, update.shape, strict=True
     ):

@@ -69,8 +69,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
         if derived and not _needs_no_results(equation):
             needed.update(equation.outvars)
         outs = tuple(var in needed and not region.keeps(equation) for var in equation.outvars)
-        seen = Region(outs, derived, region.policy)
-        inner[index], operands = _called(equation, seen, has_grad)
+        inner[index], operands = _called(equation, Region(outs, derived, region.policy), has_grad)
         if any(outs):
             equations.add(index)
         if derived:

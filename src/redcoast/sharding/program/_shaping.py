@@ -11,8 +11,7 @@ from ._graph import Graph, Value, output
 def transpose(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     (operand,) = inputs
     dims = tuple(operand.dims[d] for d in equation.params["permutation"])
-    aval = output(equation)
-    return [graph.value(aval, dims, grad=operand.grad, reduced=operand.reduced)]
+    return [graph.value(output(equation), dims, grad=operand.grad, reduced=operand.reduced)]
 
 
 def squeeze(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -105,8 +104,7 @@ def _kept(
 
 def sliced(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """`slice` and `dynamic_slice`: a dimension of which a part is taken is cut."""
-    after = output(equation).shape
-    kept = [a == b for a, b in zip(inputs[0].shape, after, strict=True)]
+    kept = [a == b for a, b in zip(inputs[0].shape, output(equation).shape, strict=True)]
     return [_kept(graph, equation, inputs[0], kept)]
 
 

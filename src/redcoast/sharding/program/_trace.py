@@ -53,8 +53,7 @@ def trace(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]) -> tuple[Tr
         return found
 
     flat.__wrapped__ = fn  # JAX's messages name this function  # type: ignore[attr-defined]
-    shapes = jax.tree.map(_unplaced, (arrays, batch, others))
-    jaxpr = jax.make_jaxpr(flat)(*shapes)
+    jaxpr = jax.make_jaxpr(flat)(*jax.tree.map(_unplaced, (arrays, batch, others)))
     return Traced(jaxpr, len(arrays), len(batch), *seen[-1]), [*arrays, *batch, *others]
 
 

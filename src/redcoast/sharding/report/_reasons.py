@@ -67,8 +67,7 @@ def _sentence(decision: Decision, axes: Mapping[str, int]) -> str:
         return f"The batch is {split}: data and fsdp have one device each."
     if used == wanted:
         return f"The batch is {split}."
-    few = f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}."
-    return few + unsplit
+    return f"A batch of {_sizes(decision)} does not divide over {over}, so it is {split}.{unsplit}"
 
 
 def _sizes(decision: Decision) -> str:

@@ -124,14 +124,13 @@ def follow_program(
     pairs = zip(jaxpr.invars, grads, strict=True)
     inputs = [graph.value(var.aval, grad=grad and traced.trains) for var, grad in pairs]
     scope = walk(graph, traced.jaxpr, inputs)
-    parameters, rest = inputs[: traced.arrays], inputs[traced.arrays :]
+    parameters, rest = tuple(inputs[: traced.arrays]), inputs[traced.arrays :]
     graph.held.update(node for value in parameters for node in value.dims)
     given = rest[: traced.batch]
     batch = find_batch(graph, given, rest[traced.batch :])
     rows = (value for place, value in enumerate(given) if place not in batch.left_out)
     examples = tuple(value for value in rows if value.dims)
-    constants = find_constants(scope)
-    return Program(traced, graph, scope, tuple(parameters), examples, batch, constants)
+    return Program(traced, graph, scope, parameters, examples, batch, find_constants(scope))
 
 
 def best_strategy(

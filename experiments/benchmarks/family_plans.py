@@ -1,9 +1,9 @@
 """The communication of the families of `redcoast.models`, planned and by Megatron's shardings.
 
 Small models are compiled for meshes of 8 emulated CPU devices, and the bytes that a device sends in
-a step of the loss and its gradients are read from the compiled programs. By default, plans split
-all large arrays in storage, and gather those that Megatron keeps whole on every device; with a
-budget of memory, they are whole too where this sends less. Megatron's shardings
+a step of the loss and its gradients are read from the compiled programs. By default, plans shard
+all large arrays, and gather those that Megatron replicates; with a budget of memory, plans
+replicate them too where this communicates less. Megatron's shardings
 (arXiv:1909.08053) split heads, hidden features and the vocabulary over `model`. Of a mixture of
 experts, they split either the hidden features of all experts or the experts; the better counts.
 Of a Mamba-2, they split the heads, and gather the inputs and outputs of the states, which all heads

@@ -22,135 +22,12 @@ from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._changes import find_changes
 from ._compile_job import Compiled, compile_job
-from ._job import Job, batch_bytes, plan_job
+from ._job import Job, make_job, plan_job, split_batch
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely
 from ._place import Place, planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
-
-
-def run(
-    init_fn: Callable[..., Any],
-    target: str,
-    mesh: Mesh | Mapping[str, int] | None,
-    make: Callable[..., Job],
-    suggest: bool,
-    **options: Any,
-) -> DryRun:
-    """The dry run of the step that `make(init_fn, **options)` returns."""
-    place = target_place(target)
-    with compiling_for(place.device):
-        return _run(init_fn, place, mesh, make, suggest, **options)
-
-
-def _run(
-    init_fn: Callable[..., Any],
-    place: Place,
-    mesh: Mesh | Mapping[str, int] | None,
-    make: Callable[..., Job],
-    suggest: bool,
-    **options: Any,
-) -> DryRun:
-    job = make(init_fn, **options)
-    sizes = cheapest(job, place) if mesh is None else _sizes(mesh)
-    made = _mesh(sizes, place)
-    plan, compiled = _compile(job, place, made)
-    found = _result(job, place, made, plan, compiled)
-    if found.fits or not suggest:
-        return found
-    others = [sizes for sizes in likely(job, place) if sizes != found.mesh]
-    again = lambda job, sizes: _compile(job, place, _mesh(sizes, place))[1]
-    changes = find_changes(make, init_fn, job, found, others, again)
-    return replace(found, changes=tuple(changes))
-
-
-def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
-    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
-    if not isinstance(sizes, Mapping) or not set(sizes) <= {*AXES, PIPE}:
-        raise TypeError(
-            f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
-            '`pipe`, such as {"fsdp": 4, "model": 2}.'
-        )
-    return dict(sizes)
-
-
-def _mesh(sizes: Mapping[str, int], place: Place) -> Mesh:
-    try:
-        return place.mesh(sizes)
-    except ValueError as error:
-        raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
-
-
-def _compile(job: Job, place: Place, mesh: Mesh) -> tuple[Plan, Compiled]:
-    plan = plan_job(job, mesh, planner_hardware(place, mesh))
-    return plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
-
-
-def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:
-    target = place.target
-    assert target is not None
-    bounds = None
-    if compiled.moved is not None:
-        bounds = time_bounds(
-            flops=compiled.flops,
-            moved_bytes=compiled.moved,
-            sent_bytes=compiled.sent,
-            chip=target.chip,
-            bandwidths=axis_bandwidths(target, mesh),
-        )
-    return DryRun(
-        target=target.name,
-        devices=target.count,
-        compiler=place.compiler,
-        notes=(*place.notes, *_notes(compiled)),
-        mesh=dict(mesh.shape),
-        fits=not compiled.refused and compiled.peak <= target.chip.usable,
-        refused=compiled.refused,
-        memory=_memory(job, plan, mesh, compiled) | {"usable": target.chip.usable},
-        traffic=compiled.traffic or (),
-        sent_bytes=None if compiled.refused else compiled.sent.total(),
-        arithmetic=compiled.flops,
-        bounds=bounds,
-        compile_seconds=compiled.seconds,
-        plan=plan,
-    )
-
-
-def _notes(compiled: Compiled) -> list[str]:
-    if not compiled.open_loops:
-        return []
-    loops = "A loop has" if compiled.open_loops == 1 else f"{compiled.open_loops} loops have"
-    return [
-        f"{loops} a trip count that depends on the data, and is counted as one iteration: the real "
-        "number of operations is higher than the figure here, and so may be the communication."
-    ]
-
-
-def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
-    """Bytes of memory on each device, by use."""
-    totals = plan.report.totals
-    found = {
-        "parameters": totals.parameters.bytes_per_device,
-        "optimizer_state": totals.optimizer_state.bytes_per_device,
-        "other": totals.other.bytes_per_device,
-        "batch": batch_bytes(job, mesh),
-        "gradients": _gradients(job, plan),
-    }
-    if compiled.temporaries is not None:
-        found["temporaries"] = compiled.temporaries
-    return found | {"peak": compiled.peak}
-
-
-def _gradients(job: Job, plan: Plan) -> int:
-    arrays, _ = split(job.state.model)
-    trained = trainable_arrays(job.state.model, job.trainable)
-    shardings = jax.tree.leaves(plan.shardings.model)
-    return sum(
-        prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x, sharding, yes in zip(arrays, shardings, trained, strict=True)
-        if yes
-    )
 
 
 @hide_frames
@@ -215,10 +92,6 @@ def dry_run(
         print(rc.dry_run(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4"))
         ```
     """
-    # Imported here so that importing redcoast stays fast.
-    from ._dry_run import run
-    from ._job import make_job
-
     make = ft.partial(
         make_job,
         loss_fn=loss_fn,
@@ -227,6 +100,87 @@ def dry_run(
         overrides=overrides,
         trainable=trainable,
     )
-    options = {"accumulate": accumulate, "compute_dtype": compute_dtype}
-    with without_ambient_mesh():
-        return run(init_fn, target, mesh, make, suggest, **options)
+    place = target_place(target)
+    with without_ambient_mesh(), compiling_for(place.device):
+        job = make(init_fn, accumulate=accumulate, compute_dtype=compute_dtype)
+        if mesh is None:
+            sizes = cheapest(job, place)
+        else:
+            sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+        if not isinstance(sizes, Mapping) or not set(sizes) <= {*AXES, PIPE}:
+            raise TypeError(
+                f"`mesh` is {sizes!r}. It must be a mesh, or sizes of `data`, `fsdp`, `model` and "
+                '`pipe`, such as {"fsdp": 4, "model": 2}.'
+            )
+        found = _result(job, place, *_compile(job, place, sizes))
+        if found.fits or not suggest:
+            return found
+        others = [sizes for sizes in likely(job, place) if sizes != found.mesh]
+        again = lambda job, sizes: _compile(job, place, sizes)[2]
+        changes = find_changes(make, init_fn, job, found, others, again)
+        return replace(found, changes=tuple(changes))
+
+
+def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Plan, Compiled]:
+    try:
+        mesh = place.mesh(sizes)
+    except ValueError as error:
+        raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
+    plan = plan_job(job, mesh, planner_hardware(place, mesh))
+    return mesh, plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
+
+
+def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) -> DryRun:
+    target = place.target
+    assert target is not None
+    bounds, notes = None, list(place.notes)
+    if compiled.moved is not None:
+        bounds = time_bounds(
+            flops=compiled.flops,
+            moved_bytes=compiled.moved,
+            sent_bytes=compiled.sent,
+            chip=target.chip,
+            bandwidths=axis_bandwidths(target, mesh),
+        )
+    if count := compiled.open_loops:
+        notes.append(
+            f"{'A loop has' if count == 1 else f'{count} loops have'} a trip count that depends on "
+            "the data, and is counted as one iteration: the real number of operations is higher "
+            "than the figure here, and so may be the communication."
+        )
+    return DryRun(
+        target=target.name,
+        devices=target.count,
+        compiler=place.compiler,
+        notes=tuple(notes),
+        mesh=dict(mesh.shape),
+        fits=not compiled.refused and compiled.peak <= target.chip.usable,
+        refused=compiled.refused,
+        memory=_memory(job, plan, mesh, compiled) | {"usable": target.chip.usable},
+        traffic=compiled.traffic or (),
+        sent_bytes=None if compiled.refused else compiled.sent.total(),
+        arithmetic=compiled.flops,
+        bounds=bounds,
+        compile_seconds=compiled.seconds,
+        plan=plan,
+    )
+
+
+def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:
+    """Bytes of memory on each device, by use."""
+    held = lambda x, sharding: prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    arrays, _ = split(job.state.model)
+    trained = trainable_arrays(job.state.model, job.trainable)
+    shardings = jax.tree.leaves(plan.shardings.model)
+    gradients = zip(arrays, shardings, trained, strict=True)
+    totals = plan.report.totals
+    found = {
+        "parameters": totals.parameters.bytes_per_device,
+        "optimizer_state": totals.optimizer_state.bytes_per_device,
+        "other": totals.other.bytes_per_device,
+        "batch": sum(held(x, x.sharding) for x in jax.tree.leaves(split_batch(job, mesh))),
+        "gradients": sum(held(x, sharding) for x, sharding, yes in gradients if yes),
+    }
+    if compiled.temporaries is not None:
+        found["temporaries"] = compiled.temporaries
+    return found | {"peak": compiled.peak}

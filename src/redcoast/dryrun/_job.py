@@ -3,7 +3,6 @@
 import functools as ft
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import equinox as eqx
@@ -72,23 +71,14 @@ def make_job(
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype)
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    make = ft.partial(init_state, init_fn, optimizer, **given)
+    make = lambda key: init_state(init_fn, optimizer, key=key, **given)
     batch = batch_shapes(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
     with traced_over(_ANY_MESH):
-        state = eqx.filter_eval_shape(lambda key: make(key=key), abstract_key())
+        state = eqx.filter_eval_shape(make, abstract_key())
         eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
-    return Job(
-        state,
-        batch,
-        loss_fn,
-        optimizer,
-        accumulate,
-        compute_dtype,
-        overrides,
-        trainable,
-    )
+    return Job(state, batch, loss_fn, optimizer, accumulate, compute_dtype, overrides, trainable)
 
 
 def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
@@ -157,12 +147,6 @@ def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), job.batch
     )
-
-
-def batch_bytes(job: Job, mesh: Mesh) -> int:
-    """Bytes of the batch on each device."""
-    leaves = jax.tree.leaves(split_batch(job, mesh))
-    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def scanned_layers(job: Job) -> list[int]:

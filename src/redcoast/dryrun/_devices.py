@@ -3,16 +3,20 @@
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from glob import glob
-from typing import Any, Literal
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jaxlib import xla_client
 
+from ..core._target import Target as Device
+from ..core._target import target_of
+from ..distributed._mesh import make_mesh
 from ._chips import SHARE, Chip
 from ._target_name import TargetDevices
 
@@ -118,22 +122,43 @@ _LOCK = (
 
 
 @dataclass(frozen=True)
-class Devices:
+class Place:
     """Devices to compile for.
 
     **Attributes:**
 
-    - `devices`: The devices, as many as the target has, for `make_mesh`.
-    - `compiler`: The compiler of these devices.
-    - `notes`: Caveats about its figures, as sentences.
+    - `name`: The name of the devices, for tables.
+    - `devices`: The devices.
+    - `target`: The target they belong to; `None` for attached devices.
+    - `usable`: Bytes of memory that a program can use on each; `None` if not known.
+    - `notes`: Caveats about their figures, as sentences.
+    - `compiler`: The compiler of a target's devices.
     """
 
-    devices: list[Any]
-    compiler: Literal["tpu", "cuda", "cpu"]
-    notes: tuple[str, ...]
+    name: str
+    devices: Sequence[Any]
+    target: TargetDevices | None
+    usable: int | None
+    notes: tuple[str, ...] = ()
+    compiler: str = ""
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether these are CPU devices in place of an accelerator's."""
+        kind = "cpu" if self.target is None else self.target.chip.kind
+        return kind != "cpu" and self.devices[0].platform == "cpu"
+
+    @property
+    def device(self) -> Device:
+        """What models choose operations by. A CPU in place of a GPU has none of its kernels."""
+        found = target_of(self.devices[0])
+        return found if self.target is None else replace(found, platform=self.target.chip.kind)
+
+    def mesh(self, sizes: Mapping[str, int]) -> Mesh:
+        return make_mesh(**sizes, devices=self.devices)
 
 
-def target_devices(target: TargetDevices) -> Devices:
+def target_devices(target: TargetDevices) -> Place:
     """The devices of a target, or as many CPU devices if the target's compiler is not installed.
 
     It may be called in a process that has already used JAX, whose devices do not change.
@@ -142,15 +167,16 @@ def target_devices(target: TargetDevices) -> Devices:
 
     `RuntimeError` if the compiler is installed but does not work.
     """
+    place = partial(Place, target=target, name=target.name, usable=target.chip.usable)
     if target.chip.kind == "cpu":
-        return Devices(list(_cpu(target.count)), "cpu", (_NOMINAL,))
+        return place(devices=_cpu(target.count), notes=(_NOMINAL,), compiler="cpu")
     compiler, extra = ("tpu", "tpu") if target.chip.kind == "tpu" else ("cuda", "cuda12")
     if not _installed(compiler):
         note = (
             f"The compiler for {target.chip.name} is not installed "
             f"(`pip install 'redcoast[{extra}]'`), so the CPU compiler was used instead. {_BIAS}"
         )
-        return Devices(list(_cpu(target.count)), "cpu", (note,))
+        return place(devices=_cpu(target.count), notes=(note,), compiler="cpu")
     try:
         devices = _tpu(target) if compiler == "tpu" else _cuda(target)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -159,7 +185,8 @@ def target_devices(target: TargetDevices) -> Devices:
             f"The compiler for {target.name} is installed, but does not work: "
             f"{str(error).rstrip('.')}.{hint}"
         ) from error
-    return Devices(devices, compiler, (_OLD,) if target.chip.name == "1080ti" else ())
+    notes = (_OLD,) if target.chip.name == "1080ti" else ()
+    return place(devices=devices, notes=notes, compiler=compiler)
 
 
 def _installed(compiler: str) -> bool:

@@ -1,33 +1,158 @@
-"""Finds the best mesh for a step: estimates every factorisation and compiles the best few."""
+"""Finds the mesh on which a step is fastest: estimates all, and compiles the best few."""
 
 import functools as ft
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
+from ..core._errors import check_integer
+from ..core._frames import hide_frames
 from ..core._target import compiling_for
+from ..core._tracing import without_ambient_mesh
 from ..distributed._kv_store import exchange
-from ..distributed._mesh import PIPE
+from ..distributed._mesh import PIPE, make_mesh
+from ..sharding import Hardware
 from ..sharding.solver._memory import FILLED
+from ..sharding.tree._overrides import Override
+from ..tracking._loggers import say
+from ..train._loss import LossFn
+from ..train._step import TrainState
 from ._compile_job import compile_job
-from ._job import Job, factorisations, plan_job, scanned_layers
+from ._job import Job, factorisations, make_job, plan_job, scanned_layers
+from ._links import axis_bandwidths
 from ._mesh_table import Candidate, MeshSuggestion
-from ._place import Place, hardware_of_target, planner_hardware, rate_of, speeds_of
-from ._roofline import bandwidth
+from ._place import Place, attached_place, hardware_of_target, planner_hardware, target_place
+from ._roofline import bandwidth, peak
+
+logger = logging.getLogger("redcoast")
+
+
+@hide_frames
+def suggest_mesh(
+    init_fn: Callable[..., Any],
+    loss_fn: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    target: str | None = None,
+    compiled: int = 3,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    overrides: Sequence[Override] = (),
+    trainable: PyTree = eqx.is_inexact_array,
+) -> MeshSuggestion:
+    """Finds the mesh on which a training step is fastest, among those on which it fits.
+
+    Every factorisation of the devices into data x fsdp x model is planned, and into pipe x data x
+    fsdp x model if the loss scans over layers that divide into stages. Its time is estimated from
+    the plan: arithmetic at the devices' peak rate, the bubble of a pipeline included, plus
+    communication at the bandwidth of their links. The best few are compiled, with abstract values.
+    Among those that fit, the mesh is chosen whose compiled program has the least estimated time. If
+    none fits, it is the mesh that needs the least memory.
+
+    **Arguments:**
+
+    - `init_fn`: `init_fn(key)` makes the model; it is only traced.
+    - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
+    - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
+        of a step, over all devices.
+    - `optimizer`: an optax optimizer.
+    - `target`: the name of devices that need not be present, such as `"v4:2x2x2"`,
+        `"a100-80gb:8"`, or `"cpu:8"`. By default the attached devices, of which only the memory is
+        known.
+    - `compiled`: the number of meshes to compile. If none of them fits, up to as many more are
+        compiled until one does, those with the least estimated memory first.
+    - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `overrides`: as for [`redcoast.infer_shardings`][].
+
+    **Returns:**
+
+    A mapping with the sizes of `data`, `fsdp` and `model`, and of `pipe` for a pipeline, ready for
+    `redcoast.make_mesh(**suggestion)`; `print` it to see a table of all meshes.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if an argument is invalid, the target does not exist, or the step
+    cannot be run on any mesh; any error that `loss_fn` raises. `RuntimeError` if the target's
+    compiler is installed but does not work.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import optax
+        import redcoast as rc
+
+        init_fn = lambda key: {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+        loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+        found = rc.suggest_mesh(init_fn, loss_fn, batch, optax.adamw(1e-3), target="cpu:4")
+        print(found)
+        ```
+    """
+    check_integer("compiled", compiled)
+    with without_ambient_mesh():
+        job = make_job(
+            *(init_fn, loss_fn, batch, optimizer),
+            accumulate=accumulate,
+            compute_dtype=compute_dtype,
+            overrides=overrides,
+            trainable=trainable,
+        )
+        return suggest(job, attached_place() if target is None else target_place(target), compiled)
+
+
+def auto_mesh(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    batch: PyTree[jax.ShapeDtypeStruct],
+    *,
+    quiet: bool,
+    **options: Any,
+) -> Mesh:
+    """The best mesh of all devices for a run's training step; the same in all processes.
+
+    **Arguments:**
+
+    - `state`: the initial state of the run, concrete or abstract.
+    - `optimizer`, `options`: as for [`redcoast.fit`][].
+    - `batch`: the shapes of a global batch.
+    - `quiet`: whether to skip printing the table of meshes.
+    """
+    if jax.device_count() == 1:
+        return make_mesh()
+    abstract = eqx.filter_eval_shape(lambda: state)
+    job = Job(abstract, batch, optimizer=optimizer, **options)
+    found = suggest(job, attached_place(), compiled=3)
+    if not quiet:
+        say(str(found))
+    if not found.fits:
+        logger.warning(
+            "The step fits on none of the compiled meshes; %s needs the least memory.", dict(found)
+        )
+    return make_mesh(**found)
 
 
 def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     """The planner's estimate of time and memory on a mesh of these sizes."""
     mesh = place.mesh(sizes)
-    hardware = planner_hardware(place, mesh)
-    if place.target is not None:
-        hardware = hardware_of_target(place.target, mesh, dtype_of(job))
+    dtype = dtype_of(job)
+    if place.target is None:
+        hardware = planner_hardware(place, mesh)
+    else:
+        hardware = hardware_of_target(place.target, mesh, dtype)
     try:
         plan = plan_job(job, mesh, hardware)
     except ValueError as error:  # for example, an override that does not divide
@@ -35,11 +160,11 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     sent: Counter[str] = Counter()
     program = plan.report.program_or_none
     if program is None:  # on one device, nothing is planned
-        return Candidate(sizes, _seconds(place, mesh, {dtype_of(job): 0}, sent), None)
+        return Candidate(sizes, _seconds(place, mesh, {dtype: 0}, sent), None)
     for one in program.traffic:
         sent["+".join(one.axes)] += one.bytes * job.accumulate
     flops = program.arithmetic.per_device * job.accumulate
-    seconds = _seconds(place, mesh, {dtype_of(job): flops}, sent)
+    seconds = _seconds(place, mesh, {dtype: flops}, sent)
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
     return Candidate(sizes, seconds, program.memory.total, usual)
 
@@ -51,9 +176,7 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
     try:
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
         found = compile_job(job, plan, mesh, stands_in=place.stands_in)
-    except ValueError as error:
-        wrong = str(error)
-    except RuntimeError as error:  # other meshes may still compile
+    except (ValueError, RuntimeError) as error:  # other meshes may still compile
         wrong = str(error)
     own = [wrong, found.peak, found.refused, dict(found.sent)] if found else [wrong, 0, False, {}]
     # Compilers that autotune may produce different programs in different processes, all of which
@@ -61,7 +184,7 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
     everyone = exchange("the compiled step", own) if place.target is None else [own]
     if found is None or any(wrong for wrong, *_ in everyone):
         return replace(one, error=next(wrong for wrong, *_ in everyone if wrong))
-    needed = max(peak for _, peak, *_ in everyone)
+    needed = max(needed for _, needed, *_ in everyone)
     if any(refused for _, _, refused, _ in everyone):
         return replace(one, peak_memory=needed, fits=False)
     sent = Counter(everyone[0][3])
@@ -78,9 +201,14 @@ def _seconds(
     place: Place, mesh: Mesh, flops: Mapping[str, int | float], sent: Mapping[str, int | float]
 ) -> int | float:
     """Arithmetic at the peak rate plus communication at the full bandwidth, without overlap."""
-    speeds = speeds_of(place, mesh)
+    if place.target is None:  # the links and the chip are unknown: the planner's defaults
+        speeds = dict.fromkeys(mesh.axis_names, float(Hardware.model_bandwidth))
+        rate = lambda dtype: Hardware.flops
+    else:
+        speeds = axis_bandwidths(place.target, mesh)
+        rate = ft.partial(peak, place.target.chip)
     network = sum(size / bandwidth(axes, speeds) for axes, size in sent.items())
-    return sum(count / rate_of(place, dtype) for dtype, count in flops.items()) + network
+    return sum(count / rate(dtype) for dtype, count in flops.items()) + network
 
 
 def dtype_of(job: Job) -> str:

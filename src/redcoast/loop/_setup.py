@@ -107,7 +107,7 @@ def best_mesh(
 ) -> Mesh:
     """The mesh of all devices that suits the step best."""
     # Imported where it is used, so that importing redcoast stays fast.
-    from ..dryrun._auto_mesh import auto_mesh
+    from ..dryrun._mesh_search import auto_mesh
 
     return auto_mesh(state, optimizer, data.spec, quiet=quiet, overrides=overrides, **options)
 

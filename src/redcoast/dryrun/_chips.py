@@ -56,7 +56,8 @@ class Chip:
 def _tpu(name: str, memory: int | float, usable: int | float, flops: float, **other: Any) -> Chip:
     rates = MappingProxyType({"float32": flops, "bfloat16": flops})
     sizes = (round(memory * GiB), round(usable * GiB))
-    return Chip(name, "tpu", *sizes, rates, **{"per_host": 4, **other})
+    source = f"https://cloud.google.com/tpu/docs/{name}"
+    return Chip(name, "tpu", *sizes, rates, source=source, **{"per_host": 4, **other})
 
 
 def _gpu(
@@ -81,7 +82,6 @@ _TPUS = (
         link_bandwidth=50e9,  # https://arxiv.org/abs/2304.01433: six links of 50 GB/s
         host_bandwidth=6.25e9,  # derived: 200 Gb/s for the four chips of a host
         torus=3,
-        source="https://cloud.google.com/tpu/docs/v4",
     ),
     _tpu(
         "v5e",
@@ -93,7 +93,6 @@ _TPUS = (
         link_bandwidth=400e9 / 4 / 2,
         host_bandwidth=3.125e9,  # 2 x 100 Gb/s for eight chips
         torus=2,
-        source="https://cloud.google.com/tpu/docs/v5e",
     ),
     _tpu(
         "v5p",
@@ -105,7 +104,6 @@ _TPUS = (
         link_bandwidth=1200e9 / 6 / 2,
         host_bandwidth=6.25e9,  # 50 Gb/s for each chip
         torus=3,
-        source="https://cloud.google.com/tpu/docs/v5p",
     ),
     _tpu(
         "v6e",
@@ -117,7 +115,6 @@ _TPUS = (
         link_bandwidth=800e9 / 4 / 2,
         host_bandwidth=12.5e9,  # 100 Gb/s for each chip
         torus=2,
-        source="https://cloud.google.com/tpu/docs/v6e",
     ),
     # JAX counts the two halves of a chip as devices, so the published figures are halved.
     _tpu(
@@ -132,7 +129,6 @@ _TPUS = (
         per_host=8,
         cores=2,
         torus=3,
-        source="https://cloud.google.com/tpu/docs/tpu7x",
     ),
 )
 # For GPUs, the rates are without sparsity (datasheets since Ampere print twice as much), and link

@@ -1,8 +1,10 @@
 """Parses the name of a target: the chip, the number of devices, and their arrangement."""
 
 import difflib
+import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._chips import CHIPS, Chip
@@ -50,7 +52,14 @@ def parse_target(name: str) -> TargetDevices:
     first, colon, sizes = name.partition(":")
     chip = CHIPS.get(first)
     if chip is None:
-        raise ValueError(_unknown_chip(name, first))
+        begin = [chip for chip in CHIPS if first and chip.startswith(first)]
+        near = begin or difflib.get_close_matches(first, CHIPS, n=2, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(
+            f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} Write a "
+            'TPU slice as "v4:2x2x2", cards as "h100:4", cards of several hosts as "h100:2x8", and '
+            'emulated devices as "cpu:8".'
+        )
     if not re.fullmatch(_SIZES if colon else "", sizes):
         raise ValueError(f"The target {name!r} does not give the number of devices. {_form(chip)}")
     shape = tuple(int(size) for size in sizes.split("x")) if colon else ()
@@ -58,8 +67,22 @@ def parse_target(name: str) -> TargetDevices:
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
-    if not _exists(chip, shape):
-        raise ValueError(_unknown_slice(name, chip, shape))
+    if shape not in (sizes := _slices(chip.name)):
+        asked = math.prod(shape)
+        # Among slices with the same number of chips, the closest to a cube come first.
+        distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
+        near = sorted(sorted(sizes, key=distance)[:5], key=math.prod)
+        names = ", ".join(f"{chip.name}:{_written(size)}" for size in near)
+        rule = f"all slices are {', '.join(map(_written, sizes))}"
+        if chip.torus == 3:
+            rule = (
+                "slices of more than 32 chips have three sizes that are multiples of 4, the "
+                f"smallest first, and up to {_MOST_CHIPS[chip.name]} chips"
+            )
+        raise ValueError(
+            f"{chip.name} has no slice {_written(shape) or 'of unknown size'}, as in {name!r}. The "
+            f"nearest that exist are {names}; {rule}."
+        )
     count = math.prod(shape) * chip.cores
     # A host of v5e and v6e has eight chips, so slices of up to eight are in one host. Larger slices
     # use four chips of each host.
@@ -81,39 +104,11 @@ def _cards(name: str, chip: Chip, shape: tuple[int, ...]) -> TargetDevices:
     return TargetDevices(name, chip, hosts * cards, hosts, (hosts, cards))
 
 
-def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
-    if chip.torus == 2:
-        return shape in _PLANE
-    cubes = len(shape) == 3 and all(size % 4 == 0 for size in shape)
-    within = math.prod(shape) <= _MOST_CHIPS[chip.name] and tuple(sorted(shape)) == shape
-    return shape in _LESS_THAN_A_CUBE or (cubes and within)
-
-
-def _unknown_chip(name: str, first: str) -> str:
-    begin = [chip for chip in CHIPS if first and chip.startswith(first)]
-    near = begin or difflib.get_close_matches(first, CHIPS, n=2, cutoff=0.5)
-    meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return (
-        f"There is no target {name!r}: {first!r} is none of {', '.join(CHIPS)}.{meant} Write a TPU "
-        'slice as "v4:2x2x2", cards as "h100:4", cards of several hosts as "h100:2x8", and '
-        'emulated devices as "cpu:8".'
-    )
-
-
-def _unknown_slice(name: str, chip: Chip, shape: tuple[int, ...]) -> str:
-    sizes = _PLANE if chip.torus == 2 else _spaces(_MOST_CHIPS[chip.name])
-    asked = math.prod(shape)
-    # Among slices with the same number of chips, the closest to a cube come first.
-    distance = lambda size: (abs(math.log(math.prod(size) / asked)), sum(size))
-    near = sorted(sorted(sizes, key=distance)[:5], key=math.prod)
-    names = [_written(chip, size) for size in near]
-    return (
-        f"{chip.name} has no slice {'x'.join(map(str, shape)) or 'of unknown size'}, as in "
-        f"{name!r}. The nearest that exist are {', '.join(names)}; {_rule(chip)}."
-    )
-
-
-def _spaces(most: int) -> list[tuple[int, ...]]:
+@functools.cache
+def _slices(chip: str) -> Sequence[tuple[int, ...]]:
+    """The sides of all slices of a TPU."""
+    if (most := _MOST_CHIPS.get(chip)) is None:
+        return _PLANE
     sizes = range(4, most // 16 + 1, 4)
     cubes = [
         (a, b, c)
@@ -127,22 +122,13 @@ def _spaces(most: int) -> list[tuple[int, ...]]:
     return [*_LESS_THAN_A_CUBE, *cubes]
 
 
-def _written(chip: Chip, shape: tuple[int, ...]) -> str:
-    return f"{chip.name}:{'x'.join(map(str, shape))}"
-
-
-def _rule(chip: Chip) -> str:
-    if chip.torus == 2:
-        return f"all slices are {', '.join('x'.join(map(str, size)) for size in _PLANE)}"
-    return (
-        "slices of more than 32 chips have three sizes that are multiples of 4, the smallest "
-        f"first, and up to {_MOST_CHIPS[chip.name]} chips"
-    )
+def _written(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _form(chip: Chip) -> str:
     if chip.kind == "tpu":
-        example = _written(chip, (4, 4) if chip.torus == 2 else (2, 2, 2))
+        example = f"{chip.name}:{'4x4' if chip.torus == 2 else '2x2x2'}"
         return f'Write the number of chips along each dimension of the slice, such as "{example}".'
     if chip.kind == "cpu":
         return f'Write a number of devices up to {chip.per_host}, such as "cpu:8".'

@@ -1,7 +1,7 @@
 """Counts the floating point operations of the contractions in a traced program."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -63,12 +63,12 @@ def contractions(jaxpr: ClosedJaxpr | Jaxpr) -> Contractions:
     live, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     if isinstance(jaxpr, ClosedJaxpr):
         live = ClosedJaxpr(live, jaxpr.consts)
-    found = _count(live, [None] * len(inner.invars))
+    found = _count(live)
     opened = found.pop(_OPEN, 0)
     return Contractions(dict(sorted(found.items())), opened)
 
 
-def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Flops:
+def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value] | None = None) -> Flops:
     """The operations of a jaxpr, given the inputs that are known integers."""
     total: Flops = Counter()
 
@@ -76,34 +76,42 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Flops:
         total.update(_count_equation(equation, known))
         return known_results(equation, known)
 
-    evaluate_integers(jaxpr, inputs, count)
+    evaluate_integers(jaxpr, inputs or [None] * len(open_jaxpr(jaxpr).invars), count)
     return total
 
 
 def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
     """The operations of an equation, with those of all jaxprs that it runs."""
+    params = equation.params
     if (count := multiply_adds(equation)) is not None:
-        return _flops(equation, count // prod(equation.params.get("lhs_dilation", ())))
-    if (rule := _CALLS.get(equation.primitive.name)) is not None:
-        return rule(equation, known)
+        return _flops(equation, count // prod(params.get("lhs_dilation", ())))
+    match equation.primitive.name:
+        case "scan":
+            consts, start, xs = scan_operands(equation, known)
+            carry = unchanged(params["jaxpr"], consts, start, len(xs))
+            body = _count(params["jaxpr"], [*consts, *carry, *[None] * len(xs)])
+            return _times(params["length"], body)
+        case "while":
+            return _while(equation, known)
+        case "cond":
+            branches = [_count(branch, known[1:]) for branch in params["branches"]]
+            return max(branches, key=lambda one: sum(n for key, n in one.items() if key != _OPEN))
+        case "shard_map":
+            return _shard_map(equation, known)
+        case "pallas_call":  # once for each point of its grid
+            points = prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
+            return _times(points, _count(params["jaxpr"]))
+        case "custom_linear_solve":  # the other jaxprs are for derivatives
+            return _count(params["jaxprs"].solve)
     if (body := called_jaxpr(equation)) is not None:
         return _count(body, known)
     total: Flops = Counter()
-    for inner in _inner_jaxprs(equation):
-        total.update(_count_alone(inner))
-    return total
-
-
-def _count_alone(jaxpr: ClosedJaxpr | Jaxpr) -> Flops:
-    return _count(jaxpr, [None] * len(open_jaxpr(jaxpr).invars))
-
-
-def _inner_jaxprs(equation: JaxprEqn) -> Iterator[ClosedJaxpr | Jaxpr]:
-    for key, param in equation.params.items():
+    for key, param in params.items():
         if not key.startswith(_NOT_RUN):
             for one in param if isinstance(param, tuple | list) else (param,):
                 if isinstance(one, ClosedJaxpr | Jaxpr):
-                    yield one
+                    total.update(_count(one))
+    return total
 
 
 def _times(count: int, flops: Flops) -> Flops:
@@ -118,13 +126,6 @@ def _flops(equation: JaxprEqn, count: int) -> Flops:
     return Counter({str(dtype): each * count})
 
 
-def _scan(equation: JaxprEqn, known: list[Value]) -> Flops:
-    body = equation.params["jaxpr"]
-    consts, start, xs = scan_operands(equation, known)
-    carry = unchanged(body, consts, start, len(xs))
-    return _times(equation.params["length"], _count(body, [*consts, *carry, *[None] * len(xs)]))
-
-
 def _while(equation: JaxprEqn, known: list[Value]) -> Flops:
     params = equation.params
     cond_consts, body_consts, start = while_operands(equation, known)
@@ -137,11 +138,6 @@ def _while(equation: JaxprEqn, known: list[Value]) -> Flops:
     return _times(trips, body) + _times(trips + 1, cond)
 
 
-def _cond(equation: JaxprEqn, known: list[Value]) -> Flops:
-    branches = [_count(branch, known[1:]) for branch in equation.params["branches"]]
-    return max(branches, key=lambda found: sum(n for key, n in found.items() if key != _OPEN))
-
-
 def _shard_map(equation: JaxprEqn, known: list[Value]) -> Flops:
     """Counts the inner jaxpr once for each device along the axes that something is sharded over.
 
@@ -152,25 +148,3 @@ def _shard_map(equation: JaxprEqn, known: list[Value]) -> Flops:
     axes = {axis for e in entries for axis in ((e,) if isinstance(e, str) else e or ())}
     devices = prod(params["mesh"].shape[axis] for axis in axes)
     return _times(devices, _count(params["jaxpr"], known))
-
-
-def _pallas(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """Counts a Pallas kernel once for each point of its grid."""
-    grid = equation.params["grid_mapping"].grid
-    points = prod(size for size in grid if isinstance(size, int))
-    return _times(points, _count_alone(equation.params["jaxpr"]))
-
-
-def _linear_solve(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """Counts the solve itself; the other jaxprs of the equation are for derivatives."""
-    return _count_alone(equation.params["jaxprs"].solve)
-
-
-_CALLS: dict[str, Callable[[JaxprEqn, list[Value]], Flops]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-    "pallas_call": _pallas,
-    "custom_linear_solve": _linear_solve,
-}

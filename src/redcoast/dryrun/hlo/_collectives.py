@@ -22,7 +22,7 @@ from ._parse import (
     size_in_bytes,
 )
 from ._replica_groups import axes_and_size, written_groups
-from ._trip_counts import CallScope, entry_scope, inner_scope, loop_scope, trip_count
+from ._trip_counts import CallScope, inner_scope, loop_scope, trip_count
 
 # The bytes that each of n devices sends in a ring, given the bytes of its operands.
 _SENT: dict[str, Callable[[int, int], int]] = {
@@ -115,9 +115,16 @@ def collectives(
     if module.replicas * module.partitions == 1:
         return []  # A program for one device communicates nothing, whatever the mesh.
     _check_devices(module, axes)
-    program = _Program(module, tuple(axes.items()), _carriers(module))
+
+    @cache
+    def carries(name: str) -> bool:
+        """Whether a computation contains or calls collectives."""
+        inside = computation(module, name).instructions.values()
+        return any(_kind(each) or any(map(carries, _callees(each))) for each in inside)
+
+    program = _Program(module, tuple(axes.items()), carries)
     try:
-        return _executed(program, entry_scope(module))
+        return _executed(program, CallScope(module, module.entry, lambda number, place: None))
     except (IndexError, RecursionError) as error:
         raise ValueError(
             "The HLO text is inconsistent: an instruction refers to a missing operand, or a "
@@ -164,17 +171,6 @@ def _check_devices(module: Module, axes: dict[str, int]) -> None:
             f"The program was compiled for {devices} devices, but a mesh of {sizes} has "
             f"{prod(axes.values())}. Pass the mesh that it was compiled for."
         )
-
-
-def _carriers(module: Module) -> Callable[[str], bool]:
-    """A function that says whether a computation contains or calls collectives."""
-
-    @cache
-    def carries(name: str) -> bool:
-        inside = computation(module, name).instructions.values()
-        return any(_kind(each) or any(map(carries, _callees(each))) for each in inside)
-
-    return carries
 
 
 def _kind(instruction: Instruction) -> str | None:

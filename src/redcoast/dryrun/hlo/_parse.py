@@ -153,20 +153,19 @@ def callee(instruction: Instruction, *names: str) -> str:
 
 def size_in_bytes(shape: str) -> int:
     """The bytes of a shape such as `f32[8,32]{1,0}`, or of a tuple of shapes, on one device."""
-    return sum(_array_bytes(*match.groups()) for match in _ARRAY.finditer(shape))
-
-
-def _array_bytes(dtype: str, dims: str, layout: str | None) -> int:
-    if dtype in ("token", "opaque"):
-        return 0
-    width = _WIDTH.match(dtype)
-    if width is None and dtype != "pred":
-        raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
-    bits = int(width[1]) if width else 8
-    if bits < 8:
-        # Numbers of less than 8 bits take a byte each, unless the layout packs them.
-        packed = re.search(r"E\((\d+)\)", layout or "")
-        bits = int(packed[1]) if packed else 8
-    # A dynamic dimension, `<=8`, is allocated at its bound.
-    count = prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
-    return -(-count * bits // 8)
+    total = 0
+    for dtype, dims, layout in _ARRAY.findall(shape):
+        if dtype in ("token", "opaque"):
+            continue
+        width = _WIDTH.match(dtype)
+        if width is None and dtype != "pred":
+            raise ValueError(f"The HLO text has arrays of type `{dtype}`, whose size is unknown.")
+        bits = int(width[1]) if width else 8
+        if bits < 8:
+            # Numbers of less than 8 bits take a byte each, unless the layout packs them.
+            packed = re.search(r"E\((\d+)\)", layout)
+            bits = int(packed[1]) if packed else 8
+        # A dynamic dimension, `<=8`, is allocated at its bound.
+        count = prod(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
+        total += -(-count * bits // 8)
+    return total

@@ -62,7 +62,11 @@ def parse_groups(text: str, devices: int) -> Groups:
     if text.startswith("{") or not text:
         return _lists(text) or [range(devices)]
     try:
-        array = _mesh_groups(text) if text.startswith("mesh") else _iota(text)
+        if text.startswith("mesh"):
+            array = _mesh_groups(text)
+        else:  # `[2,4]<=[4,2]T(1,0)`: 2 groups of 4 of such an array
+            shape, order = text.split("<=")
+            array = _transposed(order).reshape(_numbers(shape))
     except (KeyError, ValueError) as error:
         raise ValueError(f"The HLO text has invalid replica groups: {text}.") from error
     return array.reshape(-1, array.shape[-1]).tolist()
@@ -74,12 +78,6 @@ def _lists(text: str) -> list[list[int]]:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: 0, 1, 2, ... as a 4 x 2 array, transposed, then as 2 groups of 4."""
-    shape, order = text.split("<=")
-    return _transposed(order).reshape(_numbers(shape))
 
 
 def _transposed(text: str) -> np.ndarray:
@@ -110,14 +108,10 @@ def _mesh_groups(text: str) -> np.ndarray:
             done = before * factor
         dims.append(size // done)
     rest = [i for i in range(len(dims)) if i not in over]
-    ids = _device_ids(match["ids"], prod(dims)).reshape(dims)
+    given = f"[{prod(dims)}]" if match["ids"] is None else match["ids"]
+    ids = _transposed(given) if given.startswith("[") else np.asarray(_numbers(given))
+    ids = ids.reshape(dims)
     return ids.transpose(rest + over).reshape(-1, prod(dims[i] for i in over))
-
-
-def _device_ids(text: str | None, count: int) -> np.ndarray:
-    if text is None:
-        return np.arange(count)
-    return _transposed(text).reshape(-1) if text.startswith("[") else np.asarray(_numbers(text))
 
 
 def connected(pairs: Groups, devices: int) -> Groups:

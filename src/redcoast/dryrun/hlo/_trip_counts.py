@@ -53,10 +53,6 @@ class CallScope:
         return computation(self.module, self.name)
 
 
-def entry_scope(module: Module) -> CallScope:
-    return CallScope(module, module.entry, lambda number, place: None)
-
-
 def inner_scope(scope: CallScope, caller: Instruction, name: str, skip: int = 0) -> CallScope:
     """The scope of a computation that an instruction calls with its operands after `skip`."""
     inputs = operands(caller)[skip:]

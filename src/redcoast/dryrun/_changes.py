@@ -1,7 +1,7 @@
 """Finds the smallest changes that make a training step fit in memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from ._compile_job import Compiled
 from ._job import Job
 from ._report import Change, DryRun
 
-Run = Callable[[Job, Mapping[str, int]], Compiled]
 MESHES = 3  # the number of other meshes to compile
 
 
@@ -28,16 +27,13 @@ class Settings:
     compute_dtype: Any
 
 
-_FIELDS = [field.name for field in dataclasses.fields(Settings)]
-
-
 def find_changes(
     make: Callable[..., Job],
     init_fn: Callable[..., Any],
     job: Job,
     run: DryRun,
     others: Sequence[dict[str, int]],
-    again: Run,
+    again: Callable[[Job, Mapping[str, int]], Compiled],
 ) -> Iterator[Change]:
     """Yields single changes with which the step fits, one of each kind; else a combination of them.
 
@@ -66,15 +62,11 @@ def find_changes(
         return Change(_words(now, settings), found.peak, *of)
 
     kinds = _kinds(now, job, others)
-    single = [first(map(tried, options)) for options in kinds]
+    single = [next(filter(None, map(tried, options)), None) for options in kinds]
     if any(single):
         yield from filter(None, single)
     elif (change := _together(now, kinds, tried)) is not None:
         yield change
-
-
-def first(found: Iterable[Change | None]) -> Change | None:
-    return next(filter(None, found), None)
 
 
 def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[list[Settings]]:
@@ -99,7 +91,8 @@ def _together(
     """Adds one kind of change after another until the step fits, then drops those not needed."""
     settings, made, found = now, [], None
     for options in kinds:
-        name = next(f for f in _FIELDS if getattr(options[0], f) != getattr(now, f))
+        fields = [field.name for field in dataclasses.fields(Settings)]
+        name = next(f for f in fields if getattr(options[0], f) != getattr(now, f))
         # The first mesh is the most promising; the last number of microbatches saves the most.
         settings = _with(settings, options[0 if name == "mesh" else -1], name)
         made.append((name, options))
@@ -136,7 +129,7 @@ def _words(now: Settings, settings: Settings) -> str:
 
 def can_rematerialise(model: PyTree) -> bool:
     """Whether the tree contains a model of `redcoast.models` with less than `remat="full"`."""
-    return any(_keeps_some(module) for module in _modules(model))
+    return any(map(_keeps_some, _modules(model)))
 
 
 def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:

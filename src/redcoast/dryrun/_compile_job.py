@@ -147,12 +147,6 @@ def cause(source: str | None) -> str:
     merged = source.rpartition("(")[2].rstrip(")") if source.endswith(")") else ""
     last = [one.rpartition("/")[2] for one in (merged or source).split(":")]
     names = list(dict.fromkeys(name for name in last if re.fullmatch(r"[a-z][\w-]*", name)))
-    return f"{_part(source)}: {', '.join(sorted(names)[:3]) or 'several'}"
-
-
-def _part(source: str) -> str:
-    if "rematted_computation" in source:
-        return "rematerialised"
-    if "transpose(" in source:
-        return "backward"
-    return "forward" if "jvp(" in source else "outside the gradient"
+    parts = {"rematted_computation": "rematerialised", "transpose(": "backward", "jvp(": "forward"}
+    part = next((part for mark, part in parts.items() if mark in source), "outside the gradient")
+    return f"{part}: {', '.join(sorted(names)[:3]) or 'several'}"

@@ -110,24 +110,18 @@ def _bandwidth(target: TargetDevices, group: Int[np.ndarray, "n dimensions"]) ->
 
 
 def _torus(target: TargetDevices, chips: Int[np.ndarray, "chips dimensions"]) -> float:
-    """The bandwidth of one chip of a group over its links, along all dimensions at once."""
-    total = 0.0
+    """The bandwidth of one chip of a group over its links, along all dimensions at once.
+
+    Slices of complete 4 x 4 x 4 cubes wrap around in all dimensions; two-dimensional slices only in
+    dimensions as long as the pod's: https://cloud.google.com/tpu/docs/v4 and v5e.
+    """
+    total, cubes = 0.0, all(size % 4 == 0 for size in target.shape)
     for dimension, size in enumerate(target.shape):
         taken = np.unique(chips[:, dimension])
         if len(taken) > 1:
             # If the chips of other groups are in between, all these groups share each link.
             step = int(np.diff(taken).min())
-            ring = _wraps(target, size) and len(taken) * step == size
+            wraps = size == 16 if target.chip.torus == 2 else cubes
+            ring = wraps and len(taken) * step == size
             total += target.chip.link_bandwidth * (2 if ring else 1) / step
     return total
-
-
-def _wraps(target: TargetDevices, size: int) -> bool:
-    """Whether the last chip along a dimension is linked to the first.
-
-    Slices of complete 4 x 4 x 4 cubes wrap around in all dimensions; two-dimensional slices only in
-    dimensions as long as the pod's: https://cloud.google.com/tpu/docs/v4 and v5e.
-    """
-    if target.chip.torus == 2:
-        return size == 16
-    return all(size % 4 == 0 for size in target.shape)

@@ -90,25 +90,16 @@ class MeshSuggestion(Mapping[str, Any]):
         return len(self.sizes)
 
     def __str__(self) -> str:
-        return draw_mesh_table(self)
-
-
-_HEADS = ("est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
-
-
-def draw_mesh_table(found: MeshSuggestion) -> str:
-    """The table and the sentences below it."""
-    staged = any(PIPE in one.mesh for one in found.candidates)
-    axes = (PIPE, *AXES) if staged else AXES
-    heads = (*axes, *_HEADS)
-    rows = [heads, *(_cells(one, axes) for one in found.candidates)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
-    chosen = ", ".join(f"{axis}={size}" for axis, size in found.items())
-    count = len(found.candidates)
-    head = f"Meshes for {found.target}: {chosen} is the best of {count}"
-    words = _words(found)
-    return "\n".join([head, "", *lines, *([""] if words else []), *words])
+        staged = any(PIPE in one.mesh for one in self.candidates)
+        axes = (PIPE, *AXES) if staged else AXES
+        heads = (*axes, "est. ms", "est. GB", "comm. MB", "ms", "peak GB", "")
+        rows = [heads, *(_cells(one, axes) for one in self.candidates)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+        chosen = ", ".join(f"{axis}={size}" for axis, size in self.items())
+        head = f"Meshes for {self.target}: {chosen} is the best of {len(self.candidates)}"
+        words = _words(self)
+        return "\n".join([head, "", *lines, *([""] if words else []), *words])
 
 
 def _cells(one: Candidate, axes: Sequence[str]) -> tuple[str, ...]:

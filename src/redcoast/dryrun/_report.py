@@ -97,42 +97,30 @@ class DryRun:
         names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
         found = {name: getattr(self, name) for name in names}
         found |= {"notes": list(self.notes), "traffic": list(self.traffic)}
-        changes = [asdict(change) for change in self.changes]
         return found | {
             "bounds": None if self.bounds is None else asdict(self.bounds),
             "plan": self.plan.report.to_json(),
-            "changes": changes,
+            "changes": [asdict(change) for change in self.changes],
         }
 
     def __str__(self) -> str:
-
-        return draw_report(self)
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        head = (
+            f"Dry run for {self.target}: {devices}, mesh {sizes}; compiled by the "
+            f"{self.compiler.upper()} compiler in {self.compile_seconds:.1f} s"
+        )
+        lines = [*paragraph(head), "", *paragraph(_verdict(self)), ""]
+        lines += [*_memory(self), "", *_traffic(self), "", *_time(self)]
+        if not self.fits:
+            lines += ["", *_changes(self)]
+        for note in self.notes:
+            lines += ["", *paragraph(note)]
+        return "\n".join(lines)
 
 
 _SHOWN = 8  # causes of communication
 _LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
-_COMPILERS = {
-    "tpu": "the TPU compiler",
-    "cuda": "the CUDA compiler",
-    "cpu": "the CPU compiler",
-}
-
-
-def draw_report(run: DryRun) -> str:
-    sizes = ", ".join(f"{axis}={size}" for axis, size in run.mesh.items())
-    devices = "1 device" if run.devices == 1 else f"{run.devices} devices"
-    head = (
-        f"Dry run for {run.target}: {devices}, mesh {sizes}; compiled by "
-        f"{_COMPILERS[run.compiler]} in {run.compile_seconds:.1f} s"
-    )
-    lines = [*paragraph(head), "", *paragraph(_verdict(run)), ""]
-    lines += [*_memory(run), "", *_traffic(run)]
-    lines += ["", *_time(run.bounds, _flops(run.arithmetic))]
-    if not run.fits:
-        lines += ["", *_changes(run)]
-    for note in run.notes:
-        lines += ["", *paragraph(note)]
-    return "\n".join(lines)
 
 
 def _verdict(run: DryRun) -> str:
@@ -140,9 +128,8 @@ def _verdict(run: DryRun) -> str:
     of = f"{gib(peak)} of {gib(usable)} GiB of memory"
     if run.fits:
         return f"It fits: {of}, {gib(usable - peak)} GiB to spare."
-    if run.refused:
-        return f"It does not fit: at least {of}, at least {gib(peak - usable)} GiB too much."
-    return f"It does not fit: {of}, {gib(peak - usable)} GiB too much."
+    least = "at least " if run.refused else ""
+    return f"It does not fit: {least}{of}, {least}{gib(peak - usable)} GiB too much."
 
 
 def _memory(run: DryRun) -> list[str]:
@@ -179,10 +166,6 @@ def _traffic(run: DryRun) -> list[str]:
     return lines
 
 
-def _flops(arithmetic: dict[str, float]) -> str:
-    return ", ".join(f"{_scaled(count)}FLOP in {name}" for name, count in arithmetic.items())
-
-
 def _scaled(count: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9)):
         if count >= 0.1 * size:
@@ -190,7 +173,9 @@ def _scaled(count: float) -> str:
     return f"{count / 1e6:.4g} M"
 
 
-def _time(bounds: Bounds | None, flops: str) -> list[str]:
+def _time(run: DryRun) -> list[str]:
+    flops = ", ".join(f"{_scaled(count)}FLOP in {name}" for name, count in run.arithmetic.items())
+    bounds = run.bounds
     if bounds is None:
         return paragraph(f"Arithmetic per device and step: {flops or 'none'}.")
     every = {"arithmetic": bounds.arithmetic, "memory": bounds.memory}

@@ -14,16 +14,14 @@ from redcoast.tracking._wandb import has_account
 from ._options import DoctorCommand
 
 PACKAGES = ("redcoast", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")
-# What uses it, the module to look for, and the extra that installs it.
+# What uses it, the modules of which it needs one, and the extra that installs it.
 OPTIONAL = (
-    ("Dry runs for TPUs by their compiler", "libtpu", "tpu"),
-    ("NVIDIA GPUs, and dry runs for them", "jax_cuda12_plugin", "cuda12"),
-    (".gguf files", "gguf", "gguf"),
-    ("TensorBoard", "tensorboardX", "tensorboard"),
-    ("The experiments", "sklearn", "experiments"),
+    ("Dry runs for TPUs by their compiler", ("libtpu",), "tpu"),
+    ("NVIDIA GPUs, and dry runs for them", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda12"),
+    (".gguf files", ("gguf",), "gguf"),
+    ("TensorBoard", ("tensorboardX",), "tensorboard"),
+    ("The experiments", ("sklearn",), "experiments"),
 )
-# JAX's CUDA plugin is also installed for version 13.
-OTHER_MODULES = {"jax_cuda12_plugin": ("jax_cuda13_plugin",)}
 
 
 def main(c: DoctorCommand) -> None:
@@ -59,15 +57,12 @@ def devices() -> list[str]:
     kinds: dict[str, list[Any]] = {}
     for device in found:
         kinds.setdefault(device.device_kind, []).append(device)
-    return [
-        f"{'Devices':<18}{len(group)} x {kind} ({group[0].platform}){shown_memory(group[0])}"
-        for kind, group in kinds.items()
-    ]
-
-
-def shown_memory(device: Any) -> str:
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
+    lines = []
+    for kind, (first, *others) in kinds.items():
+        limit = (first.memory_stats() or {}).get("bytes_limit")
+        memory = "" if limit is None else f", {limit / 2**30:.1f} GiB each"
+        lines.append(f"{'Devices':<18}{1 + len(others)} x {kind} ({first.platform}){memory}")
+    return lines
 
 
 def host_memory() -> list[str]:
@@ -94,8 +89,7 @@ def wandb_mode() -> str:
     return "offline: no account was found; `wandb login` stores one"
 
 
-def optional(use: str, module: str, extra: str) -> str:
+def optional(use: str, modules: tuple[str, ...], extra: str) -> str:
     """Whether an optional package is there, or the command that installs it."""
-    names = (module, *OTHER_MODULES.get(module, ()))
-    there = any(importlib.util.find_spec(name) is not None for name in names)
+    there = any(importlib.util.find_spec(name) is not None for name in modules)
     return f"{use:<36}" + ("installed" if there else f'missing: pip install "redcoast[{extra}]"')

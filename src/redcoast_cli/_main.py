@@ -17,25 +17,21 @@ Examples:
     redcoast dry-run --model opt-66b --target v4:4x4x4 --seq 512
     redcoast doctor
 """
-COMMANDS = {
-    DryRunCommand: "_dry_run_command",
-    PlanCommand: "_plan_command",
-    DoctorCommand: "_doctor_command",
-}
-NAMES = {"dry-run": DryRunCommand, "plan": PlanCommand, "doctor": DoctorCommand}
+COMMANDS = {DryRunCommand: "dry-run", PlanCommand: "plan", DoctorCommand: "doctor"}
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs a command; `args` are those of the process by default."""
     args = sys.argv[1:] if args is None else args
-    kind = commands(whole=bool(args) and args[0] in NAMES)
+    kind = commands(whole=bool(args) and args[0] in COMMANDS.values())
     command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
     if not isinstance(command, DoctorCommand):
         # Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported here, because they import JAX.
-    importlib.import_module(f".{COMMANDS[type(command)]}", __package__).main(command)
+    name = COMMANDS[type(command)].replace("-", "_")
+    importlib.import_module(f"._{name}_command", __package__).main(command)
 
 
 def commands(*, whole: bool) -> Any:
@@ -47,4 +43,4 @@ def commands(*, whole: bool) -> Any:
         text = wrap_help(" ".join(f"{first} {rest}".split())) if whole else " ".join(first.split())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
-    return Union[*(named(name, kind) for name, kind in NAMES.items())]
+    return Union[*(named(name, kind) for kind, name in COMMANDS.items())]

@@ -12,8 +12,8 @@ from _cells import beyond_text, in_gib, paper_table, peak_gib, read_cells, write
 
 import redcoast as rc
 from redcoast.dryrun._target_name import parse_target
-from redcoast_cli._fitting import dry_run_to_fit
 from redcoast_cli._options import Maybe
+from redcoast_cli._reach import dry_run_to_fit
 from redcoast_cli._usage import refuse
 from redcoast_cli._workload import make_workload
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import redcoast as rc
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
-from ._fitting import dry_run_to_fit
 from ._options import DryRunCommand
-from ._reach import longest_sequence, read_chip, sizes_of
+from ._reach import dry_run_to_fit, longest_sequence, read_chip, sizes_of
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload, state_bytes
 

@@ -1,16 +1,22 @@
-"""Searches for the smallest number of devices, and for the longest sequence."""
+"""Searches for the smallest number of devices, the longest sequence, and a mesh that fits."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from itertools import combinations_with_replacement
 from math import prod
+from typing import Any
 
+import redcoast as rc
 from redcoast.dryrun._chips import CHIPS, Chip
 from redcoast.dryrun._target_name import TargetDevices, parse_target
+
+from ._workload import Workload, state_bytes
 
 STEP = 128  # tokens; lengths are multiples of it
 MOST = 2**20  # tokens; the longest sequence to try
 SIDES = (1, 2, 4, 8, 16)  # the sides of slices
 CARDS = tuple(2**n for n in range(11))  # numbers of GPUs, over several hosts if need be
+COMPILED = 2  # meshes to compile if the first does not fit; twice as many if these do not either
 
 
 def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
@@ -40,27 +46,43 @@ def sizes_of(chip: Chip) -> list[TargetDevices]:
     For TPUs, the most compact slice of each size whose sides are powers of two. For GPUs, powers of
     two, in full hosts.
     """
+    shapes = [(2, 2, 1), *combinations_with_replacement(SIDES, 2)]
+    shapes += combinations_with_replacement(SIDES, 3)
+    shapes.sort(key=lambda shape: (prod(shape), sum(shape)))
+    if chip.kind != "tpu":
+        most = chip.per_host
+        shapes = [(count,) if count <= most else (count // most, most) for count in CARDS]
     found: dict[int, TargetDevices] = {}
-    for one in _candidates(chip):
-        found.setdefault(one.count, one)
+    for shape in shapes:
+        with contextlib.suppress(ValueError):  # not all of these slices exist
+            one = parse_target(f"{chip.name}:{'x'.join(map(str, shape))}")
+            found.setdefault(one.count, one)
     return [found[count] for count in sorted(found)]
 
 
-def _candidates(chip: Chip) -> Iterator[TargetDevices]:
-    if chip.kind != "tpu":
-        for count in CARDS:
-            cards = min(count, chip.per_host)
-            shape = (cards,) if count <= cards else (count // cards, cards)
-            yield from _existing(chip.name, shape)
-        return
-    shapes = [(2, 2, 1), *combinations_with_replacement(SIDES, 2)]
-    shapes += combinations_with_replacement(SIDES, 3)
-    for shape in sorted(shapes, key=lambda shape: (prod(shape), sum(shape))):
-        yield from _existing(chip.name, shape)
+def dry_run_to_fit(
+    workload: Workload,
+    rows: int,
+    target: TargetDevices,
+    *,
+    usable: int | None = None,
+    **options: Any,
+) -> rc.DryRun:
+    """A dry run on the mesh with the lowest estimated cost; if it does not fit, on another mesh.
 
-
-def _existing(chip: str, shape: tuple[int, ...]) -> Iterator[TargetDevices]:
-    try:
-        yield parse_target(f"{chip}:{'x'.join(map(str, shape))}")
-    except ValueError:
-        return
+    `usable` overrides the target's bytes of memory on a device. `options` are further arguments of
+    `redcoast.dry_run`.
+    """
+    usable = target.chip.usable if usable is None else usable
+    arguments, settings = workload.arguments(rows), {"target": target.name, **options}
+    run = rc.dry_run(*arguments, **settings, suggest=False)
+    # No mesh helps if parameters, gradients and AdamW's two moments alone do not fit.
+    hopeless = 4 / 3 * state_bytes(workload) >= target.count * usable
+    if hopeless or (run.fits and run.memory["peak"] <= usable):
+        return run
+    # A program that fits the target may not fit `usable`, so more meshes are compiled.
+    compiled = COMPILED if usable >= target.chip.usable else 2 * COMPILED
+    found = rc.suggest_mesh(*arguments, **settings, compiled=compiled)
+    enough = lambda one: one.fits and (one.peak_memory or 0) <= usable
+    mesh = next((one.mesh for one in found.candidates if enough(one)), dict(found))
+    return run if mesh == run.mesh else rc.dry_run(*arguments, **settings, suggest=False, mesh=mesh)

@@ -164,7 +164,7 @@ def test_a_model_that_fits_nowhere_exits_with_1(config_json, monkeypatch, capsys
 def fitting(config_json, monkeypatch, first, others, usable=None):
     """Returns the meshes that are compiled if the cheapest has the peak `first`, and the others,
     from best to worst, have the peaks `others`: GiB by size of `model`; 16 GiB are usable."""
-    module, asked = script("redcoast_cli._fitting"), []
+    module, asked = script("redcoast_cli._reach"), []
 
     def run(*args, target, suggest, mesh=None):
         asked.append(mesh and mesh["model"])

@@ -52,8 +52,13 @@ def make_workload(
         refuse(f"--chunk must be at least 1, but is {chunk}.")
     model_class, config = find_model(model)
     seq = _length(model, model_class, config, seq)
-    config, notes = _with_head(model_class, config), ()
-    if seq is not None and _learned(config) and seq > config.positions:
+    notes = ()
+    # An encoder without a head gets the head of its pretraining.
+    if model_class is models.Bert and config.head is None:
+        config = dataclasses.replace(config, head="masked")
+    if model_class is models.ViT and config.head is None:
+        config = dataclasses.replace(config, head="classification", labels=1000)
+    if seq is not None and hasattr(config, "positions") and seq > config.positions:
         notes = (
             f"The pretrained model has {config.positions} learned positions; here it has {seq}.",
         )
@@ -81,27 +86,20 @@ def find_model(model: str) -> tuple[Any, Any]:
             return family.model, config
         except ValueError as error:
             refuse(str(error))
-    names = [name for name, make in vars(sizes).items() if _is_size(name, make)]
+    public = [(x, make) for x, make in vars(sizes).items() if not x.startswith("_")]
+    functions = [(x, make) for x, make in public if inspect.isfunction(make)]
+    names = [x for x, make in functions if make.__module__ == sizes.__name__]
     name = model.lower().replace("-", "_").replace(".", "_")
     if name not in names:
-        refuse(_unknown(model, name, names))
+        near = difflib.get_close_matches(name, names, n=3)
+        meant = f" Did you mean {' or '.join(near)}?".replace("_", "-") if near else ""
+        known = ", ".join(names).replace("_", "-")
+        refuse(
+            f"There is no model {model!r}, and no config.json at that path.{meant} "
+            f"The named models are {known}."
+        )
     abstract = eqx.filter_eval_shape(getattr(sizes, name), key=abstract_key())
     return type(abstract), abstract.config
-
-
-def _is_size(name: str, make: Any) -> bool:
-    public = inspect.isfunction(make) and not name.startswith("_")
-    return public and make.__module__ == sizes.__name__
-
-
-def _unknown(model: str, name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=3)
-    meant = f" Did you mean {' or '.join(x.replace('_', '-') for x in near)}?" if near else ""
-    known = ", ".join(x.replace("_", "-") for x in names)
-    return (
-        f"There is no model {model!r}, and no config.json at that path.{meant} "
-        f"The named models are {known}."
-    )
 
 
 def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int | None:
@@ -109,16 +107,9 @@ def _length(model: str, model_class: Any, config: Any, seq: int | None) -> int |
         refuse(f"{model} reads images of {config.image} pixels: leave out --seq.")
     if seq is not None and seq < 1:
         refuse(f"--seq must be at least 1, but is {seq}.")
-    return None if model_class is models.ViT else seq or min(LONGEST, _most_tokens(config))
-
-
-def _learned(config: Any) -> bool:
-    return hasattr(config, "positions")
-
-
-def _most_tokens(config: Any) -> int:
-    """The greatest sequence length of the weights, if the configuration gives one."""
-    return getattr(config, "positions", getattr(config, "context", LONGEST))
+    # The greatest length of the weights, if the configuration gives one.
+    most = getattr(config, "positions", getattr(config, "context", LONGEST))
+    return None if model_class is models.ViT else seq or min(LONGEST, most)
 
 
 def _changed(config: Any, **changes: Any) -> Any:
@@ -131,61 +122,32 @@ def _changed(config: Any, **changes: Any) -> Any:
     )
 
 
-def _with_head(model_class: Any, config: Any) -> Any:
-    """Gives an encoder without a head the head of its pretraining."""
-    if model_class is models.Bert and config.head is None:
-        return dataclasses.replace(config, head="masked")
-    if model_class is models.ViT and config.head is None:
-        return dataclasses.replace(config, head="classification", labels=1000)
-    return config
-
-
 def _task(
     model_class: Any, config: Any, seq: int | None, chunk: int | None
 ) -> tuple[Callable[..., Any], Callable[[int], Any]]:
     """The loss, and a function from the number of rows to an abstract batch."""
-    labels = lambda rows: jax.ShapeDtypeStruct((rows,), jnp.int32)
-    tokens = lambda rows: jax.ShapeDtypeStruct((rows, seq), jnp.int32)
-    images = getattr(config, "encoder", config)
-    pixels = lambda rows: jax.ShapeDtypeStruct((rows, images.channels, *images.image), jnp.float32)
-    if model_class is models.ViT or getattr(config, "head", None) == "classification":
-        inputs = pixels if model_class is models.ViT else tokens
-        return _classify, lambda rows: {"inputs": inputs(rows), "targets": labels(rows)}
-    loss_of = _token_loss(chunk)
-    if model_class in (models.Bart, models.T5, models.Captioner, models.Whisper):
-        sounds = lambda rows: jax.ShapeDtypeStruct((rows, config.mels, config.frames), jnp.float32)
-        inputs = {models.Captioner: pixels, models.Whisper: sounds}.get(model_class, tokens)
-        loss_fn = _decode(loss_of, start=config.decoder_start or 0)
-        return loss_fn, lambda rows: {"inputs": inputs(rows), "targets": tokens(rows)}
-    return _predict(loss_of), lambda rows: {"inputs": tokens(rows), "targets": tokens(rows)}
+    classifies = model_class is models.ViT or getattr(config, "head", None) == "classification"
+    decodes = model_class in (models.Bart, models.T5, models.Captioner, models.Whisper)
+    row, dtype = (seq,), jnp.int32
+    if model_class in (models.ViT, models.Captioner):
+        images = getattr(config, "encoder", config)
+        row, dtype = (images.channels, *images.image), jnp.float32
+    elif model_class is models.Whisper:
+        row, dtype = (config.mels, config.frames), jnp.float32
 
-
-def _token_loss(chunk: int | None) -> Callable[..., Any]:
-    if chunk is None:
-        return lambda hidden, unembed, targets: cross_entropy(unembed(hidden), targets)
-    return lambda *args: chunked_cross_entropy(*args, chunk=chunk)
-
-
-def _classify(model: Any, batch: Any, key: Any) -> Any:
-    return cross_entropy(model(batch["inputs"], key=key), batch["targets"])
-
-
-def _decode(loss_of: Callable[..., Any], *, start: int) -> Callable[..., Any]:
-    """The loss of an encoder-decoder with teacher forcing."""
+    def make_batch(rows: int) -> Any:
+        targets = jax.ShapeDtypeStruct((rows,) if classifies else (rows, seq), jnp.int32)
+        return {"inputs": jax.ShapeDtypeStruct((rows, *row), dtype), "targets": targets}
 
     def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        before = models.shift_right(batch["targets"], start=start)
-        hidden = model.hidden(batch["inputs"], before, key=key)
-        return loss_of(hidden, model.unembed, batch["targets"])
+        targets = batch["targets"]
+        if classifies:
+            return cross_entropy(model(batch["inputs"], key=key), targets)
+        # Decoders predict the next token, encoders the masked ones, position by position.
+        before = [models.shift_right(targets, start=config.decoder_start or 0)] if decodes else []
+        hidden = model.hidden(batch["inputs"], *before, key=key)
+        if chunk is None:
+            return cross_entropy(model.unembed(hidden), targets)
+        return chunked_cross_entropy(hidden, model.unembed, targets, chunk=chunk)
 
-    return loss_fn
-
-
-def _predict(loss_of: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss of predicting `targets` position by position: next tokens or masked tokens."""
-
-    def loss_fn(model: Any, batch: Any, key: Any) -> Any:
-        hidden = model.hidden(batch["inputs"], key=key)
-        return loss_of(hidden, model.unembed, batch["targets"])
-
-    return loss_fn
+    return loss_fn, make_batch

@@ -1,21 +1,22 @@
-"""Results for functions, kept as long as the functions are."""
+"""Results for functions, kept as long as the functions and what they read are the same."""
 
+import dis
+import functools as ft
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
-from ._bindings import bindings
-
 _MOST = 16  # results in a cache
+_MOST_OBJECTS = 10_000  # a function that refers to more of them takes long to look through
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     value: Any
     marks: list[Any]  # of what the functions read when the value was made
     kept: list[Any]  # while these live, the marks are valid
@@ -105,3 +106,71 @@ def _is_value(x: Any) -> bool:
     """Whether an object is compared by value: a number, a string, a dtype, a sharding."""
     known = type(x).__module__.split(".")[0] in ("builtins", "numpy", "jax", "jaxlib")
     return known and type(x).__weakrefoffset__ == 0 and type(x).__hash__ is not None
+
+
+def bindings(fn: Any) -> list[Any]:
+    """Returns a function, and the objects that it and the functions it calls read by name.
+
+    Names in closures are followed into all functions, names in modules into functions of the same
+    module. Attributes that can be set, such as those of a configuration, count as names. Names that
+    a function itself assigns to are left out.
+    """
+    found, seen, todo = [], set(), [fn]
+    module = getattr(fn, "__module__", None)
+    while todo:
+        x = todo.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        found.append(x)
+        if len(found) > _MOST_OBJECTS:
+            raise TypeError("The function refers to too many objects.")
+        todo.extend(_named(x, module))
+    return found
+
+
+def _named(x: Any, module: str | None) -> Iterator[Any]:
+    if inspect.ismethod(x):
+        yield from (x.__self__, x.__func__)
+    elif isinstance(x, ft.partial):
+        yield from (x.func, *x.args, *x.keywords.values())
+    elif _is_mutable(x):
+        yield from vars(x).values()
+    elif isinstance(x, tuple):  # such as the parts of `optax.chain`
+        yield from x
+    elif isinstance(x, FunctionType):
+        yield from x.__defaults__ or ()
+        yield from (x.__kwdefaults__ or {}).values()
+        codes = list(_codes(x.__code__))
+        instructions = (one for code in codes for one in dis.get_instructions(code))
+        stores = ("STORE_DEREF", "STORE_GLOBAL")
+        assigned = {one.argval for one in instructions if one.opname in stores}
+        for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            if name not in assigned:
+                try:
+                    yield cell.cell_contents
+                except ValueError:  # the name is not bound yet
+                    yield None
+        if x.__module__ == module:
+            names = {name: None for code in codes for name in code.co_names}  # in order
+            yield from (
+                x.__globals__[name]
+                for name in names
+                if name in x.__globals__ and name not in assigned
+            )
+
+
+def _is_mutable(x: Any) -> bool:
+    """Whether attributes of an object can be set."""
+    if isinstance(x, FunctionType | type | ModuleType | jax.Array | eqx.Module):
+        return False
+    frozen = getattr(type(x), "__dataclass_params__", None)
+    return hasattr(x, "__dict__") and not (frozen is not None and frozen.frozen)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

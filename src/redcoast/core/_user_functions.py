@@ -63,7 +63,9 @@ def _sentence(what: str, x: Any) -> str:
 
 
 def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
-    if isinstance(error, TypeError) and _at_the_call(error):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The call itself failed, and nothing in the function.
+    if isinstance(error, TypeError) and all(is_hidden(x.f_code.co_filename) for x in frames):
         return [f"It is called as `{_CALLS[name]}`, and must accept these arguments."]
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return ["A compiled function cannot select by a mask, `x[mask]`: use `jnp.where`."]
@@ -86,7 +88,9 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         ]
     if not isinstance(error, TypeError | ValueError):
         return []
-    layers = _layers(error)
+    private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
+    modules = [x.f_locals for x in frames if isinstance(x.f_locals.get("self"), eqx.Module)]
+    layers = [x for x in modules if not type(x["self"]).__module__.startswith(private)]
     if layer := _batched_layer(layers, batch):
         return [
             f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
@@ -99,20 +103,11 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     ]
 
 
-def _at_the_call(error: BaseException) -> bool:
-    """Whether the call itself failed, and nothing in the function."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return all(is_hidden(frame.f_code.co_filename) for frame, _ in frames)
-
-
-def _layers(error: BaseException) -> list[dict[str, Any]]:
-    """The local names of the methods of modules that an error went through, outermost first."""
-    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [names for names in frames if _is_layer(names.get("self"))]
-
-
 def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
-    """The outermost module that was called with all rows of the batch, if the innermost was too."""
+    """The outermost module that was called with all rows of the batch, if the innermost was too.
+
+    `layers` are the local names of the methods of modules that an error went through.
+    """
     rows = {x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "shape", ())}
     batched = [
         type(names["self"]).__name__
@@ -120,11 +115,6 @@ def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:
         if any(eqx.is_array(x) and x.ndim > 1 and x.shape[0] in rows for x in names.values())
     ]
     return batched[0] if len(batched) == len(layers) > 0 else None
-
-
-def _is_layer(x: Any) -> bool:
-    private = ("equinox._", "redcoast.")  # wrappers of methods; models that take batches
-    return isinstance(x, eqx.Module) and not type(x).__module__.startswith(private)
 
 
 def _kind(x: Any) -> str:

@@ -151,6 +151,11 @@ def _check_same(asked: _Job) -> None:
             )
 
 
+def _fill(job: _Job, **found: Any) -> _Job:
+    """Sets those of the values that are not known yet."""
+    return replace(job, **{name: x for name, x in found.items() if getattr(job, name) is None})
+
+
 def _with_variables(job: _Job) -> _Job:
     """Fills in missing arguments from the variables of REDCOAST_, and then from those of JAX."""
     names = ("coordinator", "processes", "process_id", "local_devices")
@@ -160,17 +165,14 @@ def _with_variables(job: _Job) -> _Job:
         found: dict[str, Any] = {n: v for n, v in texts.items() if v and getattr(job, n) is None}
         for name, text in found.items():
             if name != "coordinator":
-                found[name] = _number(variables[name], text)
+                try:
+                    found[name] = int(text)
+                except ValueError:
+                    words = f"{variables[name]} must be an integer, but is {text!r}."
+                    raise ValueError(words) from None
         job = replace(job, **found)
         _check(job)
     return job
-
-
-def _number(variable: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{variable} must be an integer, but is {text!r}.") from None
 
 
 def _complete(job: _Job, timeout: int | float) -> _Job:
@@ -195,19 +197,18 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
 def _with_torchrun(job: _Job) -> _Job:
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     host, port, processes, number = (os.environ.get(name, "").strip() for name in names)
-    if not host or not (port.isdigit() and processes.isdigit() and number.isdigit()):
-        return job
-    if int(processes) < 2:
+    numbers = port.isdigit() and processes.isdigit() and number.isdigit()
+    if not host or not numbers or int(processes) < 2:
         return job
     # On the port itself, torchrun's agent may listen.
     taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     local_id = os.environ.get("LOCAL_RANK", "").strip()
-    return replace(
+    return _fill(
         job,
-        coordinator=job.coordinator or f"{host}:{int(port) + taken}",
-        processes=int(processes) if job.processes is None else job.processes,
-        process_id=int(number) if job.process_id is None else job.process_id,
+        coordinator=f"{host}:{int(port) + taken}",
+        processes=int(processes),
+        process_id=int(number),
         local_id=int(local_id) if local_id.isdigit() else None,
     )
 
@@ -215,9 +216,11 @@ def _with_torchrun(job: _Job) -> _Job:
 def _with_launcher(job: _Job, timeout: int | float) -> _Job:
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
-    launcher = next((env for env in launchers() if _started(env)), None)
+    # A pod outside an Indexed Job, such as that of a notebook, has no other processes.
+    alone = () if "JOB_COMPLETION_INDEX" in os.environ else ("K8sCluster",)
+    given = (x for x in launchers() if x.__name__ not in alone and not x.opt_in_only_method)
+    launcher = next((x for x in given if x.is_env_present()), None)
     if launcher is None:
-        # Since version 5, Open MPI sets the number and rank, but not the address of process 0.
         return _with_open_mpi(job)
     processes = launcher.get_process_count() if job.processes is None else job.processes
     if processes == 1:
@@ -231,20 +234,13 @@ def _with_launcher(job: _Job, timeout: int | float) -> _Job:
     )
 
 
-def _started(launcher: Any) -> bool:
-    # A pod outside an Indexed Job, such as that of a notebook, has no other processes.
-    alone = launcher.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in os.environ
-    return not alone and not launcher.opt_in_only_method and launcher.is_env_present()
-
-
 def _with_open_mpi(job: _Job) -> _Job:
+    """Since version 5, Open MPI sets the number and rank, but not the address of process 0."""
     size, rank = (os.environ.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "RANK"))
     if size is None or rank is None:
         return job
-    processes = int(size) if job.processes is None else job.processes
-    number = int(rank) if job.process_id is None else job.process_id
     local_id = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
-    return replace(job, processes=processes, process_id=number, local_id=local_id)
+    return replace(_fill(job, processes=int(size), process_id=int(rank)), local_id=local_id)
 
 
 def _unjoined() -> str:

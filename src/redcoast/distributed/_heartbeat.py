@@ -62,41 +62,31 @@ def watching() -> Iterator[None]:
         except ProcessLost:
             raise
         except BaseException as error:
-            reason = watch.reason(wait=_is_consequence(error))
-            if reason is not None:
-                raise ProcessLost(reason) from error
+            fault = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+            if fault and "RESOURCE_EXHAUSTED" not in str(error):
+                # It may come from a collective that another process has left.
+                watch.found.wait(DEAD + 5 * BEAT)
+            if watch.reason is not None:
+                raise ProcessLost(watch.reason) from error
             report_failure(error)
             raise
 
 
-def _is_consequence(error: BaseException) -> bool:
-    """Whether an error may come from a collective that another process has left."""
-    fault = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
-    return fault and "RESOURCE_EXHAUSTED" not in str(error)
-
-
-def _exit(reason: str) -> None:
-    print(f"redcoast: {reason} This process exits.", file=sys.stderr, flush=True)
-    os._exit(LOST)
-
-
 class _Watch:
-    """A context in which a thread monitors the other processes."""
+    """A context in which a thread monitors the other processes.
+
+    If another one is the cause that this process cannot continue, `found` is set, and `reason` says
+    why.
+    """
 
     def __init__(self):
         self._thread = threading.Thread(target=self._run, name="redcoast-watch", daemon=True)
         self._ended = threading.Event()
-        self._found = threading.Event()
-        self._reason: str | None = None
+        self.found = threading.Event()
+        self.reason: str | None = None
         self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and when it was new
         self._hosts: dict[int, str] = {}
         self._warned: dict[int, float] = {}
-
-    def reason(self, *, wait: bool) -> str | None:
-        """Why this process cannot continue, if another one is the cause."""
-        if wait:
-            self._found.wait(DEAD + 5 * BEAT)
-        return self._reason
 
     def __enter__(self) -> "_Watch":
         reset_failures()
@@ -163,12 +153,12 @@ class _Watch:
         return f"Process {other}" + (f" on {host}" if host else "")
 
     def _end(self, reason: str) -> None:
-        self._reason = reason
-        self._found.set()
-        if self._ended.wait(GRACE):
-            return
-        # The main thread waits for ever in a collective, and nothing else can end it.
-        _exit(reason)
+        self.reason = reason
+        self.found.set()
+        if not self._ended.wait(GRACE):
+            # The main thread waits for ever in a collective, and nothing else can end it.
+            print(f"redcoast: {reason} This process exits.", file=sys.stderr, flush=True)
+            os._exit(LOST)
 
 
 def _publish(what: dict[str, Any]) -> None:

@@ -111,7 +111,14 @@ def _gather(
     try:
         while missing := [i for i in range(1, me["processes"]) if i not in members]:
             if time.monotonic() > end:
-                raise TimeoutError(_missing(missing, me, server, timeout))
+                them = name_processes(missing)
+                raise TimeoutError(
+                    f"{them[0].upper()}{them[1:]} of {me['processes']} did not join within "
+                    f"{timeout:g} s. Process 0 waited on port {server.getsockname()[1]} of "
+                    f"{me['host']}. Look at the output of the missing processes: they may not have "
+                    "started, may have failed before `initialize`, or may reach another machine at "
+                    "the coordinator's address."
+                )
             server.settimeout(min(1.0, max(0.01, end - time.monotonic())))
             try:
                 _admit(accept(), me, members)
@@ -122,18 +129,6 @@ def _gather(
         _tell([x for x, _ in members.values()], error=str(error), wrong=type(error) is ValueError)
         raise
     return members
-
-
-def _missing(
-    missing: list[int], me: dict[str, Any], server: socket.socket, timeout: int | float
-) -> str:
-    them = name_processes(missing)
-    return (
-        f"{them[0].upper()}{them[1:]} of {me['processes']} did not join within {timeout:g} s. "
-        f"Process 0 waited on port {server.getsockname()[1]} of {me['host']}. Look at the output "
-        "of the missing processes: they may not have started, may have failed before "
-        "`initialize`, or may reach another machine at the coordinator's address."
-    )
 
 
 def _admit(connection: socket.socket, me: dict[str, Any], members: Members) -> None:

@@ -96,14 +96,15 @@ def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
 
 def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]) -> str:
     asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
     rest = f"a product that divides {count}" if free else f"a product of {count}"
     hint = "" if free else ", or make one of them -1"
-    fits = [
-        f"{axis} in {_options(sizes, axis, count, divisors, bool(free))}"
-        for axis, size in sizes.items()
-        if size > 1 and _options(sizes, axis, count, divisors, bool(free))
-    ]
+    fits = []
+    for axis in (axis for axis, size in sizes.items() if size > 1):
+        others = math.prod(size for name, size in sizes.items() if name != axis and size != -1)
+        if count % others == 0:
+            left = count // others
+            some = [n for n in range(1, left + 1) if left % n == 0] if free else [left]
+            fits.append(f"{axis} in {some}")
     return (
         f"A mesh of {asked} needs {'a multiple of ' if free else ''}{fixed} devices, but there "
         f"are {count}. The sizes must have {rest}{hint}"
@@ -112,40 +113,24 @@ def _does_not_fit(sizes: dict[str, int], fixed: int, count: int, free: list[str]
     )
 
 
-def _options(
-    sizes: dict[str, int], axis: str, count: int, divisors: list[int], free: bool
-) -> list[int]:
-    """The sizes of one axis that would fit with the other sizes unchanged."""
-    others = math.prod(size for name, size in sizes.items() if name != axis and size != -1)
-    if count % others:
-        return []
-    return [n for n in divisors if (count // others) % n == 0] if free else [count // others]
-
-
 def _arrange(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
     """Arranges devices so that the fastest links are along the last axis."""
-    slices = {getattr(device, "slice_index", None) for device in devices}
     if devices[0].platform == "tpu" and len(devices) > 1:
-        return _arrange_tpu(devices, shape, len(slices))
+        from jax.experimental import mesh_utils
+
+        # It follows the torus inside a slice; the leading axes cross slices.
+        options = {"allow_split_physical_axes": True}
+        slices = {getattr(device, "slice_index", None) for device in devices}
+        if len(slices) == 1:
+            return mesh_utils.create_device_mesh(shape, devices, **options)
+        across, inside = _split_off(shape, len(slices))
+        return mesh_utils.create_hybrid_device_mesh(inside, across, devices, **options)
     # Sorted by process and in row-major order, neighbours are along the last axis, and only the
     # leading axes cross hosts.
     slice_of = lambda device: getattr(device, "slice_index", None) or 0
-    ordered = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
     array = np.empty(len(devices), dtype=object)
-    array[:] = ordered
+    array[:] = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
     return array.reshape(shape)
-
-
-def _arrange_tpu(devices: list[Any], shape: tuple[int, ...], slices: int) -> np.ndarray:
-    """Follows the torus inside a slice; the leading axes cross slices."""
-    from jax.experimental import mesh_utils
-
-    if slices == 1:
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    across, inside = _split_off(shape, slices)
-    return mesh_utils.create_hybrid_device_mesh(
-        inside, across, devices, allow_split_physical_axes=True
-    )
 
 
 def _split_off(shape: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

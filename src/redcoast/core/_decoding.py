@@ -115,10 +115,10 @@ class Decoding:
 def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
     """Returns the token ids of an option that may have one or several."""
     several = tokens if hasattr(tokens, "__len__") else (tokens,)
-    return tuple(_integer(name, token) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    return tuple(as_integer(name, token) for token in several)  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
 
 
-def _integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
@@ -130,11 +130,11 @@ def _check_counts(d: Decoding) -> None:
     least |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
     for name, bound in least.items():
         value = getattr(d, name)
-        if value is not None and _integer(name, value) < bound:
+        if value is not None and as_integer(name, value) < bound:
             raise ValueError(f"`{name}` is {value}. It must be at least {bound}.")
     for name in ("forced_bos", "pad"):
         if getattr(d, name) is not None:
-            _integer(name, getattr(d, name))
+            as_integer(name, getattr(d, name))
     if not all(d.bad_words):
         raise ValueError("`bad_words` holds an empty sequence. Each must have at least one token.")
 

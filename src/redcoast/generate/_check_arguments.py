@@ -1,6 +1,5 @@
 """The checks of the arguments of `generate`."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ..core._decoding import as_integer
+
 
 def check_count(max_new_tokens: Any) -> None:
-    try:
-        count = operator.index(max_new_tokens)
-    except TypeError as error:
-        raise TypeError(
-            f"`max_new_tokens` is {max_new_tokens!r}. It must be a concrete integer."
-        ) from error
-    if count < 1:
+    if (count := as_integer("max_new_tokens", max_new_tokens)) < 1:
         raise ValueError(f"`max_new_tokens` is {count}. It must be at least 1.")
 
 

@@ -113,7 +113,10 @@ def _select(
 ) -> Search:
     """Advances the search by one token."""
     found = _candidates(logits, last, prompt, request)
-    running = _continue(found, request)
+    scores = found.scores + jnp.where(found.ends, _EXCLUDED, 0.0)
+    scores, best = jax.lax.top_k(scores, request.beams)
+    tokens = jnp.take_along_axis(found.tokens, best[:, :, None], axis=1)
+    running = Running(tokens, scores, jnp.take_along_axis(found.parent, best, axis=1))
     norm = jnp.take(jnp.asarray(request.norms), last.count)
     finished = _finish(found, last, norm)
     invalid = last.open & jnp.any(jnp.isnan(found.scores), axis=1)
@@ -147,7 +150,11 @@ def _candidates(
     request: Request,
 ) -> Candidates:
     batch, beams, vocab = *last.running.scores.shape, logits.shape[-1]
-    history = _history(prompt, last) if request.needs_history else None
+    history = None
+    if request.needs_history:  # the prompt and the tokens of each beam, with -1 at padding
+        new = jnp.where(jnp.arange(request.room)[None, None] < last.count, last.running.tokens, -1)
+        before = jnp.broadcast_to(prompt[:, None], (batch, beams, prompt.shape[1]))
+        history = jnp.concatenate([before, new], axis=2).reshape(batch * beams, -1)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     log_probs = process(log_probs, history, last.count, request).reshape(batch, beams, vocab)
     scores = (log_probs + last.running.scores[:, :, None]).reshape(batch, beams * vocab)
@@ -159,22 +166,6 @@ def _candidates(
     tokens = jax.lax.dynamic_update_index_in_dim(tokens, newest, last.count, 2)
     ends = is_any(newest, request.eos) | (last.count + 1 >= request.limit)
     return Candidates(tokens, scores, parent, ends)
-
-
-def _history(prompt: Int[Array, "batch seq"], last: Search) -> Int[Array, "rows length"]:
-    """Returns the prompt and the tokens of each beam, with -1 at padding."""
-    tokens = last.running.tokens
-    batch, beams, room = tokens.shape
-    new = jnp.where(jnp.arange(room)[None, None] < last.count, tokens, -1)
-    before = jnp.broadcast_to(prompt[:, None], (batch, beams, prompt.shape[1]))
-    return jnp.concatenate([before, new], axis=2).reshape(batch * beams, -1)
-
-
-def _continue(found: Candidates, request: Request) -> Running:
-    scores = found.scores + jnp.where(found.ends, _EXCLUDED, 0.0)
-    scores, best = jax.lax.top_k(scores, request.beams)
-    tokens = jnp.take_along_axis(found.tokens, best[:, :, None], axis=1)
-    return Running(tokens, scores, jnp.take_along_axis(found.parent, best, axis=1))
 
 
 def _finish(found: Candidates, last: Search, norm: Float[Array, ""]) -> Finished:

@@ -55,16 +55,14 @@ def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tup
         return place(_on_host(tokens), tokens), None
     # A decoder appends new tokens on the right, so its prompts are padded on the left.
     left = not is_encoder_decoder(model)
-    pad = ft.partial(pad_columns, length=_length(model, tokens.shape[1], left), left=left)
+    length = bucket(tokens.shape[1])
+    most = None if left else getattr(model.config, "positions", None)
+    if most is not None:  # an encoder may have too few positions for a padded length
+        length = max(tokens.shape[1], min(length, most))
+    pad = ft.partial(pad_columns, length=length, left=left)
     real = np.ones(tokens.shape, bool) if mask is None else _on_host(mask).astype(bool)
     padded = pad(_on_host(tokens)).astype(np.int32)
     return place(padded, tokens), place(pad(real), tokens if mask is None else mask)
-
-
-def _length(model: Any, length: int, is_decoder: bool) -> int:
-    most = None if is_decoder else getattr(model.config, "positions", None)
-    # An encoder may have too few positions for a padded length.
-    return bucket(length) if most is None else max(length, min(bucket(length), most))
 
 
 def _on_host(x: Any) -> Any:

@@ -22,7 +22,12 @@ def process(
     of new tokens so far."""
     given = scores
     if request.logits_fn is not None:
-        scores = _apply(request.logits_fn, scores)
+        scores = request.logits_fn(given)
+        if getattr(scores, "shape", None) != given.shape or scores.dtype != given.dtype:
+            raise ValueError(
+                f"`logits_fn` returned {jax.typeof(scores)}. It must return logits of the shape "
+                f"and the dtype that it gets, {jax.typeof(given)}."
+            )
     if request.repetition_penalty is not None:
         scores = penalise(scores, history, request.repetition_penalty)
     if request.ngram:
@@ -42,16 +47,6 @@ def process(
     if request.begin_suppress:
         scores = _exclude(scores, (count == 0) & _is(request.begin_suppress, scores))
     return jnp.where(jnp.isnan(given), given, scores)  # is reported
-
-
-def _apply(logits_fn, scores: Scores) -> Scores:
-    found = logits_fn(scores)
-    if getattr(found, "shape", None) != scores.shape or found.dtype != scores.dtype:
-        raise ValueError(
-            f"`logits_fn` returned {jax.typeof(found)}. It must return logits of the shape and the "
-            f"dtype that it gets, {jax.typeof(scores)}."
-        )
-    return found
 
 
 def _exclude(scores: Scores, excluded: Bool[Array, "rows_or_1 vocab"]) -> Scores:

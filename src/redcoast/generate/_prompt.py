@@ -56,8 +56,16 @@ def prefill(
 ) -> tuple[Float[Array, "batch vocab"], Any, Int[Array, "batch prompt"]]:
     """Returns the logits of the first new token, a cache with room for all new tokens, and the
     tokens of the decoder so far, with -1 at padding."""
-    start = _start_decoder if is_encoder_decoder(model) else _start
-    tokens, mask, cache = start(model, tokens, mask, request)
+    if is_encoder_decoder(model):
+        # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
+        memory = model.encode(tokens if mask is None else blank(tokens, mask), mask=mask)
+        first = jnp.array([[model.config.decoder_start, *request.prefix]], jnp.int32)
+        length = first.shape[1] + request.room
+        cache = model.init_cache(tokens.shape[0], length, memory=memory, memory_mask=mask)
+        tokens, mask = jnp.broadcast_to(first, (tokens.shape[0], first.shape[1])), None
+    else:
+        tokens, mask = align_right(tokens, mask)
+        cache = model.init_cache(tokens.shape[0], tokens.shape[1] + request.room)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     logits = model.unembed(hidden[:, -1:])[:, 0]
     check_token_options(request, logits.shape[-1])
@@ -74,19 +82,3 @@ def append_tokens(
 
 def is_encoder_decoder(model: Any) -> bool:
     return hasattr(model, "encode")
-
-
-def _start(model, tokens, mask, request):
-    tokens, mask = align_right(tokens, mask)
-    return tokens, mask, model.init_cache(tokens.shape[0], tokens.shape[1] + request.room)
-
-
-def _start_decoder(model, tokens, mask, request):
-    # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
-    tokens = tokens if mask is None else blank(tokens, mask)
-    memory = model.encode(tokens, mask=mask)
-    rows = tokens.shape[0]
-    first = jnp.array([[model.config.decoder_start, *request.prefix]], jnp.int32)
-    length = first.shape[1] + request.room
-    cache = model.init_cache(rows, length, memory=memory, memory_mask=mask)
-    return jnp.broadcast_to(first, (rows, first.shape[1])), None, cache

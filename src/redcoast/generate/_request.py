@@ -73,22 +73,20 @@ def choose_decoding(
             f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
             f"{', '.join(names)}."
         )
-    base = _default(config, options, key) if decoding is None else decoding
-    found = dataclasses.replace(base, **options)
+    if decoding is None:
+        decoding = getattr(config, "decoding", GREEDY)
+        if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
+            decoding = decoding.without_sampling()
+        if options.get("beams") == 1 or options.get("temperature", 0) != 0:
+            decoding = dataclasses.replace(
+                decoding, beams=1, length_penalty=1.0, early_stopping=False
+            )
+    found = dataclasses.replace(decoding, **options)
     if found.temperature > 0 and key is None:
         raise ValueError(
             f"`temperature={found.temperature}` samples tokens, which needs a `key`, such as "
             "`jax.random.key(0)`. For greedy decoding, pass `temperature=0`."
         )
-    return found
-
-
-def _default(config: Any, options: dict[str, Any], key: PRNGKeyArray | None) -> Decoding:
-    found: Decoding = getattr(config, "decoding", GREEDY)
-    if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
-        found = found.without_sampling()
-    if options.get("beams") == 1 or options.get("temperature", 0) != 0:
-        found = dataclasses.replace(found, beams=1, length_penalty=1.0, early_stopping=False)
     return found
 
 
@@ -104,7 +102,11 @@ def make_request(
     """Makes a request from a decoding, the configuration and the length of a decoder's prompt,
     which is None for an encoder-decoder."""
     sampled = d.temperature > 0
-    ends = _ends(config, d)
+    given = getattr(config, "eos", ()) if d.eos is None else d.eos
+    ends = tuple(dict.fromkeys(as_tuple(given)))
+    pad = getattr(config, "pad", None) if d.pad is None else d.pad
+    if pad is None or pad < 0:  # some configurations use a negative id if there is no padding token
+        pad = next(iter(ends), 0)
     before = 1 + len(d.prefix) if prompt is None else prompt
     least = max(d.min_new_tokens, d.min_length - before)
     number = lambda x: np.asarray(x, np.float32)
@@ -124,7 +126,7 @@ def make_request(
         top_k=d.top_k,
         beams=d.beams,
         eos=ends,
-        pad=_padding(config, d, ends),
+        pad=pad,
         copies=d.num_return_sequences,
         # If the penalty is not positive, a longer hypothesis cannot become better.
         early_stopping=d.early_stopping is True or (d.length_penalty > 0 and d.early_stopping),
@@ -137,15 +139,3 @@ def make_request(
         bad_words=tuple(map(tuple, d.bad_words)),
         logits_fn=d.logits_fn,
     )
-
-
-def _ends(config: Any, d: Decoding) -> tuple[int, ...]:
-    """Returns the distinct tokens that end a row."""
-    given = getattr(config, "eos", ()) if d.eos is None else d.eos
-    return tuple(dict.fromkeys(as_tuple(given)))
-
-
-def _padding(config: Any, d: Decoding, eos: tuple[int, ...]) -> int:
-    pad = getattr(config, "pad", None) if d.pad is None else d.pad
-    # Some configurations use a negative id if there is no padding token.
-    return pad if pad is not None and pad >= 0 else next(iter(eos), 0)

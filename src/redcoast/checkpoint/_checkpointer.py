@@ -129,8 +129,10 @@ class Checkpointer:
         - `metrics`: those of an evaluation of the state.
         """
         if self._saver is not None:
+            shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+            meshes = (dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding))
             metadata = {"step": step, "data": dict(data or {}), "metrics": dict(metrics or {})}
-            self._saver.save(step, state, metadata | {"mesh": _mesh_shape(state)})
+            self._saver.save(step, state, metadata | {"mesh": next(meshes, {})})
 
     @hide_frames
     def __enter__(self) -> "Checkpointer":
@@ -146,8 +148,3 @@ class Checkpointer:
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
         self._saver = None
-
-
-def _mesh_shape(state: PyTree) -> dict[str, int]:
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
-    return next((dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding)), {})

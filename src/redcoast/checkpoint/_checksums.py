@@ -7,7 +7,7 @@ as a different number.
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ THREADS = 4
 
 def write_checksums(directory: Path) -> None:
     """Records the sizes and checksums of all files in a checkpoint's directories."""
-    names = sorted(_files(directory))
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
-        sums = dict(zip(names, pool.map(lambda n: _measure(directory / n), names), strict=True))
+    sums = dict(_measured(directory, sorted(_files(directory))))
     document = {"algorithm": ALGORITHM, "files": sums, "of_this": _seal(sums)}
     (directory / FILE).write_text(json.dumps(document, indent=1), "utf-8")
 
@@ -52,13 +50,9 @@ def find_damage(directory: Path, *, part: int = 0, parts: int = 1) -> str | None
             return f"{directory / name} is missing."
         if found[name] != size:
             return f"{directory / name} has {found[name]} bytes, but was written with {size}."
-    share = sorted(listed)[part::parts]
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
-        for name, now in zip(
-            share, pool.map(lambda n: _measure(directory / n), share), strict=True
-        ):
-            if now != listed[name]:
-                return f"{directory / name} has changed since it was written: its checksum differs."
+    for name, now in _measured(directory, sorted(listed)[part::parts]):
+        if now != listed[name]:
+            return f"{directory / name} has changed since it was written: its checksum differs."
     return None
 
 
@@ -98,22 +92,23 @@ def _files(directory: Path) -> dict[str, int]:
     """
     inside = directory.resolve()
     found = {}
-    for path in _walk(directory):
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
-            raise ValueError(f"{path} is a link that leads out of the checkpoint.")
-        if not path.is_file():
-            raise ValueError(f"{path} is neither a file nor a directory.")
-        found[path.relative_to(directory).as_posix()] = path.stat().st_size
+    for root, folders, files in os.walk(directory):
+        # `os.walk` does not follow links to directories, which are rejected.
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        for name in links if Path(root) == directory else (*files, *links):
+            path = Path(root) / name
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise ValueError(f"{path} is a link that leads out of the checkpoint.")
+            if not path.is_file():
+                raise ValueError(f"{path} is neither a file nor a directory.")
+            found[path.relative_to(directory).as_posix()] = path.stat().st_size
     return found
 
 
-def _walk(directory: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(directory):
-        # `os.walk` does not follow links to directories: they are yielded so as to be rejected.
-        links = [name for name in folders if (Path(root) / name).is_symlink()]
-        if Path(root) != directory:
-            yield from (Path(root) / name for name in files)
-        yield from (Path(root) / name for name in links)
+def _measured(directory: Path, names: Sequence[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Each file with its size and checksum, measured in threads."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="redcoast-checksum") as pool:
+        yield from zip(names, pool.map(lambda n: _measure(directory / n), names), strict=True)
 
 
 def _measure(path: Path) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 # By default XLA lets a process pin 64 GiB of host memory for GPUs. A save takes at most half of it.
 MOST_BYTES = 2**35
@@ -52,7 +52,8 @@ def _first_replica(x: jax.Array) -> jax.Array:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding):
         return x
-    used = _axes(sharding.spec)
+    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+    used = {axis for part in parts for axis in part}
     where = tuple(slice(None if axis in used else 1) for axis in sharding.mesh.axis_names)
     everywhere = np.asarray(sharding.mesh.devices)
     devices = everywhere[where]
@@ -64,9 +65,3 @@ def _first_replica(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         x.shape, NamedSharding(mesh, sharding.spec), shards
     )
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    """The mesh axes over which an array is sharded."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-    return {axis for part in parts for axis in part if axis is not None}

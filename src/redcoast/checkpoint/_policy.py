@@ -136,10 +136,13 @@ def restore_newest(
 
 def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[str, Any]] | str:
     """The state and the metadata of a checkpoint, or a sentence that says how it is damaged."""
-    problems = [
-        problem for problem in exchange("the check of a checkpoint", _damage(path)) if problem
-    ]
-    if problems:
+    own = None  # about the first damaged file in this process's share of the files
+    try:
+        check_whole(path, part=jax.process_index(), parts=jax.process_count())
+        read_metadata(path)
+    except CheckpointDamaged as error:
+        own = str(error)
+    if problems := [x for x in exchange("the check of a checkpoint", own) if x]:
         return problems[0]
     document = read_metadata(path)
     try:
@@ -147,16 +150,6 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
     except CheckpointDamaged as error:  # written by an older version, without checksums
         return str(error)
     return tree, document["metadata"]
-
-
-def _damage(path: Path) -> str | None:
-    """A sentence about the first damaged file in this process's share of a checkpoint's files."""
-    try:
-        check_whole(path, part=jax.process_index(), parts=jax.process_count())
-        read_metadata(path)
-    except CheckpointDamaged as error:
-        return str(error)
-    return None
 
 
 def _move_aside(damaged: list[Path], used: Path) -> None:

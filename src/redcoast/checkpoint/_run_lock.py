@@ -36,7 +36,11 @@ def lock_run(directory: Path | None) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / FILE).open("ab+", buffering=0) as file:
         if _try_lock(file, directory):
-            _write_holder(file)
+            with contextlib.suppress(OSError):  # the lock also holds on a full disk
+                file.truncate(0)
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                holder = {"host": socket.gethostname(), "process": os.getpid(), "since": started}
+                file.write(json.dumps(holder).encode() + b"\n")
         yield
 
 
@@ -56,14 +60,6 @@ def _try_lock(file: BinaryIO, directory: Path) -> bool:
         )
         return False
     return True
-
-
-def _write_holder(file: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # the lock also holds on a full disk
-        file.truncate(0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": started})
-        file.write(text.encode() + b"\n")
 
 
 def _read_holder(file: BinaryIO) -> str:

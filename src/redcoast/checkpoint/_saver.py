@@ -33,13 +33,10 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self._key = self._next()
-
-    def _next(self) -> str:
-        return f"redcoast/save/{next(_rounds)}"
+        self.begin()
 
     def begin(self) -> None:
-        self._key = self._next()
+        self._key = f"redcoast/save/{next(_rounds)}"
 
     def fail(self, reason: str) -> None:
         """Reports a failed save to the other processes, whose barriers then fail too."""
@@ -167,9 +164,16 @@ class Saver:
             self._together.fail(_reason(error))
             return error
         if is_main():
-            delete_old(self._checkpoints, self._values)
+            path = self._checkpoints.path
+            try:
+                steps = saved_steps(self._checkpoints)
+            except OSError as error:
+                logger.warning("Old checkpoints in %s cannot be deleted: %s", path, error)
+                steps = []
+            for old in steps_to_delete(self._checkpoints, steps, self._values):
+                delete(path / str(old))
             # Threads of an earlier failed save may have written files after its removal.
-            remove_unfinished(self._checkpoints.path)
+            remove_unfinished(path)
         return None
 
     def _settle(self, *, alone: bool = False) -> None:
@@ -222,17 +226,6 @@ class Saver:
                 f"{self._checkpoints.path}: {_reason(error)} "
                 f"{_newest(self._checkpoints)}"
             ) from error
-
-
-def delete_old(checkpoints: Checkpoints, values: Mapping[int, float]) -> None:
-    """Deletes the checkpoints that the policy does not keep."""
-    try:
-        steps = saved_steps(checkpoints)
-    except OSError as error:
-        logger.warning("Old checkpoints in %s cannot be deleted: %s", checkpoints.path, error)
-        return
-    for old in steps_to_delete(checkpoints, steps, values):
-        delete(checkpoints.path / str(old))
 
 
 def remove_unfinished(path: Path) -> None:

@@ -221,8 +221,7 @@ def load_arrays(
         return inner[ROOT] if isinstance(inner, dict) and set(inner) == {ROOT} else inner
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
-    check = _check_run if resuming else _check_like
-    check(path, {_full(prefix, p): x for p, x in flat.items()}, saved)
+    _check_match(path, {_full(prefix, p): x for p, x in flat.items()}, saved, resuming=resuming)
     wanted = {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
     with reading(path, verified=verified):
         found = _read(path, wanted, empty)
@@ -284,7 +283,11 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
             raise
         problem = str(error)
     if problem:
-        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {problem}{_if_newer(path)}")
+        with contextlib.suppress(OSError, ValueError):
+            form = read_json(path / METADATA / METADATA).get("format")
+            if type(form) is int and form > FORMAT:
+                problem += f" It has format {form}, but this version reads formats up to {FORMAT}."
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: {problem}")
 
 
 def _inside(path: Path) -> str:
@@ -294,14 +297,6 @@ def _inside(path: Path) -> str:
     if not steps:
         return _WHICH
     return f'Its newest checkpoint is {steps[-1]}. `subtree="model"` loads only the model.'
-
-
-def _if_newer(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        form = read_json(path / METADATA / METADATA).get("format")
-        if type(form) is int and form > FORMAT:
-            return f" It has format {form}, but this version reads formats up to {FORMAT}."
-    return ""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -376,10 +371,17 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
     return _stored(x), sharding
 
 
-def _check_like(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
-    """Raises `CheckpointMismatch` if the names, shapes or dtypes differ from those of `like`."""
-    if not (found := _differences(wanted, saved, "`like`")):
+def _check_match(
+    path: Path, wanted: dict[Names, Any], saved: dict[Names, Any], *, resuming: bool
+) -> None:
+    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from those that are wanted."""
+    if not (found := _differences(wanted, saved, "this run" if resuming else "`like`")):
         return
+    if resuming:
+        raise CheckpointMismatch(
+            f"{path} was saved with another model or optimizer. {found} Build both as they were, "
+            "or choose another directory to start a new run."
+        )
     parts = sorted({names[0] for names in saved})
     part = next((x for x in parts if all((x, *names) in saved for names in wanted)), None)
     remedy = (
@@ -389,15 +391,6 @@ def _check_like(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -
     if part is not None:
         remedy = f'All arrays of `like` are in the part `{part}`: pass `subtree="{part}"`.'
     raise CheckpointMismatch(f"{path} does not match `like`. {found} {remedy}")
-
-
-def _check_run(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
-    """Raises `CheckpointMismatch` if a run cannot be resumed."""
-    if found := _differences(wanted, saved, "this run"):
-        raise CheckpointMismatch(
-            f"{path} was saved with another model or optimizer. {found} Build both as they were, "
-            "or choose another directory to start a new run."
-        )
 
 
 def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) -> str:

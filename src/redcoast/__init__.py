@@ -42,11 +42,11 @@ from .sharding import plan_shardings as plan_shardings
 from .sharding import save_plan as save_plan
 from .tracking._jsonl import jsonl_logger as jsonl_logger
 from .tracking._jsonl import read_metrics as read_metrics
+from .tracking._loggers import RunInfo as RunInfo
 from .tracking._loggers import console_logger as console_logger
 from .tracking._metrics import MetricsReader as MetricsReader
 from .tracking._metrics import metrics_reader as metrics_reader
 from .tracking._progress import progress_logger as progress_logger
-from .tracking._run_info import RunInfo as RunInfo
 from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
 from .tracking._wandb import wandb_logger as wandb_logger
 from .train._average import moving_average as moving_average

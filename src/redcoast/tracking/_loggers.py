@@ -21,12 +21,35 @@ from typing import Any, SupportsFloat
 
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
-from ._run_info import RunInfo as RunInfo
 from ._terminal import BOLD, DIM, columns, styled
 
 logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInfo:
+    """The information about a run that its loggers receive before the first step.
+
+    **Attributes:**
+
+    - `directory`: the run's directory, if it has one.
+    - `resumed`: whether the run was resumed from a checkpoint.
+    - `plan`: the summary and the table of the plan, as text.
+    - `config`: the settings of the run: batch size, number of examples and of parameters, mesh,
+        devices, versions; from `fit`, also the optimizer, the compute dtype and others.
+    - `step`, `steps`: the number of steps completed before, and in total if that is known.
+    - `rows`: the arrays of the plan, as dicts with the same keys: how each is sharded, and why.
+    """
+
+    directory: Path | None = None
+    resumed: bool = False
+    plan: str = ""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    steps: int | None = None
+    rows: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,36 +80,17 @@ def code_version() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions | _git_version()
-
-
-def _git_version() -> dict[str, str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    for directory in ([Path(script).parent] if script else []) + [Path(".")]:
-        described = _describe(directory)
-        if described:
-            commit, _, dirty = described.partition("-")
-            return {"git_commit": commit, "git_dirty": "true" if dirty else "false"}
-    return {}
-
-
-def _describe(directory: Path) -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # Reading the repository must not lock it.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        result = subprocess.run(
-            command,
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=2,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return result.stdout.strip()
+    options = {"env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, "stderr": subprocess.DEVNULL}
+    for directory in ([Path(script).parent] if script else []) + [Path(".")]:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            text = subprocess.check_output(command, cwd=directory, text=True, timeout=2, **options)
+            if described := text.strip():
+                commit, _, dirty = described.partition("-")
+                return versions | {"git_commit": commit, "git_dirty": "true" if dirty else "false"}
+    return versions
 
 
 def say(line: str) -> None:

@@ -6,7 +6,7 @@ from typing import SupportsFloat
 
 import jax
 
-from ._run_info import RunInfo
+from ._loggers import RunInfo
 
 
 class Rates:
@@ -29,12 +29,16 @@ class Rates:
         """
         now, before = self._clock(), self._last
         self._last = (step, now)
-        found = self._where(step) | _memory()
+        rows, examples = self._config.get("batch_size"), self._config.get("examples")
+        found = {"epoch": step * rows / examples} if rows and examples else {}
+        # The most that was in use on a device; some devices do not report it.
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        if peak is not None:
+            found["peak_memory_gb"] = peak / 1e9
         if before is None or step <= before[0] or now <= before[1]:
             return found
         seconds = (now - before[1]) / (step - before[0])
         found["step_seconds"] = seconds
-        rows = self._config.get("batch_size")
         if "weight" in metrics:
             found["tokens_per_second"] = float(metrics["weight"]) / seconds
         elif rows:
@@ -50,14 +54,3 @@ class Rates:
         if self._last is not None and self._paused_at is not None:
             self._last = (self._last[0], self._last[1] + self._clock() - self._paused_at)
         self._paused_at = None
-
-    def _where(self, step: int) -> dict[str, float]:
-        rows, examples = self._config.get("batch_size"), self._config.get("examples")
-        return {"epoch": step * rows / examples} if rows and examples else {}
-
-
-def _memory() -> dict[str, float]:
-    """The most memory that was in use on a device; devices that do not report it have none."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
-    return {} if peak is None else {"peak_memory_gb": peak / 1e9}

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ..core._frames import hide_frames
-from ._loggers import join_run
-from ._run_info import RunInfo
+from ._loggers import RunInfo, join_run
 
 
 class TensorboardLogger:

@@ -61,8 +61,15 @@ class Progress:
         self._step, self._metrics = step, metrics
         self._done += float(metrics.get("weight", amount))
         now = perf_counter()
-        if now >= self._next:
-            self._tick(now)
+        if now < self._next:
+            return
+        first = not self._samples
+        if first:
+            # The clock starts after the first step, to exclude compilation.
+            self._samples.append(self._sample(now))
+        if not first or self._bar is not None:
+            self._draw(now)
+        self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
 
     def pause(self) -> None:
         """Stops the clock of the throughput, for example during an evaluation or a save."""
@@ -74,7 +81,8 @@ class Progress:
         if self._bar is not None and self._evaluation is None:
             self._bar.clear()
             assert self._file is not None
-            self._evaluation = _evaluation_bar(batches, self._file)
+            layout = "evaluating {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left"
+            self._evaluation = _bar(self._file, layout, total=batches, leave=False, position=0)
 
     def advance(self) -> None:
         """Counts an evaluated batch."""
@@ -112,15 +120,6 @@ class Progress:
             if bar is not None:
                 bar.clear()
         return True
-
-    def _tick(self, now: float) -> None:
-        first = not self._samples
-        if first:
-            # The clock starts after the first step, to exclude compilation.
-            self._samples.append(self._sample(now))
-        if not first or self._bar is not None:
-            self._draw(now)
-        self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
 
     def _sample(self, now: float) -> _Sample:
         now = now if self._paused_at is None else self._paused_at
@@ -210,7 +209,17 @@ def progress(
     file = sys.stderr if file is None else file
     if enabled is False or file is None:
         return Progress(total_steps, start, None, None)
-    bar = _bar(total_steps, start, file) if enabled or file.isatty() else None
+    bar = None
+    if enabled or file.isatty():
+        layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
+        bar = _bar(
+            file,
+            layout if total_steps is not None else "step {n_fmt}{postfix}",
+            total=total_steps,
+            initial=start,
+            postfix="compiling",
+            colour="green" if has_colours(file) else None,
+        )
     return Progress(total_steps, start, bar, file, steps_per_epoch)
 
 
@@ -271,41 +280,16 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
     return ProgressLogger(enabled, file)
 
 
-def _bar(total_steps: int | None, start: int, file: Stream) -> Any:
+def _bar(file: Stream, layout: str, **options: Any) -> Any:
+    """A bar that follows the width of the terminal."""
     from tqdm import tqdm
 
-    layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
-    return tqdm(
-        total=total_steps,
-        initial=start,
-        file=file,
-        **_size(file),
-        bar_format=layout if total_steps is not None else "step {n_fmt}{postfix}",
-        postfix="compiling",
-        colour="green" if has_colours(file) else None,
-    )
-
-
-def _evaluation_bar(batches: int, file: Stream) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=batches,
-        file=file,
-        **_size(file),
-        bar_format="evaluating {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left",
-        leave=False,
-        position=0,
-    )
-
-
-def _size(file: Stream) -> dict[str, Any]:
-    """Options of a bar: it follows the width of the terminal. Consoles without one report 0."""
-    try:
+    try:  # consoles without a width report 0
         unknown = os.get_terminal_size(file.fileno()).columns == 0
     except (OSError, ValueError):  # not a terminal
         unknown = False
-    return {"ncols": 79, "nrows": 24} if unknown else {"dynamic_ncols": True}
+    size = {"ncols": 79, "nrows": 24} if unknown else {"dynamic_ncols": True}
+    return tqdm(file=file, bar_format=layout, **size, **options)
 
 
 def _clock(seconds: float) -> str:

@@ -64,7 +64,7 @@ class WandbLogger:
         if run is not None:
             self.start(run)
         elif self._thread is None:
-            self.start(RunInfo(None, False, "", {}))
+            self.start(RunInfo())
         if self._queue.qsize() < self._queue_size:
             self._queue.put({**metrics, "step": step})
         else:
@@ -203,13 +203,10 @@ def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
         session.log({"plan": wandb.Html(f"<pre>{html.escape(run.plan)}</pre>")})
     if run.rows:
         names = [*run.rows[0]]
-        data = [[_cell(row[name]) for name in names] for row in run.rows]
+        # Each column of a table of W&B has one type.
+        plain = lambda x: x if isinstance(x, str | int | float) else str(x)
+        data = [[plain(row[name]) for name in names] for row in run.rows]
         session.log({"plan_table": wandb.Table(columns=names, data=data)})
-
-
-def _cell(value: Any) -> Any:
-    """What a table of W&B holds: each column has one type."""
-    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
@@ -246,19 +243,15 @@ def _init_arguments(
     if run.directory is not None:
         if "WANDB_DIR" not in os.environ:
             arguments.setdefault("dir", str(run.directory))
-        arguments.setdefault("id", _run_id(run.directory / "wandb.json", run.resumed))
+        saved = ""
         if run.resumed:
             arguments.setdefault("resume", "allow")
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                saved = str(json.loads((run.directory / "wandb.json").read_text())["id"])
+        number = os.environ.get("WANDB_RUN_ID") or saved or secrets.token_hex(4)
+        arguments.setdefault("id", number)
         _keep_id(run.directory, {name: arguments[name] for name in ("id", "project")})
     return arguments
-
-
-def _run_id(path: Path, resumed: bool) -> str:
-    saved = ""
-    if resumed:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            saved = str(json.loads(path.read_text())["id"])
-    return os.environ.get("WANDB_RUN_ID") or saved or secrets.token_hex(4)
 
 
 def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:

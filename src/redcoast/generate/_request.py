@@ -73,15 +73,13 @@ def choose_decoding(
             f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
             f"{', '.join(names)}."
         )
+    found: Decoding = getattr(config, "decoding", GREEDY) if decoding is None else decoding
     if decoding is None:
-        decoding = getattr(config, "decoding", GREEDY)
         if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
-            decoding = decoding.without_sampling()
+            found = found.without_sampling()
         if options.get("beams") == 1 or options.get("temperature", 0) != 0:
-            decoding = dataclasses.replace(
-                decoding, beams=1, length_penalty=1.0, early_stopping=False
-            )
-    found = dataclasses.replace(decoding, **options)
+            found = dataclasses.replace(found, beams=1, length_penalty=1.0, early_stopping=False)
+    found = dataclasses.replace(found, **options)
     if found.temperature > 0 and key is None:
         raise ValueError(
             f"`temperature={found.temperature}` samples tokens, which needs a `key`, such as "

@@ -13,66 +13,59 @@ def check_functions(**functions: Any) -> None:
     """Raises `TypeError` if a value is not callable."""
     for name, fn in functions.items():
         if not callable(fn):
-            raise TypeError(f"`{name}` is {_short(fn)}. It must be a function.")
+            raise _wrong_type(name, fn, "a function")
 
 
 def check_integer(name: str, value: Any, *, least: int = 1) -> None:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"`{name}` is {_short(value)}. It must be an integer.") from None
+        raise _wrong_type(name, value, "an integer") from None
     if number < least:
         raise ValueError(f"`{name}` is {value}. It must be at least {least}.")
 
 
 def check_number(name: str, value: Any, *, above: int | float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"`{name}` is {_short(value)}. It must be a number.")
+        raise _wrong_type(name, value, "a number")
     if above is not None and not value > above:
         raise ValueError(f"`{name}` is {value}. It must be more than {above}.")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
-        return
-    raise TypeError(
-        f"`optimizer` is {_short(optimizer)}. It must be an optax optimizer, such as "
-        "`optax.adamw(3e-4)`."
-    )
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        words = "an optax optimizer, such as `optax.adamw(3e-4)`"
+        raise _wrong_type("optimizer", optimizer, words)
 
 
 def check_key(key: Any) -> None:
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and dtype != jnp.uint32:
-        raise TypeError(
-            f"`key` is {_short(key)}. It must be a JAX key, such as `jax.random.key(0)`."
-        )
+        raise _wrong_type("key", key, "a JAX key, such as `jax.random.key(0)`")
 
 
 def check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"`mesh` is {_short(mesh)}. It must be a mesh, as `redcoast.make_mesh` returns."
-        )
+    check_kind("mesh", mesh, (Mesh, AbstractMesh), "a mesh, as `redcoast.make_mesh` returns")
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str) -> None:
     """Raises `TypeError` unless `value` is an instance of `kind`, described by `words`."""
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}` is {_short(value)}. It must be {words}.")
+        raise _wrong_type(name, value, words)
+
+
+def _wrong_type(name: str, value: Any, words: str) -> TypeError:
+    shown = repr(value)
+    plain = isinstance(value, int | float | str) or value is None
+    shown = shown if plain and len(shown) < 50 else f"of type {type(value).__name__}"
+    return TypeError(f"`{name}` is {shown}. It must be {words}.")
 
 
 def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
     """Formats names as `a, b, c`; of many, the first ones and how many more there are."""
     more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
     return separator.join(names[:most]) + more
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    plain = isinstance(value, int | float | str) or value is None
-    return text if plain and len(text) < 50 else f"of type {type(value).__name__}"
 
 
 class noting:  # used like a function; a generator would take longer in each step

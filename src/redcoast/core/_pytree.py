@@ -64,11 +64,15 @@ def join(arrays: list[Any], static: Static) -> PyTree:
     )
 
 
+def abstract_array(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, concrete or abstract, with a sharding if one is given."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
+
+
 def abstract_arrays(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of arrays, concrete or abstract."""
-    weak = lambda x: getattr(x, "weak_type", False)
-    dtype = lambda x: jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-    return [jax.ShapeDtypeStruct(x.shape, dtype(x), weak_type=weak(x)) for x in arrays]
+    return list(map(abstract_array, arrays))
 
 
 def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
 from ..core._frames import hide_frames
-from ..core._pytree import ARRAYS, show_path
+from ..core._pytree import ARRAYS, abstract_array, show_path
 from ._mesh import ambient_or_default, batch_sharding, batch_shards
 
 
@@ -129,13 +129,6 @@ def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
         return x if sharding is None else abstract_array(x, sharding)
 
     return jax.tree.map(describe, arrays)
-
-
-def abstract_array(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """The abstract value of an array, abstract or not, with a sharding."""
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-    weak = getattr(x, "weak_type", False)
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
 
 
 def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:

@@ -11,10 +11,11 @@ from processes import run_processes
 
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
+from redcoast.dryrun._devices import Place
 from redcoast.dryrun._job import make_job
 from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
 from redcoast.dryrun._mesh_table import Candidate
-from redcoast.dryrun._place import Place, hardware_of_target, target_place
+from redcoast.dryrun._place import target_hardware, target_place
 from redcoast.dryrun._target_name import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)
@@ -175,12 +176,11 @@ def test_the_cheapest_mesh_without_compiling():
 
 
 def test_estimates_use_the_figures_of_the_target():
-    target = parse_target("h100:2x8")
-    devices = target_place("cpu:16").devices
-    mesh = rc.make_mesh(data=2, model=8, devices=devices)
+    place = replace(target_place("cpu:16"), target=parse_target("h100:2x8"))
+    mesh = rc.make_mesh(data=2, model=8, devices=place.devices)
     chip = CHIPS["h100"]
-    found = hardware_of_target(target, mesh, "bfloat16")
-    assert found.flops == chip.flops["bfloat16"] > hardware_of_target(target, mesh).flops
+    found = target_hardware(place, mesh, "bfloat16")
+    assert found.flops == chip.flops["bfloat16"] > target_hardware(place, mesh).flops
     assert found.memory == chip.usable
     assert found.model_bandwidth > 4 * found.batch_bandwidth > 0  # between hosts
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from glob import glob
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -21,18 +21,18 @@ from ._chips import SHARE, Chip
 from ._target_name import TargetDevices
 
 
-@dataclass(frozen=True)
-class _Processor:
-    """The processor of a card; sizes are in bytes and per multiprocessor, except `l2_cache`."""
+class _Processor(NamedTuple):
+    """The processor of a card, by XLA's names; sizes are in bytes and, except `l2_cache_size`, of
+    one multiprocessor."""
 
     capability: tuple[int, int]
-    multiprocessors: int
-    lanes: int
-    threads: int
-    clock_ghz: float
-    l2_cache: int
-    shared: int
-    shared_by_one_block: int
+    core_count: int  # multiprocessors
+    fpus_per_core: int
+    threads_per_core_limit: int
+    clock_rate_ghz: float
+    l2_cache_size: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
 
 
 _KB, _MB = 2**10, 2**20
@@ -49,16 +49,9 @@ _PROCESSORS = {
 
 def gpu_config(chip: Chip) -> str:
     """The `GpuTargetConfig` of a chip of kind `"gpu"`, in protocol buffers' text format."""
-    of = _PROCESSORS[chip.name]
-    major, minor = of.capability
-    figures = {
-        "core_count": of.multiprocessors,
-        "fpus_per_core": of.lanes,
-        "threads_per_core_limit": of.threads,
-        "clock_rate_ghz": of.clock_ghz,
-        "l2_cache_size": of.l2_cache,
-        "shared_memory_per_core": of.shared,
-        "shared_memory_per_block_optin": of.shared_by_one_block,
+    figures = _PROCESSORS[chip.name]._asdict()
+    major, minor = figures.pop("capability")
+    figures |= {
         "device_memory_size": round(chip.usable / SHARE),
         "memory_bandwidth": int(chip.memory_bandwidth),
         **_COMMON,

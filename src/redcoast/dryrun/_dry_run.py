@@ -22,10 +22,11 @@ from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._changes import find_changes
 from ._compile_job import Compiled, compile_job
+from ._devices import Place
 from ._job import Job, make_job, plan_job, split_batch
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely
-from ._place import Place, planner_hardware, target_place
+from ._place import planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
 

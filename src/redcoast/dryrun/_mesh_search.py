@@ -29,10 +29,11 @@ from ..tracking._loggers import say
 from ..train._loss import LossFn
 from ..train._step import TrainState
 from ._compile_job import compile_job
+from ._devices import Place
 from ._job import Job, factorisations, make_job, plan_job, scanned_layers
 from ._links import axis_bandwidths
 from ._mesh_table import Candidate, MeshSuggestion
-from ._place import Place, attached_place, hardware_of_target, planner_hardware, target_place
+from ._place import attached_place, planner_hardware, target_hardware, target_place
 from ._roofline import bandwidth, peak
 
 logger = logging.getLogger("redcoast")
@@ -149,12 +150,8 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     """The planner's estimate of time and memory on a mesh of these sizes."""
     mesh = place.mesh(sizes)
     dtype = dtype_of(job)
-    if place.target is None:
-        hardware = planner_hardware(place, mesh)
-    else:
-        hardware = hardware_of_target(place.target, mesh, dtype)
     try:
-        plan = plan_job(job, mesh, hardware)
+        plan = plan_job(job, mesh, target_hardware(place, mesh, dtype))
     except ValueError as error:  # for example, an override that does not divide
         return Candidate(sizes, error=str(error))
     sent: Counter[str] = Counter()
@@ -290,7 +287,9 @@ def choose_mesh(
         left.remove(following)
         done.append(compiling(following))
     wrong = [one for one in (*estimated, *done) if one.error is not None]
-    tried = sorted(_tried(done), key=_rank)
+    # Meshes that fit by their time, and then those that do not by their memory.
+    rank = lambda one: (0, _compared(one, one.seconds)) if one.fits else (1, one.peak_memory or 0)
+    tried = sorted(_tried(done), key=rank)
     if not tried:
         raise _impossible(wrong[0])
     best, ordered = tried[0], (*tried, *sorted(left, key=_cost_of), *wrong)
@@ -338,8 +337,3 @@ def _need_of(one: Candidate) -> tuple[int | float, bool]:
 
 def _memory_of(one: Candidate) -> int | float:
     return one.estimated_memory or 0
-
-
-def _rank(one: Candidate) -> tuple[int, int | float]:
-    """Sorts meshes that fit by their time, and then those that do not by their memory."""
-    return (0, _compared(one, one.seconds)) if one.fits else (1, one.peak_memory or 0)

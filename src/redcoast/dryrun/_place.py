@@ -1,5 +1,7 @@
 """The devices to find a mesh for, attached or of a target, and what is known about them."""
 
+from dataclasses import replace
+
 import jax
 from jax.sharding import Mesh
 
@@ -10,7 +12,7 @@ from ..sharding.solver._hardware import hardware_of
 from ._devices import Place, target_devices
 from ._links import axis_bandwidths
 from ._roofline import peak
-from ._target_name import TargetDevices, parse_target
+from ._target_name import parse_target
 
 
 def target_place(name: str) -> Place:
@@ -27,28 +29,6 @@ def attached_place() -> Place:
     return Place(f"{len(devices)} x {devices[0].device_kind}", devices, None, usable)
 
 
-def hardware_of_target(target: TargetDevices, mesh: Mesh, dtype: str = "float32") -> Hardware:
-    """The planner's hardware constants for a target, given the bandwidths along a mesh's axes.
-
-    **Arguments:**
-
-    - `target`, `mesh`: the target, and a mesh of its devices.
-    - `dtype`: the dtype of the operands of contractions.
-    """
-    speeds = axis_bandwidths(target, mesh)
-    batch = [speeds[axis] for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    cpu = target.chip.kind == "cpu"
-    return Hardware(
-        flops=peak(target.chip, dtype),
-        model_bandwidth=speeds["model"],
-        batch_bandwidth=min(batch or [speeds["model"]]),
-        memory_bandwidth=target.chip.memory_bandwidth,
-        memory=None if cpu else target.chip.usable,
-        adds_first=not cpu,
-        scatters=not cpu,
-    )
-
-
 def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     """The hardware constants that `fit` would use if it ran on these devices.
 
@@ -60,3 +40,22 @@ def planner_hardware(place: Place, mesh: Mesh) -> Hardware:
     # Emulated devices do not report their memory.
     memory = None if cpu else place.target.chip.usable
     return Hardware(memory=memory, adds_first=not cpu, scatters=not cpu)
+
+
+def target_hardware(place: Place, mesh: Mesh, dtype: str = "float32") -> Hardware:
+    """The hardware constants of a target, with its bandwidths along a mesh's axes.
+
+    Those of attached devices are the planner's. `dtype` is that of the operands of contractions.
+    """
+    hardware, target = planner_hardware(place, mesh), place.target
+    if target is None:
+        return hardware
+    speeds = axis_bandwidths(target, mesh)
+    batch = [speeds[axis] for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    return replace(
+        hardware,
+        flops=peak(target.chip, dtype),
+        model_bandwidth=speeds["model"],
+        batch_bandwidth=min(batch or [speeds["model"]]),
+        memory_bandwidth=target.chip.memory_bandwidth,
+    )

@@ -129,7 +129,7 @@ def _words(now: Settings, settings: Settings) -> str:
 
 def can_rematerialise(model: PyTree) -> bool:
     """Whether the tree contains a model of `redcoast.models` with less than `remat="full"`."""
-    return any(map(_keeps_some, _modules(model)))
+    return next(_keeping_some(model), None) is not None
 
 
 def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,28 +138,24 @@ def rematerialised(init_fn: Callable[..., Any]) -> Callable[..., Any]:
     def init(key: Any) -> PyTree:
         # Modules are frozen. A copy is changed, so that no module outside is affected.
         model = jax.tree.map(lambda x: x, init_fn(key))
-        for module in _modules(model):
-            if _keeps_some(module):
-                config = dataclasses.replace(module.config, remat="full")
-                object.__setattr__(module, "config", config)
+        for module in _keeping_some(model):
+            config = dataclasses.replace(module.config, remat="full")
+            object.__setattr__(module, "config", config)
         return model
 
     return init
 
 
-def _keeps_some(module: Any) -> bool:
-    config = getattr(module, "config", None)
-    return dataclasses.is_dataclass(config) and getattr(config, "remat", "full") != "full"
-
-
-def _modules(tree: Any) -> Iterator[Any]:
-    """All Equinox modules in a tree, outermost first."""
+def _keeping_some(tree: Any) -> Iterator[Any]:
+    """The modules in a tree whose configuration has less than `remat="full"`, outermost first."""
     if isinstance(tree, eqx.Module):
-        yield tree
+        config = getattr(tree, "config", None)
+        if dataclasses.is_dataclass(config) and getattr(config, "remat", "full") != "full":
+            yield tree
         inside = [getattr(tree, field.name, None) for field in dataclasses.fields(tree)]
     elif isinstance(tree, dict):
         inside = list(tree.values())
     else:
         inside = list(tree) if isinstance(tree, list | tuple) else []
     for one in inside:
-        yield from _modules(one)
+        yield from _keeping_some(one)

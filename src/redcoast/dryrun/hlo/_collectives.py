@@ -206,7 +206,15 @@ def _executed(
         if not any(map(program.carries, callees)):
             continue
         if instruction.opcode == "while":
-            found += _looped(program, scope, instruction)
+            trips = trip_count(scope, instruction)
+            known = trips is not None
+            runs = {"condition": trips + 1, "body": trips} if known else {"condition": 2, "body": 1}
+            for role, times in runs.items():
+                inside = loop_scope(scope, instruction, callee(instruction, role))
+                found += [
+                    replace(each, count=times * each.count, exact=each.exact and known)
+                    for each in _executed(program, inside)
+                ]
         elif instruction.opcode == "conditional":
             branches = enumerate(callees, start=1)
             scopes = [inner_scope(scope, instruction, name, skip) for skip, name in branches]
@@ -215,16 +223,6 @@ def _executed(
             for name in callees:
                 found += _executed(program, inner_scope(scope, instruction, name), instruction)
     return found
-
-
-def _looped(program: _Program, scope: CallScope, loop: Instruction) -> list[Collective]:
-    trips = trip_count(scope, loop)
-    runs = {"condition": 2, "body": 1} if trips is None else {"condition": trips + 1, "body": trips}
-    return [
-        replace(each, count=times * each.count, exact=each.exact and trips is not None)
-        for role, times in runs.items()
-        for each in _executed(program, loop_scope(scope, loop, callee(loop, role)))
-    ]
 
 
 def _collective(

@@ -50,7 +50,10 @@ def _decode(arrays: list[Any], static: Static, tokens: Any, mask: Any, request: 
 
 def prepare_prompt(model: Any, arrays: list[Any], tokens: Any, mask: Any) -> tuple[Any, Any]:
     """Pads tokens and mask to the length of a bucket, and puts them on the model's devices."""
-    place = ft.partial(_place, mesh=_mesh_of(arrays))
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
+    meshes = (m for m in meshes if isinstance(m, Mesh) and set(BATCH_AXES) <= set(m.axis_names))
+    place = ft.partial(_place, mesh=next(meshes, None))
     if tokens.ndim != 2:
         return place(_on_host(tokens), tokens), None
     # A decoder appends new tokens on the right, so its prompts are padded on the left.
@@ -80,16 +83,6 @@ def _place(x: Any, given: Any, mesh: Mesh | None) -> Any:
             sharding = NamedSharding(sharding.mesh, P(*sharding.spec[:1]))
         return put(x, sharding)
     return x if mesh is None else place_batch(x, mesh)
-
-
-def _mesh_of(arrays: list[Any]) -> Mesh | None:
-    """Returns the mesh of a model's arrays, if it has axes for the batch."""
-    for array in arrays:
-        sharding = getattr(array, "sharding", None)
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(mesh, Mesh) and set(BATCH_AXES) <= set(mesh.axis_names):
-            return mesh
-    return None
 
 
 def trim_columns(new: Int[Array, "results room"], count: int) -> Int[Array, "results new"]:

@@ -25,12 +25,8 @@ OPTIONAL = (
 
 
 def main(c: DoctorCommand) -> None:
-    print("\n".join(report()))
-
-
-def report() -> list[str]:
-    """The lines to print; what is missing comes with the command that installs it."""
-    return [
+    """Prints what is there; what is missing comes with the command that installs it."""
+    lines = [
         f"{'Python':<18}{platform.python_version()} ({sys.executable})",
         *(f"{name:<18}{version(name)}" for name in PACKAGES),
         *devices(),
@@ -39,6 +35,7 @@ def report() -> list[str]:
         "",
         *(optional(*item) for item in OPTIONAL),
     ]
+    print("\n".join(lines))
 
 
 def version(package: str) -> str:

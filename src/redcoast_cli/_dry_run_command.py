@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 
 import redcoast as rc
+from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
 from ._options import DryRunCommand
-from ._reach import dry_run_to_fit, longest_sequence, read_chip, sizes_of
+from ._reach import dry_run_to_fit, longest_sequence, sizes_of
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload, state_bytes
 
@@ -69,7 +70,7 @@ def smallest(c: DryRunCommand) -> Attempt:
     """The dry run on the smallest number of chips on which the step fits."""
     if c.mesh != "auto":
         refuse("--smallest chooses the number of devices: leave out --mesh.")
-    chip = read_chip(c.target)
+    chip = CHIPS.get(c.target.strip().lower()) or parse_target(c.target).chip
     least = state_bytes(make_workload(c.model, c.seq))
     for target in sizes_of(chip):
         # No need to compile where not even the training state fits.

@@ -13,24 +13,20 @@ from ._workload import make_workload
 
 
 def main(c: PlanCommand) -> None:
-    try:
-        plan = emulated_plan(c)
-    except (ValueError, TypeError) as error:
-        refuse(str(error))
-    if c.json:
-        print(json.dumps(plan.report.to_json(), indent=1))
-    else:
-        print(f"{plan}\n\n{plan.table()}" if c.table else plan)
-
-
-def emulated_plan(c: PlanCommand) -> rc.Plan:
-    """The plan of the step on emulated devices, with the speeds of an A100."""
     sizes = {"data": 1} | mesh_sizes(c.mesh)
     count = prod(sizes.values())
     if min(sizes.values()) < 1:
         refuse(f"--mesh needs the number of devices of each axis, from 1 on, but is {c.mesh}.")
     if c.batch is not None and c.batch < 1:
         refuse(f"--batch must be at least 1, but is {c.batch}.")
-    workload = make_workload(c.model, c.seq)
-    job = make_job(*workload.arguments(c.batch or count))
-    return plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())
+    try:
+        workload = make_workload(c.model, c.seq)
+        job = make_job(*workload.arguments(c.batch or count))
+        # Emulated devices, with the speeds of an A100.
+        plan = plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())
+    except (ValueError, TypeError) as error:
+        refuse(str(error))
+    if c.json:
+        print(json.dumps(plan.report.to_json(), indent=1))
+    else:
+        print(f"{plan}\n\n{plan.table()}" if c.table else plan)

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import redcoast as rc
-from redcoast.dryrun._chips import CHIPS, Chip
+from redcoast.dryrun._chips import Chip
 from redcoast.dryrun._target_name import TargetDevices, parse_target
 
 from ._workload import Workload, state_bytes
@@ -33,11 +33,6 @@ def longest_sequence(fits: Callable[[int], bool], start: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * STEP) else (low, middle)
     return low * STEP
-
-
-def read_chip(name: str) -> Chip:
-    """The chip of a target, with or without a number of devices."""
-    return CHIPS.get(name.strip().lower()) or parse_target(name).chip
 
 
 def sizes_of(chip: Chip) -> list[TargetDevices]:

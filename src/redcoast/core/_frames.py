@@ -67,8 +67,14 @@ def tidy(error: BaseException) -> None:
     for each in _chain(error):
         notes = getattr(each, "__notes__", [])
         shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
-        if not shown and not _is_defect(each):
-            each.__traceback__ = _visible(each.__traceback__)
+        frames = list(traceback.walk_tb(each.__traceback__))
+        here = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HIDDEN[0])
+        if not shown and not (here and isinstance(each, _DEFECTS)):
+            each.__traceback__ = None
+            for frame, line in reversed(frames):
+                if not is_hidden(frame.f_code.co_filename):
+                    below = each.__traceback__
+                    each.__traceback__ = TracebackType(below, frame, frame.f_lasti, line)
             notes = [note for note in notes if _NOTE_OF_JAX not in note]
         if notes or hasattr(each, "__notes__"):
             each.__notes__ = sorted(notes, key=lambda note: isinstance(note, LastNote))
@@ -81,21 +87,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         found.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return iter(found)
-
-
-def _visible(trace: TracebackType | None) -> TracebackType | None:
-    kept = None
-    for frame, line in reversed(list(traceback.walk_tb(trace))):
-        if not is_hidden(frame.f_code.co_filename):
-            kept = TracebackType(kept, frame, frame.f_lasti, line)
-    return kept
-
-
-def _is_defect(error: BaseException) -> bool:
-    if not isinstance(error, _DEFECTS):
-        return False
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HIDDEN[0])
 
 
 def warn(text: str) -> None:

@@ -111,7 +111,12 @@ def evaluate_jaxpr(
 
     The values of the jaxpr's outputs.
     """
-    last = _last_uses(jaxpr)
+    indices: dict[Any, int] = {}  # of the last use of each variable
+    for index, equation in enumerate(jaxpr.eqns):
+        indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
+    last: dict[int, list[Any]] = {}
+    for var in indices.keys() - set(variables(jaxpr.outvars)):
+        last.setdefault(indices[var], []).append(var)
     read = lambda atom: read_literal(atom) if isinstance(atom, Literal) else env[atom]
     for index, equation in enumerate(jaxpr.eqns):
         results = handle(index, equation, [read(atom) for atom in equation.invars])
@@ -119,14 +124,3 @@ def evaluate_jaxpr(
         for var in last.get(index, ()):
             del env[var]
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """The variables that no equation or output needs after an equation, by its index."""
-    indices: dict[Any, int] = {}
-    for index, equation in enumerate(jaxpr.eqns):
-        indices.update(dict.fromkeys(variables((*equation.invars, *equation.outvars)), index))
-    last: dict[int, list[Any]] = {}
-    for var in indices.keys() - set(variables(jaxpr.outvars)):
-        last.setdefault(indices[var], []).append(var)
-    return last

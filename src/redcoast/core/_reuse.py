@@ -7,19 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 
 _MOST = 16  # results in a cache
 _MOST_OBJECTS = 10_000  # a function that refers to more of them takes long to look through
-
-
-class _Entry(NamedTuple):
-    value: Any
-    marks: list[Any]  # of what the functions read when the value was made
-    kept: list[Any]  # while these live, the marks are valid
 
 
 class Weakly:
@@ -62,23 +56,21 @@ def reuse(
             cache.pop(key, None)
 
     try:
-        key = (tuple(map(_identity, functions)), key)
+        identity = lambda fn: (id(fn.__self__), id(fn.__func__)) if inspect.ismethod(fn) else id(fn)
+        key = (tuple(map(identity, functions)), key)
         entry = cache.pop(key, None)
         read = [x for fn in functions for x in bindings(fn)]
         marks, kept = _marks(read, drop)
         weak = list(map(Weakly, functions))
     except (TypeError, ValueError):  # also of dicts whose keys cannot be sorted
         return make(functions)
-    if entry is None or entry.marks != marks:
-        entry = _Entry(make(weak), marks, kept)
+    # A value, the marks of what was read when it was made, and what keeps these marks valid.
+    if entry is None or entry[1] != marks:
+        entry = make(weak), marks, kept
     cache[key] = entry  # the last is the one that was used last
     while len(cache) > _MOST:
         cache.pop(next(iter(cache)), None)
-    return entry.value
-
-
-def _identity(fn: Any) -> Any:
-    return (id(fn.__self__), id(fn.__func__)) if inspect.ismethod(fn) else id(fn)
+    return entry[0]
 
 
 def _marks(objects: list[Any], drop: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:

@@ -235,10 +235,9 @@ def cheapest(job: Job, place: Place) -> dict[str, int]:
 
     If none fits, the sizes of the mesh that needs the least memory.
     """
-    estimated = _estimate_all(job, place)
-    if not _tried(estimated):
-        raise _impossible(estimated[0])
-    return _likely(estimated, place)[0]
+    if not (found := likely(job, place)):
+        raise _impossible(estimate_mesh(job, place, factorisations(len(place.devices))[0]))
+    return found[0]
 
 
 def likely(job: Job, place: Place) -> list[dict[str, int]]:
@@ -247,7 +246,10 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
     Meshes on which the step fits by the planner's estimate come first, by their estimated cost; the
     others follow, by their estimated memory.
     """
-    return _likely(_estimate_all(job, place), place)
+    usable = inf if place.usable is None else FILLED * place.usable
+    fits = lambda one: _memory_of(one) <= usable
+    order = lambda one: (0, _cost_of(one)) if fits(one) else (1, _need_of(one))
+    return [one.mesh for one in sorted(_tried(_estimate_all(job, place)), key=order)]
 
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
@@ -260,13 +262,6 @@ def _estimate_all(job: Job, place: Place) -> list[Candidate]:
         # Where a step cannot run as a pipeline, a mesh without one has the same use.
         found += [one for one in staged if one.error is None]
     return found
-
-
-def _likely(estimated: Sequence[Candidate], place: Place) -> list[dict[str, int]]:
-    usable = inf if place.usable is None else FILLED * place.usable
-    fits = lambda one: _memory_of(one) <= usable
-    order = lambda one: (0, _cost_of(one)) if fits(one) else (1, _need_of(one))
-    return [one.mesh for one in sorted(_tried(estimated), key=order)]
 
 
 def _impossible(one: Candidate) -> ValueError:

@@ -96,9 +96,7 @@ class Checkpointer:
         - `like`: a tree of the same structure, which may be abstract.
         - `shardings`: where its arrays go.
         """
-        if self._checkpoints is None:
-            return None
-        found = restore_newest(self._checkpoints, like, shardings)
+        found = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
         if found is None:
             return None
         state, metadata = found

@@ -195,9 +195,7 @@ class Saver:
         self._values.pop(self._last, None)
         logger.warning(
             "The checkpoint of step %d could not be saved, and training continues: %s %s",
-            self._last,
-            _reason(error),
-            _newest(self._checkpoints),
+            *(self._last, _reason(error), _newest(self._checkpoints)),
         )
         # Its remains, on disk and in Orbax, would make the next save fail.
         with contextlib.suppress(Exception):

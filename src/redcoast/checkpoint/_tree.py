@@ -255,12 +255,9 @@ def _read(
     found = {names: get(tree, names) for names in stored}
     for names in wanted.keys() & empty.keys():
         _, sharding = wanted[names] or (None, None)
-        x = empty[names]
-        found[names] = (
-            x
-            if sharding is None
-            else jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-        )
+        found[names] = x = empty[names]
+        if sharding is not None:
+            found[names] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
     return found
 
 

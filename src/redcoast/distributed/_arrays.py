@@ -60,7 +60,6 @@ def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.nda
 
     Each process passes the complete arrays, with the same values in all processes.
     """
-
     return jax.tree.map(lambda x: place_array(x, mesh, kinds=kinds), arrays)
 
 

@@ -118,12 +118,10 @@ def agree(values: dict[str, Any], *, timeout: float = TIMEOUT) -> None:
     first = json.loads(json.dumps(values)) if len(everyone) == 1 else everyone[0]
     differ = [name for name in first if any(other.get(name) != first[name] for other in everyone)]
     if differ:
+        said = " ".join(_difference(name, [x.get(name) for x in everyone]) for name in differ)
         raise ValueError(
-            "The processes of this run disagree. "
-            + " ".join(
-                _difference(name, [other.get(name) for other in everyone]) for name in differ
-            )
-            + " Start all of them with the same code, arguments and data."
+            f"The processes of this run disagree. {said} Start all of them with the same code, "
+            "arguments and data."
         )
 
 

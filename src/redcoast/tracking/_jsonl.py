@@ -47,9 +47,7 @@ class JsonlLogger:
             logger.warning(
                 "The metrics of step %d could not be written to %s; metrics of later steps may be "
                 "missing too: %s",
-                step,
-                self._file.name,
-                reason,
+                *(step, self._file.name, reason),
             )
         self._warned = True
 

@@ -106,7 +106,9 @@ class WandbLogger:
             # Exit hooks run in reverse order, and this one has to run before W&B's.
             atexit.unregister(self.close)
             atexit.register(self.close)
-            offline = _offline(self._options, settings)
+            asked = "mode" in self._options or "WANDB_MODE" in os.environ
+            asked = asked or settings.mode != "online"
+            offline = {} if asked or has_account(settings) else {"mode": "offline"}
             session = wandb.init(**_init_arguments(self._options, run, offline))
             self._sync_hint = self._announce(session, offline)
             _show_plan(wandb, session, run)
@@ -252,12 +254,6 @@ def _init_arguments(
         arguments.setdefault("id", number)
         _keep_id(run.directory, {name: arguments[name] for name in ("id", "project")})
     return arguments
-
-
-def _offline(options: dict[str, Any], settings: Any) -> dict[str, str]:
-    """Selects offline mode if there is no account and no mode was requested."""
-    asked = "mode" in options or "WANDB_MODE" in os.environ or settings.mode != "online"
-    return {} if asked or has_account(settings) else {"mode": "offline"}
 
 
 def has_account(settings: Any) -> bool:

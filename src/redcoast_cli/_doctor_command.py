@@ -65,11 +65,10 @@ def devices() -> list[str]:
 def host_memory() -> list[str]:
     """The memory of this machine, where the operating system tells it."""
     try:
-        pages = {name: os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")}
         size = os.sysconf("SC_PAGE_SIZE") / 2**30
+        whole, free = os.sysconf("SC_PHYS_PAGES") * size, os.sysconf("SC_AVPHYS_PAGES") * size
     except (ValueError, OSError, AttributeError):
         return []
-    whole, free = pages["SC_PHYS_PAGES"] * size, pages["SC_AVPHYS_PAGES"] * size
     return [f"{whole:.1f} GiB, {free:.1f} GiB free; {os.cpu_count()} processors"]
 
 

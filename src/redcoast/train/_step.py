@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
 from ..core._frames import hide_frames
 from ..core._pytree import join, partition_trainable, show_path, split
-from ..core._target import target
 from ..core._user_functions import calling
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
@@ -250,18 +249,8 @@ def train_step(
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
     """Computes the Euclidean norm over all arrays of a tree, in float32 or wider."""
-    return jnp.sqrt(sum(map(_sum_of_squares, jax.tree.leaves(tree))))
-
-
-def _sum_of_squares(x: Array) -> Float[Array, ""]:
     # Raveling a sharded leaf would gather it.
-    x = jnp.abs(widen(x)) if jnp.iscomplexobj(x) else widen(x)
-    if target().platform != "cpu":
-        return jnp.sum(jnp.square(x))
-    # XLA's CPU compiler would fuse the squares with what stacks the gradients of layers, and write
-    # them to memory, as large as the gradient itself.
-    dimensions = tuple(range(x.ndim))
-    return jax.lax.dot_general(x, x, ((dimensions, dimensions), ((), ())))
+    return jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)))
 
 
 def loss_of_params(

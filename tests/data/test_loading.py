@@ -9,8 +9,13 @@ from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
 from redcoast.core._iterate import with_last
-from redcoast.data._loading import chunks, ordered_batches, stream_batches, training_batches
-from redcoast.data._prefetch import prefetch
+from redcoast.data._loading import (
+    chunks,
+    ordered_batches,
+    prefetch,
+    stream_batches,
+    training_batches,
+)
 from redcoast.data._sources import by_epoch, decode_stream_state, encode_stream_state
 
 SEED = np.array([1, 2], np.uint64)
@@ -176,7 +181,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("redcoast.data._prefetch.perf_counter", clock)
+    monkeypatch.setattr("redcoast.data._loading.perf_counter", clock)
     return clock
 
 

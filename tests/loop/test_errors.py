@@ -81,7 +81,7 @@ def data_threads():
 def costly_batches(monkeypatch):
     """To be called while a batch is made: nothing else takes any time, so threads are worth it."""
     now = [0.0]
-    monkeypatch.setattr("redcoast.data._prefetch.perf_counter", lambda: now[0])
+    monkeypatch.setattr("redcoast.data._loading.perf_counter", lambda: now[0])
 
     def work():
         now[0] += 1.0

@@ -54,6 +54,7 @@ class Batches:
     - `batch_size`: the number of examples in a batch; only the last batch of a run may have fewer.
     - `collate_fn`: the function that turns a list of examples into a batch.
     - `mesh`: the mesh that the batches are placed on.
+    - `length`: the number of examples in an epoch; `None` for a stream.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Batches:
         self.batch_size, self.mesh = batch_size, mesh
         self._examples, self.collate_fn = examples, collate_fn
         self._epochs, self._steps = epochs, steps
-        self._length = None if is_stream(examples) else by_epoch(examples)[1]
+        self.length = None if is_stream(examples) else by_epoch(examples)[1]
         self._state: dict[str, Any] = {}
         self._loading: Iterator[tuple[Loaded, bool]] | None = None
         self._threads = contextlib.ExitStack()
@@ -87,15 +88,10 @@ class Batches:
         return self._end()[0]
 
     @property
-    def length(self) -> int | None:
-        """The number of examples in an epoch; `None` for a stream."""
-        return self._length
-
-    @property
     def epochs(self) -> float | None:
         """The number of epochs of the run; `None` for a stream."""
         end = self._end()[1]
-        return None if end is None or not self._length else end / self._length
+        return None if end is None or not self.length else end / self.length
 
     @property
     def rows_left(self) -> int | None:
@@ -115,7 +111,7 @@ class Batches:
     def peek(self) -> PyTree[np.ndarray]:
         """Collates this process's rows of a first batch on the host, without advancing."""
         own = own_rows(self.mesh, self.batch_size)
-        if self._length is None:
+        if self.length is None:
             state = self._examples.get_state()
             found = [x for _, x in zip(range(self.batch_size), self._examples, strict=False)]
             self._examples.set_state(state)
@@ -148,7 +144,7 @@ class Batches:
         `ValueError` if the state is that of a stream but the examples are not a stream, or vice
         versa.
         """
-        step, length = state["step"], self._length
+        step, length = state["step"], self.length
         guess = _position(step, self.batch_size, length if self._epochs else None)
         before = state.get("length", length)
         if (before is None) != (length is None):
@@ -179,10 +175,10 @@ class Batches:
         for error messages."""
         end = batch.state["position"]
         positions = np.arange(end - batch.rows, end, dtype=np.int64)
-        if self._length is None:
+        if self.length is None:
             at = positions.tolist()
             return at, f"The batch held the examples {at[0]} to {at[-1]} of the stream."
-        epochs, indices = shuffled(positions, self._length, self._seed())
+        epochs, indices = shuffled(positions, self.length, self._seed())
         which = " and ".join(map(str, sorted(set(epochs.tolist()))))
         return indices.tolist(), (
             f"The batch held the examples with indices {listed(indices.tolist(), 8)} of epoch "
@@ -208,13 +204,19 @@ class Batches:
             self._check_end()
             raise StopIteration
         loaded, last = found
-        before, length = self._state["position"], self._length
+        before, length = self._state["position"], self.length
         epoch_end = length is not None and loaded.position // length > before // length
         self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
     def _load(self) -> Iterator[tuple[Loaded, bool]]:
-        self._warn_of_repeats()
+        length = self.length
+        if length is not None and min(self.batch_size, self.rows_left or 0) > length and is_main():
+            logger.warning(
+                "`batch_size=%d` is more than the %d examples: a batch spans epochs, and contains "
+                "examples several times. Pass at most %d, or more examples.",
+                *(self.batch_size, length, length),
+            )
         options: Any = {
             "batch_size": self.batch_size,
             "seed": self._seed(),
@@ -222,38 +224,27 @@ class Batches:
             "stop": self._end()[1],
             "mesh": self.mesh,
         }
-        load = stream_batches if self._length is None else training_batches
+        load = stream_batches if length is None else training_batches
         loading = load(self._examples, self.collate_fn, **options)
         self._threads.callback(loading.close)
         return with_last(loading)
-
-    def _warn_of_repeats(self) -> None:
-        """Warns if batches contain some examples several times."""
-        if self._length is None or self.rows_left is None or not is_main():
-            return
-        if min(self.batch_size, self.rows_left) > self._length:
-            logger.warning(
-                "`batch_size=%d` is more than the %d examples: a batch spans epochs, and contains "
-                "examples several times. Pass at most %d, or more examples.",
-                *(self.batch_size, self._length, self._length),
-            )
 
     def _end(self) -> tuple[int | None, int | None]:
         """Returns the last step of the run, and the position at which its data ends."""
         step, position = self.step, self._state["position"]
         if self._steps is not None:
             return self._steps, position + (self._steps - step) * self.batch_size
-        if self._epochs is None or self._length is None:
+        if self._epochs is None or self.length is None:
             return None, None
-        left = max(0, self._epochs * self._length - position)
-        return step + -(-left // self.batch_size), self._epochs * self._length
+        left = max(0, self._epochs * self.length - position)
+        return step + -(-left // self.batch_size), self._epochs * self.length
 
     def _seed(self) -> UInt64[np.ndarray, "2"]:
         return np.array(self._state["seed"], np.uint64)
 
     def _check_end(self) -> None:
         """Raises an error if a stream is empty, and warns if it ended before the run."""
-        if self._length is not None or self.step == self._steps:
+        if self.length is not None or self.step == self._steps:
             return
         if self.step == 0:
             raise ValueError(_EMPTY)

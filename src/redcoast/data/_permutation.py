@@ -34,10 +34,16 @@ def shuffled(
     """
     epochs, offsets = np.divmod(positions, length)
     indices = np.empty_like(offsets)
+    # The smallest near-square rectangle with `length` cells: at most one row is outside the range.
+    rows = int(np.ceil(np.sqrt(length)))
+    columns = -(-length // rows)
     for epoch in np.unique(epochs):
         here = epochs == epoch
         keys = np.random.Philox(key=seed, counter=[0, 0, 0, int(epoch)]).random_raw(2 * PAIRS)
-        indices[here] = _permute(offsets[here], length, keys)
+        x = _feistel(offsets[here], rows, columns, keys)
+        while (outside := x >= length).any():
+            x[outside] = _feistel(x[outside], rows, columns, keys)
+        indices[here] = x
     return epochs, indices
 
 
@@ -51,18 +57,6 @@ def batch_indices(
         epochs, indices = (x.tolist() for x in shuffled(positions, length, seed))
         for i in range(0, len(indices), batch_size):
             yield epochs[i : i + batch_size], indices[i : i + batch_size]
-
-
-def _permute(
-    x: Int64[np.ndarray, " n"], length: int, keys: UInt64[np.ndarray, " k"]
-) -> Int64[np.ndarray, " n"]:
-    # The smallest near-square rectangle with `length` cells: at most one row is outside the range.
-    rows = int(np.ceil(np.sqrt(length)))
-    columns = -(-length // rows)
-    x = _feistel(x, rows, columns, keys)
-    while (outside := x >= length).any():
-        x[outside] = _feistel(x[outside], rows, columns, keys)
-    return x
 
 
 def _feistel(

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools as ft
 import logging
 import os
 import signal
@@ -9,41 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32
 
 from ..core._errors import check_number
-
-
-class _Agreement:
-    """Whether any process is asked to stop, with the same answer in all processes at each step.
-
-    Each call dispatches an all-reduce of the processes' flags and reads the result of the call
-    before, which the devices have computed by then, so that no process waits for another.
-    """
-
-    def __init__(self, mesh: Mesh, asked: Callable[[], bool]):
-        self._asked = asked
-        self._flags = [_flag(mesh, flag) for flag in (0, 1)]
-        self._count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
-        self._counted: Array | None = None
-
-    def __call__(self) -> bool:
-        before, self._counted = self._counted, self._count(self._flags[bool(self._asked())])
-        return before is not None and int(before) > 0
-
-
-def _flag(mesh: Mesh, flag: int) -> Int32[Array, " devices"]:
-    # Each process fills its own part, so that the array holds the flags of all processes.
-    everywhere = NamedSharding(mesh, P(mesh.axis_names))
-    part = lambda index: np.full(1, flag, np.int32)
-    return jax.make_array_from_callback((mesh.size,), everywhere, part)
-
 
 logger = logging.getLogger("redcoast")
 
@@ -101,11 +76,33 @@ def stop_on_signal(
         if jax.process_count() == 1:
             yield asked
         else:
-            yield _refuse if mesh is None else _Agreement(mesh, asked)
+            yield _refuse if mesh is None else _agreed(mesh, asked)
 
 
 def _refuse() -> bool:
     raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
+
+
+def _agreed(mesh: Mesh, asked: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether any process is asked to stop, with the same answer in all processes at each step.
+
+    Each call dispatches an all-reduce of the processes' flags and reads the result of the call
+    before, which the devices have computed by then, so that no process waits for another.
+    """
+    # Each process fills its own part, so that an array holds the flags of all processes.
+    make = ft.partial(
+        jax.make_array_from_callback, (mesh.size,), NamedSharding(mesh, P(mesh.axis_names))
+    )
+    flags = [make(lambda _, flag=flag: np.full(1, flag, np.int32)) for flag in (0, 1)]
+    count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
+    counted: Any = None
+
+    def agreed() -> bool:
+        nonlocal counted
+        before, counted = counted, count(flags[bool(asked())])
+        return before is not None and int(before) > 0
+
+    return agreed
 
 
 @contextlib.contextmanager
@@ -148,7 +145,11 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _signals()}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    user = getattr(signal, "SIGUSR1", None)
+    if user and not callable(signal.getsignal(user)):  # the script does not handle it
+        numbers.append(user)
+    before = {number: signal.getsignal(number) for number in numbers}
     received = False
 
     def note(number: int, frame: object) -> None:
@@ -180,13 +181,6 @@ def _tell() -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\nStopping after this step. A second Ctrl-C ends the process at once.\n"
         os.write(2, text.encode())
-
-
-def _signals() -> list[signal.Signals]:
-    """SIGTERM, SIGINT, and SIGUSR1 unless the script handles it."""
-    found = [signal.SIGTERM, signal.SIGINT]
-    user = getattr(signal, "SIGUSR1", None)
-    return [*found, user] if user and not callable(signal.getsignal(user)) else found
 
 
 def _preemption_notice() -> Callable[[], bool]:

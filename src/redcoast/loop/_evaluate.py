@@ -27,7 +27,7 @@ from ..distributed._kv_store import agree, is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
-from ..train._compile import CompiledCall, compile_call
+from ..train._compile import CompiledCall
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
@@ -88,15 +88,11 @@ def evaluate(
         ```
     """
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
-    check_batch_size(batch_size)
-    mesh = ambient_or_default(mesh)
-    _check_same(examples, batch_size, mesh)
-    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
-    key = _on_mesh(key, mesh)
-    plan, batches = _plan(model, lambda *args: evaluated(*args)[0]["loss"], batches, mesh, key)
+    loss = lambda *args: evaluated(*args)[0]["loss"]
+    plan, batches, key = _plan(loss, model, examples, collate_fn, batch_size, mesh, key)
     if (count_examples(examples) or 0) > batch_size:
-        batches = _check_coupling(plan, model, batches, batch_size, loss_fn, mesh, compute_dtype)
+        batches = _check_coupling(plan, model, batches, batch_size, loss_fn, compute_dtype)
     evaluation = compile_loss(loss_fn, plan, compute_dtype)
     return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
 
@@ -147,25 +143,41 @@ def predict_examples(
         ```
     """
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
-    check_batch_size(batch_size)
-    mesh = ambient_or_default(mesh)
-    _check_same(examples, batch_size, mesh)
-    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    key = _on_mesh(key, mesh)
-    plan, batches = _plan(model, predicted, batches, mesh, key)
+    plan, batches, key = _plan(predicted, model, examples, collate_fn, batch_size, mesh, key)
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
     placed = place_tree(model, plan.shardings)
-    found = run_prediction(prediction, placed, batches, output_fn, mesh, key, gather=gather)
+    found = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
     return list(found) if gather == "none" else [entry for _, entry in found]
 
 
-def _check_same(examples: Any, batch_size: int, mesh: Mesh) -> None:
-    """Raises `ValueError` if processes would wait for each other in vain."""
-    if jax.process_count() > 1:
+def _plan(
+    program: Callable[..., Any],
+    model: PyTree,
+    examples: Any,
+    collate_fn: CollateFn,
+    batch_size: int,
+    mesh: Mesh | None,
+    key: PRNGKeyArray | None,
+) -> tuple[Plan, Iterator[Loaded], PRNGKeyArray]:
+    """The plan of a program on the first batch, all batches, and the key on the devices."""
+    if not isinstance(batch_size, (int, np.integer)):
+        raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
+    mesh = ambient_or_default(mesh)
+    if jax.process_count() > 1:  # they would wait for each other in vain
         count = count_examples(examples)
         same = {"`batch_size`": batch_size, "the number of `examples`": count}
         agree({**same, "`mesh`": dict(mesh.shape)})
+    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    # The key of a state is on the devices of its run, which may be others.
+    key = put(_default(key), NamedSharding(mesh, P()))
+    if mesh.size == 1:
+        return plan_shardings(model, mesh), batches, key
+    first = next(batches)
+    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
+    return plan, itertools.chain([first], batches), key
 
 
 def _check_coupling(
@@ -174,7 +186,6 @@ def _check_coupling(
     batches: Iterator[Loaded],
     batch_size: int,
     loss_fn: LossFn,
-    mesh: Mesh,
     compute_dtype: Any,
 ) -> Iterator[Loaded]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
@@ -182,39 +193,19 @@ def _check_coupling(
         coupled = program.coupled
     else:  # nothing is planned for one device
         first = next(batches)
-        coupled = find_coupled(loss_fn, model, first.arrays, mesh, compute_dtype, training=False)
+        given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+        coupled = find_coupled(*given, training=False)
         batches = itertools.chain([first], batches)
     warn_of_batches(coupled, batch_size)
     return batches
-
-
-def _on_mesh(key: PRNGKeyArray | None, mesh: Mesh) -> PRNGKeyArray:
-    # The key of a state is on the devices of its run, which may be others.
-    return put(_default(key), NamedSharding(mesh, P()))
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
     return jax.random.key(0) if key is None else key
 
 
-def _plan(
-    model: PyTree,
-    program: Callable[..., Any],
-    batches: Iterator[Loaded],
-    mesh: Mesh,
-    key: PRNGKeyArray | None,
-) -> tuple[Plan, Iterator[Loaded]]:
-    """The plan of the program on the first batch, and all batches."""
-    if mesh.size == 1:
-        return plan_shardings(model, mesh), batches
-    first = next(batches)
-    plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, _default(key)))
-    return plan, itertools.chain([first], batches)
-
-
 def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCall:
     """A compiled `(model, batch, key) -> (means, weight)`."""
-    check_compute_dtype(compute_dtype)
     return _compile(_evaluation, plan, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
 
@@ -222,7 +213,6 @@ def compile_prediction(
     predict_fn: PredictFn, plan: Plan, compute_dtype: Any, *, gather: Gather
 ) -> CompiledCall:
     """A compiled `(model, batch, key) -> predictions`."""
-    check_compute_dtype(compute_dtype)
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype}
     if jax.process_count() == 1:
         return _compile(predict, plan, **options)
@@ -235,7 +225,7 @@ def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> CompiledCall
     The first of the options is the user's function.
     """
     (name, user_fn), *others = options.items()
-    assert isinstance(plan.mesh, Mesh)
+    check_compute_dtype(options["compute_dtype"])
     shardings = plan.shardings
     shardings = shardings.model if isinstance(shardings, TrainState) else shardings
     leaves, structure = jax.tree.flatten(shardings)
@@ -244,7 +234,7 @@ def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> CompiledCall
 
     def make(functions: Sequence[Callable[..., Any]]) -> CompiledCall:
         given = {name: constrain(functions[0]), **dict(others)}
-        return compile_call(ft.partial(fn, **given), shardings, mesh)
+        return CompiledCall(ft.partial(fn, **given), shardings, mesh)
 
     return reuse(_PROGRAMS, [user_fn], key, make)
 
@@ -280,12 +270,22 @@ def run_evaluation(
 
     If the total weight is 0, that is an error, or, if not `strict`, the means are NaN.
     """
-    sums, total = _sum_up(evaluation, model, batches, key)
+    sums: dict[str, float] = {}
+    total = 0.0
+    with contextlib.closing(_one_behind(evaluation, model, batches, key)) as results:
+        for _, result in results:
+            means, weight = jax.device_get(result)
+            weight = float(weight)
+            total += weight
+            for name, mean in means.items():
+                share = weight if name == "weight" else weight * float(mean) if weight else 0.0
+                sums[name] = sums.get(name, 0.0) + share
     if total == 0 and strict:
         raise ValueError(
             "The examples have a total `weight` of 0, so there is nothing to take a mean of."
         )
-    return _means(sums, total)
+    mean = lambda x: x / total if total else math.nan
+    return {name: x if name == "weight" else mean(x) for name, x in sums.items()}
 
 
 def weighted_metrics(
@@ -315,36 +315,11 @@ def weighted_metrics(
     )
 
 
-def _means(sums: dict[str, float], total: float) -> dict[str, float]:
-    mean = lambda x: x / total if total else math.nan
-    return {name: x if name == "weight" else mean(x) for name, x in sums.items()}
-
-
-def _sum_up(
-    evaluation: Callable[..., Any],
-    model: PyTree,
-    batches: Iterable[Loaded],
-    key: PRNGKeyArray | None,
-) -> tuple[dict[str, float], float]:
-    """Sums of all metrics, weighted, and of the weights."""
-    sums: dict[str, float] = {}
-    total = 0.0
-    for _, result in _one_behind(evaluation, model, batches, key):
-        means, weight = jax.device_get(result)
-        weight = float(weight)
-        total += weight
-        for name, mean in means.items():
-            share = weight if name == "weight" else weight * float(mean) if weight else 0.0
-            sums[name] = sums.get(name, 0.0) + share
-    return sums, total
-
-
 def run_prediction(
-    prediction: Callable[..., Any],
+    prediction: CompiledCall,
     model: PyTree,
     batches: Iterable[Loaded],
     output_fn: OutputFn | None,
-    mesh: Mesh,
     key: PRNGKeyArray | None = None,
     *,
     gather: Gather,
@@ -355,7 +330,7 @@ def run_prediction(
     read = _own_part if gather == "none" else jax.device_get
     with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
         for rows, predictions in results:
-            own = own_rows(mesh, rows) if gather == "none" else list(range(rows))
+            own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
             with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
                 outputs = _outputs(read(predictions), output_fn, len(own)) if reads else []
             yield from ((begin + i, output) for i, output in zip(own, outputs, strict=reads))
@@ -399,10 +374,3 @@ def _one_behind(
         if isinstance(batches, Generator):  # its threads end with it, though an error refers to it
             stack.callback(batches.close)
         yield from (result for result, _ in with_last(results))
-
-
-def check_batch_size(batch_size: int) -> None:
-    if not isinstance(batch_size, (int, np.integer)):
-        raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")

@@ -119,8 +119,8 @@ class CompiledEvaluation:
         """The metrics of a model; `advance` is called for each of the `batches`."""
         metrics: dict[str, float] = {}
         if self.mean_loss is not None:
-            with contextlib.closing(self._batches(advance)) as batches:
-                metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
+            batches = self._batches(advance)
+            metrics = run_evaluation(self.mean_loss, model, batches, key, strict=False)
             if metrics.get("weight", 1.0) == 0:
                 logger.warning("The evaluated examples have a total `weight` of 0: means are NaN.")
         return metrics | self._compared(model, key, None, metrics, advance)
@@ -159,12 +159,9 @@ class CompiledEvaluation:
         metric_fn, output_fn = self.evaluation.metric_fn, self.evaluation.output_fn
         if self.prediction is None or metric_fn is None:
             return {}
-        batches: Any = itertools.islice(self._batches(advance), count)
-        options: Any = {"gather": "first"}
-        found = run_prediction(
-            self.prediction, model, batches, output_fn, self.mesh, key, **options
-        )
-        outputs = [output for _, output in found]
+        batches = itertools.islice(self._batches(advance), count)
+        called = (self.prediction, model, batches, output_fn, key)
+        outputs = [output for _, output in run_prediction(*called, gather="first")]
         metrics: dict[str, float] = {}
         if is_main():
             examples = fetch(self.evaluation.examples, list(range(len(outputs))))
@@ -246,7 +243,6 @@ def warn_if_coupled(
     if evaluation.loss_fn is None or size is None or (count or 0) <= size:
         return
     if evaluation.collate_fn is data.collate_fn:  # another one makes other batches
-        assert isinstance(plan.mesh, Mesh)
         given = (evaluation.loss_fn, model, data.spec, plan.mesh, compute_dtype)
         warn_of_batches(find_coupled(*given, training=False), size)
 

@@ -1,33 +1,36 @@
 """Why a step was skipped: which gradients, parameters and examples are NaN or infinite.
 
-It is found by computing the gradient again when a run stops for it, at no cost to training steps.
-When a run goes on after its first skipped step, only the batch is looked at.
+It is found by computing the gradient again when a run stops for it, at no cost to training steps,
+and the loss with `jax.experimental.checkify`. When a run goes on after its first skipped step, only
+the batch is looked at.
 """
 
 import functools as ft
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed, several
+from ..core._frames import own_line
 from ..core._pytree import ARRAYS, leaf_paths, partition_trainable, show_path
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
-from ..train._compile import compile_call, microbatches
-from ..train._loss import LossFn
+from ..train._compile import CompiledCall, microbatches
+from ..train._loss import LossFn, evaluate_loss
 from ..train._step import TrainState, global_norm, loss_and_grads, loss_of_params
-from ._first_nonfinite import find_first
 from ._steps import Step
 
 MOST = 5  # names in a sentence
+_INDEX = re.compile(r"array of shape (\(.*?\)): index (-?\d+) is out of bounds .* size (\d+)")
 
 
 def explain_step(
@@ -59,7 +62,8 @@ def explain_step(
 def explain_batch(data: Batches, batch: Batch) -> str:
     """Sentences about the inputs of a skipped step, at the cost of looking at them once."""
     indices, examples = data.examples_of(batch)
-    ranges = {path: x for path, x in leaf_paths(batch.arrays, ARRAYS).items() if _is_integer(x)}
+    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
+    ranges = {path: x for path, x in leaf_paths(batch.arrays, ARRAYS).items() if is_integer(x)}
     look = jax.jit(
         lambda floating, integers: (
             jax.tree.map(_rows, floating),
@@ -99,12 +103,22 @@ def find_nonfinite(
 ) -> Nonfinite:
     """Recomputes the gradient of a skipped step from the state after it, in the same parts."""
     count = microbatches(batch.rows, batch_size=batch_size, accumulate=accumulate)
-    options = {"accumulate": count, "compute_dtype": compute_dtype, "trainable": trainable}
-    find = ft.partial(_find, loss_fn=plan.constrain(loss_fn), **options)
-    assert isinstance(plan.mesh, Mesh)
-    flags = jax.device_get(compile_call(find, plan.shardings, plan.mesh)(state, batch.arrays))
-    params, _ = partition_trainable(state.model, trainable)
-    paths = _floating(state), _floating(params, "model"), _floating(batch.arrays)
+    part = ft.partial(partition_trainable, trainable=trainable)
+    options = {"loss_fn": plan.constrain(loss_fn), "compute_dtype": compute_dtype, "part": part}
+
+    def find(state: TrainState, batch: PyTree) -> Any:
+        given = (*part(state.model), batch, _key(state), count)
+        _, grads = loss_and_grads(ft.partial(loss_of_params, **options), *given)
+        found = (
+            [jnp.sum(_wrong(path, x)) for path, x in _floating(state).items()],
+            [~jnp.isfinite(global_norm([g])) for g in _floating(grads).values()],
+            [_rows(x) for x in _floating(batch).values()],
+        )
+        # Replicated, so that each process can read it.
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), found)
+
+    flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
+    paths = _floating(state), _floating({"model": part(state.model)[0]}), _floating(batch.arrays)
     return Nonfinite(
         *(
             {path: x for path, x in zip(part, found, strict=True) if np.any(x)}
@@ -113,27 +127,9 @@ def find_nonfinite(
     )
 
 
-def _find(
-    state: TrainState,
-    batch: PyTree,
-    *,
-    loss_fn: LossFn,
-    accumulate: int,
-    compute_dtype: Any,
-    trainable: PyTree,
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    part = ft.partial(partition_trainable, trainable=trainable)
-    loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
+def _key(state: TrainState) -> jax.Array:
     # A skipped step changes nothing of the state but its number.
-    key = jax.random.fold_in(state.key, state.step - 1)
-    _, grads = loss_and_grads(loss_of, *part(state.model), batch, key, accumulate)
-    found = (
-        [jnp.sum(_wrong(path, x)) for path, x in _floating(state).items()],
-        [~jnp.isfinite(global_norm([g])) for g in _floating(grads).values()],
-        [_rows(x) for x in _floating(batch).values()],
-    )
-    # Replicated, so that each process can read it.
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), found)
+    return jax.random.fold_in(state.key, state.step - 1)
 
 
 def _wrong(path: str, x: jax.Array) -> jax.Array:
@@ -145,14 +141,10 @@ def _rows(x: jax.Array) -> jax.Array:
     return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
-def _floating(tree: PyTree, prefix: str = "") -> dict[str, Any]:
+def _floating(tree: PyTree) -> dict[str, Any]:
     """The floating arrays of a tree, by path."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if eqx.is_inexact_array(leaf):
-            name = show_path(path)
-            found["/".join(filter(None, [prefix, name]))] = leaf
-    return found
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {show_path(path): x for path, x in leaves if eqx.is_inexact_array(x)}
 
 
 def sentences(
@@ -161,7 +153,8 @@ def sentences(
     """Describes what was found; `indices` are those of the batch's examples."""
     when = "" if trained else " before any step"
     parts = [
-        f"{path} holds {_count(int(count), 'value')} that {_are(int(count))} NaN or infinite{when}."
+        f"{path} holds {count:,} value{'s that are' if count > 1 else ' that is'} NaN or infinite"
+        f"{when}."
         for path, count in list(found.state.items())[:MOST]
     ]
     parts += _inputs(found.batch, indices)
@@ -177,23 +170,62 @@ def sentences(
 
 
 def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
-    sentences = []
-    for path, rows in found.items():
-        where = f"The batch's array {path}" if path else "The batch"
-        examples = [indices[i] for i in np.flatnonzero(rows)]
-        sentences.append(
-            f"{where} holds NaN or infinite values for the examples {listed(examples)}."
+    wrong = "NaN or infinite values"
+    return [_held(wrong, path, rows, indices) for path, rows in found.items()]
+
+
+def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
+    """A sentence about what an array of the batch holds in some of its rows."""
+    where = f"The batch's array {path}" if path else "The batch"
+    examples = [indices[i] for i in np.flatnonzero(rows)]
+    return f"{where} holds {what} for the examples {listed(examples)}."
+
+
+def find_first(
+    state: TrainState,
+    batch: Batch,
+    plan: Plan,
+    indices: list[int],
+    loss_fn: LossFn,
+    compute_dtype: Any,
+) -> str | None:
+    """A sentence about the first operation of the loss that computes NaN, divides by zero or reads
+    beyond an array; `None` if none is found."""
+    from jax.experimental import checkify
+
+    def loss(state: TrainState, batch: Any) -> Any:
+        return evaluate_loss(loss_fn, state.model, batch, _key(state), compute_dtype).loss
+
+    kinds = checkify.nan_checks | checkify.div_checks | checkify.index_checks
+    try:
+        checked = CompiledCall(checkify.checkify(loss, errors=kinds), plan.shardings, plan.mesh)
+        error: Any = checked(state, batch.arrays)[0].get_exception()
+    except Exception:  # not every operation can be checked
+        return None
+    if error is None:
+        return None
+    line = own_line(getattr(error, "traceback_info", None))
+    at = f", at {line}" if line else ""
+    text = str(error).strip()
+    if match := _INDEX.search(text):
+        shape, index, size = match[1], int(match[2]), int(match[3])
+        holders = _holders(batch, plan.mesh, index, indices)
+        return (
+            f"The loss reads index {index} of an axis of size {size}, of an array of shape "
+            f"{shape}{at}.{holders} Labels and tokens must be from 0 to {size - 1} there."
         )
-    return sentences
+    if match := re.search(r"nan generated by primitive: ([\w-]+)", text):
+        return f"The loss computes its first NaN with the operation `{match[1]}`{at}."
+    return f"The loss computes a {text.splitlines()[0]}{at}."
 
 
-def _is_integer(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
+def _holders(batch: Batch, mesh: Any, index: int, indices: list[int]) -> str:
+    """A sentence about the examples with an integer."""
+    arrays = leaf_paths(batch.arrays, ARRAYS)
+    integers = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    equal = lambda x: jnp.any(x == index, axis=tuple(range(1, x.ndim)))
+    look = jax.jit(lambda x: jax.tree.map(equal, x), out_shardings=NamedSharding(mesh, P()))
+    for path, rows in jax.device_get(look(integers)).items():
+        if np.any(rows):
+            return f" {_held(str(index), path, rows, indices)}"
+    return ""

@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -17,11 +17,12 @@ from jaxtyping import PyTree
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._frames import hide_frames
+from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
 from ..core._tracing import traced_over
 from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
+from ..distributed._mesh import batch_shards
 from ..tracking._metrics import PackedMetrics
-from ._wrong_gradients import refuse_wrong_gradients
 
 
 @hide_frames
@@ -192,19 +193,24 @@ class CompiledStep:
                 return arrays, program, True
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
-        return arrays, self._program(state, static), False
-
-    def _program(self, state: PyTree, static: Static) -> _Program:
         if static not in self._programs:
             shardings = _match_shardings(self._shardings, state)
-            parts, outer = jax.tree.flatten(state, is_leaf=_is_frozen_module)
+            is_kept = lambda x: isinstance(x, eqx.Module) and _is_frozen(jax.tree.structure(x))
+            parts, outer = jax.tree.flatten(state, is_leaf=is_kept)
             counts = [None if isinstance(x, ARRAYS) else len(split(x)[0]) for x in parts]
             self._programs[static] = _Program(static, shardings, outer, counts, {})
-        return self._programs[static]
+        return arrays, self._programs[static], False
 
     def _jitted(self, program: _Program, constants: Static) -> Any:
         if constants not in program.jitted:
-            program.jitted[constants] = _jitted_step(self._step, program, constants)
+            step = self._step
+            # Static arguments of a jitted function would be hashed and compared at each call.
+            program.jitted[constants] = jax.jit(
+                lambda arrays, given: step(arrays, program.static, given, constants),
+                in_shardings=(program.shardings, None),
+                out_shardings=(program.shardings, None),
+                donate_argnums=0,
+            )
         return program.jitted[constants]
 
     def _remember(self, state: PyTree, arrays: list[Any], program: _Program) -> None:
@@ -240,16 +246,6 @@ def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | 
             return None
         arrays.extend([x] if held is None else held)
     return arrays
-
-
-def _jitted_step(step: Callable[..., Any], program: _Program, constants: Static) -> Any:
-    # Static arguments of a jitted function would be hashed and compared at each call.
-    return jax.jit(
-        lambda arrays, given: step(arrays, program.static, given, constants),
-        in_shardings=(program.shardings, None),
-        out_shardings=(program.shardings, None),
-        donate_argnums=0,
-    )
 
 
 def _flatten_arguments(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -291,20 +287,13 @@ def _state_and_aux(out: Any, static: Static) -> tuple[PyTree, PyTree]:
     return out[0], out[1]
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Constant:
     """A leaf of aux that is not an array, as a node without leaves: jitted functions can return
     it."""
 
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self) -> tuple[tuple[()], "_Constant"]:
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, constant: "_Constant", _: Any) -> "_Constant":
-        return constant
+    value: Any
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
@@ -352,28 +341,20 @@ def _match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list
             "replicates them."
         )
     for path, x, sharding in found:
-        _check_divides(path, x, sharding)
+        try:
+            sharding.check_compatible_aval(x.shape)
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"The array at {_name(path)}, of shape {x.shape}, cannot be sharded as "
+                f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `state_shardings` specifies."
+                " Each entry is for one dimension, and the sizes of its axes must divide it."
+            ) from error
     return [sharding for _, _, sharding in found]
-
-
-def _check_divides(path: Any, x: Any, sharding: NamedSharding) -> None:
-    try:
-        sharding.check_compatible_aval(x.shape)
-        sharding.shard_shape(x.shape)
-    except ValueError as error:
-        raise ValueError(
-            f"The array at {_name(path)}, of shape {x.shape}, cannot be sharded as "
-            f"{sharding.spec} over {dict(sharding.mesh.shape)}, as `state_shardings` specifies. "
-            "Each entry is for one dimension, and the sizes of its axes must divide it."
-        ) from error
 
 
 def _name(path: Any) -> str:
     return show_path(path, "the root")
-
-
-def _is_frozen_module(x: Any) -> bool:
-    return isinstance(x, eqx.Module) and _is_frozen(jax.tree.structure(x))
 
 
 def _is_frozen(structure: Any) -> bool:
@@ -404,6 +385,26 @@ def _check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
         raise
 
 
+def refuse_wrong_gradients(jaxpr: Jaxpr, mesh: Mesh) -> None:
+    """Raises if the jaxpr has a convolution that XLA partitions wrongly on this mesh.
+
+    `sharding/constrain/_grouped_conv.py` describes the defect. Inside `jax.shard_map` XLA
+    partitions nothing.
+    """
+    if mesh.shape["model"] == 1 or batch_shards(mesh) == 1:
+        return
+    for equation in iter_equations(jaxpr, skip=("shard_map",)):
+        groups = equation.params.get("batch_group_count", 1)
+        if equation.primitive.name == "conv_general_dilated" and groups > 1:
+            sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+            raise ValueError(
+                f"The gradient of a convolution in {groups} groups would be wrong on a mesh of "
+                f"{sizes}, because of a defect of the XLA compiler if `model` is used together "
+                "with `data` or `fsdp`. Constrain the loss: `plan.constrain(loss_fn)` of a plan "
+                "from `rc.plan_shardings` avoids the defect. Or use a mesh with model=1."
+            )
+
+
 def _first_difference(given: PyTree, returned: PyTree) -> str:
     """Describes the first difference between two trees, ignoring the values of arrays."""
     show = lambda x: "an array" if isinstance(x, ARRAYS) else repr(x)
@@ -420,23 +421,13 @@ def _first_difference(given: PyTree, returned: PyTree) -> str:
     return f"{counts} Only one of them has {changed}."
 
 
-def compile_call(
-    fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Mesh
-) -> "CompiledCall":
-    """Compiles `fn(tree, *args)` without donating the tree."""
-    placed = jax.tree.leaves(shardings)
-    jitted = jax.jit(
-        _flatten_arguments(fn, mesh), static_argnums=(1, 3), in_shardings=(placed, None)
-    )
-    return CompiledCall(jitted, mesh)
-
-
 class CompiledCall:
-    """What `compile_call` returns."""
+    """A compiled `fn(tree, *args)`, which does not donate the tree."""
 
-    def __init__(self, jitted: Any, mesh: Mesh):
-        self._jitted = jitted
-        self._mesh = mesh
+    def __init__(self, fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Any):
+        placed, flat = jax.tree.leaves(shardings), _flatten_arguments(fn, mesh)
+        self._jitted = jax.jit(flat, static_argnums=(1, 3), in_shardings=(placed, None))
+        self.mesh = mesh
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
@@ -447,13 +438,13 @@ class CompiledCall:
         arrays, static, given, constants = self._split(tree, args)
         traced = self._jitted.trace(arrays, static, given, constants)
         if id(traced.jaxpr) not in self._last:
-            self._last[id(traced.jaxpr)] = traced.jaxpr, _last_output(traced.jaxpr, self._mesh)
+            self._last[id(traced.jaxpr)] = traced.jaxpr, _last_output(traced.jaxpr, self.mesh)
         _, jitted = self._last[id(traced.jaxpr)]
         return traced.out_info, jitted(*arrays, *given)
 
     def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
         given, constants = split(args, numbers=True)
-        return (*split(tree), place_batch(given, self._mesh), constants)
+        return (*split(tree), place_batch(given, self.mesh), constants)
 
 
 def _last_output(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., Any]:

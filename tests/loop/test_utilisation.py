@@ -11,7 +11,7 @@ import pytest
 
 import redcoast as rc
 from redcoast.dryrun import _chips
-from redcoast.loop._utilisation import seconds_at_peak
+from redcoast.loop._run_config import seconds_at_peak
 
 
 @pytest.fixture

@@ -12,6 +12,10 @@ from ..checkpoint._policy import NO_CHECKPOINT, Checkpoints, newest_checkpoint
 from ..sharding import Plan
 from ..tracking._metrics import MetricsReader
 
+logger = logging.getLogger("redcoast")
+# After these the state may be wrong, or there is no memory to save it with.
+DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
+
 
 @contextlib.contextmanager
 def explained_memory(plan: Plan) -> Iterator[None]:
@@ -25,29 +29,22 @@ def explained_memory(plan: Plan) -> Iterator[None]:
 
 
 def _explanation(plan: Plan) -> str:
-    totals = plan.report.totals
-    parts = [
-        f"{_size(totals.parameters.bytes_per_device)} of parameters",
-        f"{_size(totals.optimizer_state.bytes_per_device)} of optimizer state",
-    ]
+    totals, program = plan.report.totals, plan.report.program_or_none
+    rest = "gradients and activations"
+    if program is not None:
+        rest = (
+            f"gradients (about {_size(program.memory.gradients)}) and activations (about "
+            f"{_size(program.memory.activations)})"
+        )
     axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items())
     return (
         f"RESOURCE_EXHAUSTED: a device ran out of memory. On the mesh {axes} the plan puts "
-        f"{_size(totals.all.bytes_per_device)} on each device, {' and '.join(parts)}, "
-        f"plus {_rest(plan)}. What helps, in this order: more devices on `fsdp` "
-        "(which shards parameters and optimizer state) or on `model`; `accumulate`, or a "
-        "smaller `batch_size` (activations); `jax.checkpoint` around each layer; "
-        "`compute_dtype=jnp.bfloat16`."
-    )
-
-
-def _rest(plan: Plan) -> str:
-    program = plan.report.program_or_none
-    if program is None:
-        return "gradients and activations"
-    return (
-        f"gradients (about {_size(program.memory.gradients)}) and activations (about "
-        f"{_size(program.memory.activations)})"
+        f"{_size(totals.all.bytes_per_device)} on each device, "
+        f"{_size(totals.parameters.bytes_per_device)} of parameters and "
+        f"{_size(totals.optimizer_state.bytes_per_device)} of optimizer state, plus {rest}. "
+        "What helps, in this order: more devices on `fsdp` (which shards parameters and optimizer "
+        "state) or on `model`; `accumulate`, or a smaller `batch_size` (activations); "
+        "`jax.checkpoint` around each layer; `compute_dtype=jnp.bfloat16`."
     )
 
 
@@ -57,11 +54,6 @@ def _size(count: int | float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.4g} GB"
-
-
-logger = logging.getLogger("redcoast")
-# After these the state may be wrong, or there is no memory to save it with.
-DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
 
 
 @contextlib.contextmanager

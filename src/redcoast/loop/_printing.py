@@ -5,9 +5,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 
+from ..core._jaxpr import is_inexact
 from ..data._batches import Batches
 from ..data._sources import count_examples
 from ..distributed._mesh import batch_shards
@@ -22,18 +22,13 @@ def introduce(directory: Path | None, *, quiet: bool = False) -> None:
     """Prints versions, devices and the run's directory, before anything that takes time."""
     if quiet:
         return
-    say_once(program_line())
-    if directory is not None:
-        say_once(f"Run directory: {show_directory(directory)}")
-
-
-def program_line() -> str:
-    """The versions, and the devices of all processes."""
     count, kind = jax.device_count(), jax.devices()[0].device_kind
     devices = f"{count} {kind if kind != 'cpu' else 'CPU'} device{'s' if count > 1 else ''}"
     if jax.process_count() > 1:
         devices += f" in {jax.process_count()} processes"
-    return f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}"
+    say_once(f"redcoast {version('redcoast')}, jax {jax.__version__}, {devices}")
+    if directory is not None:
+        say_once(f"Run directory: {show_directory(directory)}")
 
 
 def describe_run(
@@ -64,16 +59,11 @@ def describe_run(
 
 def precision_of(state: TrainState, compute_dtype: Any) -> str:
     """The dtypes of the parameters, and that of the computation if it is another."""
-    arrays = [x for x in jax.tree.leaves(state.model) if eqx.is_inexact_array(x) or _floats(x)]
-    names = sorted({str(x.dtype) for x in arrays})
+    names = sorted({str(x.dtype) for x in jax.tree.leaves(state.model) if is_inexact(x)})
     computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
     if computed is None or names == [computed]:
         return " and ".join(names)
     return f"{' and '.join(names)} parameters, {computed} computation"
-
-
-def _floats(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
 def _wrapped(label: str, text: str) -> str:

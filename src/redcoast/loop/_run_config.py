@@ -1,21 +1,23 @@
 """What loggers get to know of a run before its first step."""
 
-from collections.abc import Mapping
+import functools as ft
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..core._tracing import abstract_key, traced_over
 from ..data._batches import Batches
 from ..sharding import Plan
-from ..sharding.report._data import PlannedArray
 from ..tracking._loggers import RunInfo, code_version
-from ..train._loss import LossFn
+from ..train._loss import LossFn, evaluate_loss
 from ..train._step import TrainState
 from ._printing import precision_of
-from ._utilisation import seconds_at_peak
 
 
 def run_of_fit(
@@ -88,23 +90,21 @@ def run_info(
         config=config,
         step=data.step,
         steps=data.steps,
-        rows=tuple(map(plan_row, plan.report.arrays)),
+        rows=tuple(
+            {
+                "array": array.path,
+                "shape": " x ".join(map(str, array.shape)),
+                "dtype": array.dtype,
+                "role": array.role,
+                "sharding": str(tuple(array.spec)),
+                "kind": array.reason.kind,
+                "reason": array.reason.text,
+                "MB": array.bytes / 1e6,
+                "MB per device": array.bytes_per_device / 1e6,
+            }
+            for array in plan.report.arrays
+        ),
     )
-
-
-def plan_row(array: PlannedArray) -> dict[str, Any]:
-    """A row of the plan as a table."""
-    return {
-        "array": array.path,
-        "shape": " x ".join(map(str, array.shape)),
-        "dtype": array.dtype,
-        "role": array.role,
-        "sharding": str(tuple(array.spec)),
-        "kind": array.reason.kind,
-        "reason": array.reason.text,
-        "MB": array.bytes / 1e6,
-        "MB per device": array.bytes_per_device / 1e6,
-    }
 
 
 def optimizer_name(state: TrainState) -> str:
@@ -120,3 +120,36 @@ def optimizer_name(state: TrainState) -> str:
 
     collect(state.opt_state)
     return ", ".join(name for name in names if name != "Empty")
+
+
+def seconds_at_peak(
+    state: TrainState,
+    loss_fn: Callable[..., Any],
+    batch: PyTree,
+    mesh: Mesh,
+    *,
+    compute_dtype: Any,
+    trainable: PyTree,
+) -> float | None:
+    """Seconds of a training step in which all devices compute at their peak rate.
+
+    `None` if that rate is not known, as for CPUs, or if only a part of the model is trained. The
+    backward pass counts twice the forward pass, and rematerialisation does not count, as is usual
+    for model FLOPs utilisation (arXiv:2204.02311).
+    """
+    # Imported where it is used, so that importing redcoast stays fast.
+    from ..dryrun._chips import CHIPS
+    from ..dryrun._flops import contractions
+
+    kind = mesh.devices.flat[0].device_kind
+    rates = next((x.flops for x in CHIPS.values() if x.device_kind == kind and x.kind != "cpu"), {})
+    if not rates or trainable is not eqx.is_inexact_array:
+        return None
+    measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
+    loss = lambda *args: measure(*args).loss
+    with traced_over(mesh):
+        jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
+    flops = contractions(jaxpr).flops
+    if not flops or not flops.keys() <= rates.keys():
+        return None
+    return sum(3 * count / rates[dtype] for dtype, count in flops.items()) / mesh.size

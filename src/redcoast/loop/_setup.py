@@ -2,7 +2,6 @@
 
 import functools as ft
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._policy import Checkpoints
 from ..core._donation import refuse_deleted
 from ..core._errors import check_kind, noting, several
-from ..core._pytree import partition_trainable, show_path
+from ..core._pytree import ARRAYS, leaf_paths, partition_trainable
 from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..distributed._arrays import place_tree, put
@@ -28,8 +27,6 @@ from ..train._reused_steps import reused_plan as plan_step
 from ..train._step import TrainState, create_split, init_state, state_of, with_loss_scale
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 
-logger = logging.getLogger("redcoast")
-
 
 def starting_state(
     model_or_state: PyTree,
@@ -40,10 +37,6 @@ def starting_state(
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
     """The abstract state of the run, its key, and a function that makes it with given shardings."""
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    if is_init_fn(model_or_state):
-        key = jax.random.key(0) if key is None else key
-        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
-        return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
     if isinstance(model_or_state, TrainState):
         if key is not None:
             raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
@@ -56,12 +49,15 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         state = with_loss_scale(model_or_state, compute_dtype)
         return state, state.key, lambda shardings: place_tree(state, shardings)
+    key = jax.random.key(0) if key is None else key
+    if is_init_fn(model_or_state):
+        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
+        return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
     refuse_deleted(
         model_or_state,
         "The model that `fit` was given",
         "Pass the model of the state that the last step returned, `state.model`.",
     )
-    key = jax.random.key(0) if key is None else key
     create = lambda m, k: state_of(m, optimizer, key=k, **given)
 
     def make(shardings: PyTree) -> TrainState:
@@ -101,15 +97,13 @@ def best_mesh(
     optimizer: optax.GradientTransformation,
     data: Batches,
     overrides: Sequence[tuple[str, Any]],
-    *,
-    quiet: bool,
     **options: Any,
 ) -> Mesh:
     """The mesh of all devices that suits the step best."""
     # Imported where it is used, so that importing redcoast stays fast.
     from ..dryrun._mesh_search import auto_mesh
 
-    return auto_mesh(state, optimizer, data.spec, quiet=quiet, overrides=overrides, **options)
+    return auto_mesh(state, optimizer, data.spec, overrides=overrides, **options)
 
 
 def plan_run(
@@ -139,9 +133,7 @@ def plan_run(
 
 def check_plan_fits(plan: Plan, state: TrainState) -> None:
     """Raises `ValueError` unless a plan is for a tree like the state."""
-    leaves = lambda tree: {show_path(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-    planned = leaves(plan.shardings)
-    arrays = {path: x for path, x in leaves(state).items() if hasattr(x, "shape")}
+    planned, arrays = leaf_paths(plan.shardings, NamedSharding), leaf_paths(state, ARRAYS)
     if other := sorted(set(planned) ^ set(arrays)):
         raise ValueError(
             f"`plan` is not for this state: only one of them has {several(other, 3)}. Plan the "

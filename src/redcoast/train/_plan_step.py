@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer
-from ..core._frames import hide_frames
+from ..core._frames import hide_frames, warn
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
-from ..sharding import Hardware, Plan, plan_shardings
-from ._coupled import find_coupled, warn_of_microbatches
+from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
+from ._coupled import find_coupled
 from ._loss import LossFn, evaluate_loss
 from ._precision import check_compute_dtype
 from ._step import TrainState
@@ -69,11 +69,16 @@ def plan_step(
     mesh = ambient_or_default(mesh)
     if mesh.size == 1:
         return plan_shardings(state, mesh, overrides=overrides)
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:  # of a microbatch, if `accumulate` divides
+        rows = x.shape[0] // (1 if x.shape[0] % accumulate else accumulate)
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+
     return plan_shardings(
         state,
         mesh,
         fn=_loss(loss_fn, compute_dtype),
-        args=(_microbatch(batch, accumulate), abstract_key()),
+        args=(jax.tree.map(part, batch), abstract_key()),
         trainable=trainable,
         overrides=overrides,
         hardware=hardware,
@@ -97,9 +102,14 @@ def check_coupling(
     known = program is not None and program.coupled is None and rows > 1
     if accumulate <= 1 or known:
         return
-    assert isinstance(plan.mesh, Mesh)
     coupled = find_coupled(loss_fn, state.model, batch, plan.mesh, compute_dtype, training=True)
-    warn_of_microbatches(coupled, batch_size, accumulate)
+    if coupled is not None:
+        warn(
+            f"{coupling_sentence(coupled)} With `accumulate={accumulate}` the loss of the "
+            f"{batch_size} examples of a batch is the mean over microbatches of "
+            f"{batch_size // accumulate}, which is a different loss. Leave out `accumulate` to "
+            "train on the loss of the full batch."
+        )
 
 
 def verify_step(
@@ -117,16 +127,6 @@ def verify_step(
     plan.verify(
         _loss(loss_fn, compute_dtype), state.model, few, state.key, tolerance=0.05 if low else 1e-3
     )
-
-
-def _microbatch(batch: PyTree, accumulate: int) -> PyTree[jax.ShapeDtypeStruct]:
-    """Returns the shapes of a microbatch; those of the batch if `accumulate` does not divide."""
-
-    def part(x: Any) -> jax.ShapeDtypeStruct:
-        rows = x.shape[0] // (1 if x.shape[0] % accumulate else accumulate)
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-
-    return jax.tree.map(part, batch)
 
 
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ from .train._schedule import learning_rate_schedule as learning_rate_schedule
 from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
-from .train._train_steps import train_steps as train_steps
+from .train._step import train_steps as train_steps
 
 if _typing.TYPE_CHECKING:
     from . import lora as lora

@@ -87,9 +87,3 @@ class LossScale(eqx.Module):
             return x
         wide = widen(x)
         return (wide / self.value.astype(wide.real.dtype)).astype(x.dtype)
-
-
-def first_loss_scale(compute_dtype: Any) -> LossScale | None:
-    """The scale of a state that is trained in `compute_dtype`: `None` unless that is float16."""
-    needed = compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16
-    return LossScale() if needed else None

@@ -16,7 +16,7 @@ from ..core._pytree import join, partition_trainable, show_path, split
 from ..core._user_functions import calling
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
-from ._loss_scale import LossScale, first_loss_scale
+from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
@@ -116,15 +116,19 @@ def state_of(
     with jax.numpy_dtype_promotion("standard"):
         state = TrainState(model, optimizer.init(params), jnp.zeros((), jnp.int32), key)
     refuse_per_example(state.opt_state)
-    return with_loss_scale(jax.tree.map(_strongly_typed, state), compute_dtype)
+    # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
+    is_weak = lambda x: getattr(x, "weak_type", False)
+    strong = lambda x: jax.lax.convert_element_type(x, x.dtype) if is_weak(x) else x
+    return with_loss_scale(jax.tree.map(strong, state), compute_dtype)
 
 
 def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
     """Adds the loss scale that training in `compute_dtype` needs to a state that has none."""
     check_compute_dtype(compute_dtype)
-    if state.loss_scale is not None:
+    needed = compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16
+    if state.loss_scale is not None or not needed:
         return state
-    return dataclasses.replace(state, loss_scale=first_loss_scale(compute_dtype))
+    return dataclasses.replace(state, loss_scale=LossScale())
 
 
 def create_split(
@@ -138,11 +142,6 @@ def create_split(
         out_shardings=jax.tree.leaves(shardings),
     )
     return join(flat_create(arrays), static)
-
-
-def _strongly_typed(x: Any) -> Any:
-    # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 @hide_frames
@@ -216,8 +215,14 @@ def train_step(
     loss_of = ft.partial(loss_of_params, loss_fn=loss_fn, compute_dtype=compute_dtype, part=part)
     params, rest = part(state.model)
     key = jax.random.fold_in(state.key, state.step)
-    given = (loss_of, params, rest, batch, key, accumulate)
-    (loss, aux, rest_after), grads = _scaled_loss_and_grads(scale, *given)
+
+    def scaled(*args: Any) -> tuple[Array, Any]:
+        loss, rest = loss_of(*args)
+        return loss if scale is None else scale.scale(loss), rest
+
+    (loss, aux, rest_after), grads = loss_and_grads(scaled, params, rest, batch, key, accumulate)
+    if scale is not None:
+        loss, grads = scale.unscale((loss, grads))
     # For complex leaves, the descent direction is the negative conjugate of JAX's gradient.
     grads = jax.tree.map(lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, grads)
     grad_norm = global_norm(grads)
@@ -245,6 +250,53 @@ def train_step(
         metrics["loss_scale"] = scale.value
         metrics["skipped_total"] = adjusted.skipped.astype(jnp.float32)
     return TrainState(model, opt_state, state.step + 1, state.key, adjusted), metrics
+
+
+@hide_frames
+def train_steps(
+    state: TrainState, batches: PyTree, **options: Any
+) -> tuple[TrainState, dict[str, Array]]:
+    """Takes a training step on each of several batches in one `jax.lax.scan`.
+
+    Use it for the local steps of a federated client, the inner steps of meta-learning, or the
+    epochs of minibatches in PPO. It is pure, and works under `jit`, `vmap` and `compile_step`.
+
+    **Arguments:**
+
+    - `state`: a [`redcoast.TrainState`][].
+    - `batches`: a PyTree of arrays of shape `steps batch ...`.
+    - `options`: keyword arguments of [`redcoast.train_step`][], such as `loss_fn` and `optimizer`.
+
+    **Returns:**
+
+    The state after the last step, and the metrics of all steps, each of shape `steps`.
+
+    **Raises:**
+
+    `ValueError` if the arrays have different leading dimensions; otherwise as `train_step`.
+
+    !!! Example
+
+        ```python
+        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+        state, metrics = rc.train_steps(state, parts, loss_fn=loss_fn, optimizer=optimizer)
+        ```
+    """
+    sizes = {x.shape[:1] for x in jax.tree.leaves(batches)}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(
+            f"The arrays of `batches` have the leading dimensions {sorted(sizes)}, but they must "
+            "all have the same one, the number of steps."
+        )
+    state = with_loss_scale(state, options.get("compute_dtype"))
+    carried, static = eqx.partition(state, eqx.is_array)
+
+    def body(carried: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, Array]]:
+        after, metrics = train_step(eqx.combine(carried, static), batch, **options)
+        return eqx.filter(after, eqx.is_array), metrics
+
+    carried, metrics = jax.lax.scan(body, carried, batches)
+    return eqx.combine(carried, static), metrics
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
@@ -289,7 +341,9 @@ def loss_and_grads(
         microkey = jax.random.fold_in(key, index)
         (loss, (aux, weight, rest)), grads = value_and_grad(params, rest, microbatch, microkey)
         check_scalars(aux)
-        sums = jax.tree.map(lambda x: _weighted(widen(x), weight), (loss, aux, grads))
+        # The loss of a microbatch that contains only padding may be 0 / 0.
+        share = lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
+        sums = jax.tree.map(lambda x: share(widen(x)), (loss, aux, grads))
         return eqx.filter(rest, eqx.is_array), (sums, weight)
 
     def body(carry: PyTree, inputs: PyTree) -> tuple[PyTree, None]:
@@ -306,20 +360,6 @@ def loss_and_grads(
         aux["weight"] = weight  # the sum over microbatches, not the mean
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     return (loss, aux, eqx.combine(arrays, static)), grads
-
-
-def _scaled_loss_and_grads(
-    scale: LossScale | None, loss_of: Callable[..., Any], *args: Any
-) -> tuple[tuple[Array, dict[str, Array], PyTree], PyTree]:
-    if scale is None:
-        return loss_and_grads(loss_of, *args)
-
-    def scaled(*args: Any) -> tuple[Array, Any]:
-        loss, rest = loss_of(*args)
-        return scale.scale(loss), rest
-
-    (loss, aux, rest), grads = loss_and_grads(scaled, *args)
-    return (scale.unscale(loss), aux, rest), scale.unscale(grads)
 
 
 def split_rows(batch: PyTree, count: int) -> PyTree:
@@ -339,11 +379,6 @@ def split_rows(batch: PyTree, count: int) -> PyTree:
         return jnp.swapaxes(jnp.reshape(x, (rows // count, count, *x.shape[1:])), 0, 1)
 
     return jax.tree_util.tree_map_with_path(split_leaf, batch)
-
-
-def _weighted(x: Array, weight: Array) -> Array:
-    # The loss of a microbatch that contains only padding may be 0 / 0.
-    return jnp.where(weight > 0, x * weight.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:

@@ -150,7 +150,8 @@ class MetricsReader:
         for log in self._logs if metrics else ():
             others = dict(rates or {}) if getattr(log, "wants_rates", False) else {}
             others = {name: x for name, x in others.items() if name not in metrics}
-            with calling("log", {}, where=f" ({_name(log)}) for the metrics of step {step}"):
+            name = getattr(log, "__name__", type(log).__name__)
+            with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
                 log({**metrics, **others}, step)
 
     @contextlib.contextmanager
@@ -267,7 +268,3 @@ def metrics_reader(
         yield reader
         reader.flush()
         reader.report_skipped()
-
-
-def _name(log: Any) -> str:
-    return getattr(log, "__name__", type(log).__name__)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._pytree import show_path
 from ..core._user_functions import calling
-from ._precision import cast_floating, cast_like, has_floating_state, is_floating, widen
+from ._precision import cast_floating, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
 
@@ -54,7 +54,9 @@ def evaluate_loss(
     if new_model is not model:
         new_model = _stored_dtypes(new_model, model)
     aux = {name: widen(value) for name, value in aux.items()}
-    weight = aux.get("weight", jnp.asarray(_batch_size(batch), jnp.float32))
+    shapes = [x.shape for x in jax.tree.leaves(batch) if hasattr(x, "shape")]
+    examples = next((shape[0] for shape in shapes if shape), 1)
+    weight = aux.get("weight", jnp.asarray(examples, jnp.float32))
     return LossResult(widen(loss), aux, weight, new_model)
 
 
@@ -94,8 +96,9 @@ def _check_loss(loss: Any) -> None:
 def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
     """Raises an error if a loss is differentiated that does not depend on the model."""
     # Values that depend on a differentiated leaf have the same trace as the leaf.
-    traces = {id(_trace(x)) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}
-    if not traces or id(_trace(loss)) in traces:
+    trace = lambda x: id(getattr(x, "_trace", None))
+    traces = {trace(x) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}
+    if not traces or trace(loss) in traces:
         return
     problem = (
         "The loss that `loss_fn` returned does not depend on any trainable leaf of its argument "
@@ -109,10 +112,6 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
         "`loss_fn`, and not only through `jax.lax.stop_gradient`, an `argmax` or a comparison; "
         "and check which leaves `trainable` selects."
     )
-
-
-def _trace(x: Any) -> Any:
-    return getattr(x, "_trace", None)
 
 
 def _check_aux(aux: Any) -> None:
@@ -152,7 +151,8 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
                 f"The model that `loss_fn` returned has {_kind(new)} at {where}, but was given "
                 f"{_kind(old)} there. Keep the shape and the dtype."
             )
-    return cast_like(new_model, model)
+    stored = lambda new, old: new.astype(old.dtype) if is_floating(old) else new
+    return jax.tree.map(stored, new_model, model)
 
 
 def _kind(leaf: Any, floating: bool = False) -> str:
@@ -160,9 +160,3 @@ def _kind(leaf: Any, floating: bool = False) -> str:
         return f"a {type(leaf).__name__}"
     dtype = "floating" if floating and is_floating(leaf) else leaf.dtype
     return f"{dtype}{list(leaf.shape)}"
-
-
-def _batch_size(batch: PyTree) -> int:
-    """Returns the number of examples of a batch: the default weight of a loss."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape")]
-    return next((shape[0] for shape in shapes if shape), 1)

@@ -60,7 +60,6 @@ def call_update(
     while True:
         try:
             updates, new_state = update(grads, opt_state, params, **extras)
-            break
         except (AttributeError, TypeError, ValueError) as error:
             # `optax.chain` accepts all arguments and passes them to its parts, which may not
             # accept them. Calling it is the only way to find out.
@@ -78,8 +77,8 @@ def call_update(
                     "`optax.GradientTransformation(part.init, part.update)`."
                 ) from error
             raise
-    _check_shapes(updates, params)
-    return updates, new_state
+        _check_shapes(updates, params)
+        return updates, new_state
 
 
 def _check_shapes(updates: PyTree, params: PyTree) -> None:

@@ -8,9 +8,7 @@ from jaxtyping import Array, PyTree
 
 def check_compute_dtype(dtype: Any) -> None:
     """Raises an error for dtypes that are not floating."""
-    if dtype is None:
-        return
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, but is {dtype!r}."
         )
@@ -21,11 +19,6 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
-
-
-def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts each floating array to the dtype of its counterpart in a tree of equal structure."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_floating(y) else x, tree, like)
 
 
 def has_floating_state(model: PyTree) -> bool:

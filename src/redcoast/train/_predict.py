@@ -69,10 +69,8 @@ def _check_rows(predictions: PyTree, batch: PyTree) -> None:
     for path, leaf in leaves:
         shape = jnp.shape(leaf)
         if rows and (not shape or shape[0] not in rows):
-            where = show_path(path)
+            at = f" at {show_path(path)}" if path else ""
             raise ValueError(
-                f"`predict_fn` returned an array of shape {shape}"
-                + (f" at {where}" if where else "")
-                + f" for a batch of {min(rows)} examples. Its first dimension must be the batch: "
-                "one row for each example."
+                f"`predict_fn` returned an array of shape {shape}{at} for a batch of {min(rows)} "
+                "examples. Its first dimension must be the batch: one row for each example."
             )

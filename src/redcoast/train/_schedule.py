@@ -79,13 +79,7 @@ def learning_rate_schedule(
         raise ValueError(f"`decay` must be one of {', '.join(get_args(Decay))}, but is {decay!r}.")
     if not 0 <= end <= 1:
         raise ValueError(f"`end` must be a fraction of `peak` between 0 and 1, but is {end}.")
-    return _schedule(peak, total, warmup_steps, decay, end)
-
-
-def _schedule(
-    peak: float | int, total: int, warmup: int, decay: Decay, end: float | int
-) -> Schedule:
-    start = max(warmup - 1, 0)
+    start = max(warmup_steps - 1, 0)
     length = total - 1 - start
     if decay == "constant" or length == 0:
         main = optax.constant_schedule(peak)
@@ -94,10 +88,8 @@ def _schedule(
     else:
         main = optax.linear_schedule(peak, end * peak, length)
     if start > 0:
-        main = optax.join_schedules(
-            [optax.linear_schedule(peak / warmup, peak, start), main], [start]
-        )
-
+        rise = optax.linear_schedule(peak / warmup_steps, peak, start)
+        main = optax.join_schedules([rise, main], [start])
     # Optax counts steps in int32, which strict dtype promotion cannot combine with floats.
     return lambda step: jnp.asarray(main(jnp.asarray(step, jnp.float32)), jnp.float32)
 

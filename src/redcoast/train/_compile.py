@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -437,22 +437,20 @@ class CompiledCall:
         """The abstract outputs, and the last array of them, by a program that computes no other."""
         arrays, static, given, constants = self._split(tree, args)
         traced = self._jitted.trace(arrays, static, given, constants)
-        if id(traced.jaxpr) not in self._last:
-            self._last[id(traced.jaxpr)] = traced.jaxpr, _last_output(traced.jaxpr, self.mesh)
-        _, jitted = self._last[id(traced.jaxpr)]
-        return traced.out_info, jitted(*arrays, *given)
+        jaxpr, mesh = traced.jaxpr, self.mesh
+
+        def compute(*arrays: Any) -> Any:
+            with traced_over(mesh):
+                return jaxpr_as_fun(jaxpr)(*arrays)[-1]
+
+        if id(jaxpr) not in self._last:
+            # JAX leaves out what only the other outputs need.
+            self._last[id(jaxpr)] = jaxpr, jax.jit(compute)
+        return traced.out_info, self._last[id(jaxpr)][1](*arrays, *given)
 
     def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
         given, constants = split(args, numbers=True)
         return (*split(tree), place_batch(given, self.mesh), constants)
-
-
-def _last_output(jaxpr: ClosedJaxpr, mesh: Mesh) -> Callable[..., Any]:
-    def compute(*arrays: Any) -> Any:
-        with traced_over(mesh):
-            return jaxpr_as_fun(jaxpr)(*arrays)[-1]
-
-    return jax.jit(compute)  # JAX leaves out what only the other outputs need
 
 
 def by_microbatches(

@@ -146,10 +146,9 @@ def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
     for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):
         # Floating arrays are returned in `compute_dtype`.
         if _kind(old, is_floating(old)) != _kind(new, is_floating(old)):
-            where = show_path(path)
             raise ValueError(
-                f"The model that `loss_fn` returned has {_kind(new)} at {where}, but was given "
-                f"{_kind(old)} there. Keep the shape and the dtype."
+                f"The model that `loss_fn` returned has {_kind(new)} at {show_path(path)}, but was "
+                f"given {_kind(old)} there. Keep the shape and the dtype."
             )
     stored = lambda new, old: new.astype(old.dtype) if is_floating(old) else new
     return jax.tree.map(stored, new_model, model)

@@ -135,7 +135,6 @@ def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
         found = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
-        is_loss = found.model is model
-        return found.loss if is_loss else (found.loss, found.aux, found.model)
+        return found.loss if found.model is model else (found.loss, found.aux, found.model)
 
     return measure

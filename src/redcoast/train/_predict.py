@@ -57,11 +57,6 @@ def predict(
     given = cast_floating(batch, compute_dtype)
     with calling("predict_fn", {"batch": given}):
         predictions = predict_fn(model, given, key)
-    _check_rows(predictions, batch)
-    return predictions
-
-
-def _check_rows(predictions: PyTree, batch: PyTree) -> None:
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     leaves = jax.tree_util.tree_leaves_with_path(predictions)
     if not leaves:
@@ -74,3 +69,4 @@ def _check_rows(predictions: PyTree, batch: PyTree) -> None:
                 f"`predict_fn` returned an array of shape {shape}{at} for a batch of {min(rows)} "
                 "examples. Its first dimension must be the batch: one row for each example."
             )
+    return predictions

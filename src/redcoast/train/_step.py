@@ -87,10 +87,9 @@ def init_state(
 
     def create(key: PRNGKeyArray) -> TrainState:
         model_key, key = jax.random.split(key)
-        options = {"compute_dtype": compute_dtype, "trainable": trainable}
         with calling("init_fn", {}):
             model = init_fn(model_key)
-        return state_of(model, optimizer, key=key, **options)
+        return state_of(model, optimizer, key=key, compute_dtype=compute_dtype, trainable=trainable)
 
     check_functions(init_fn=init_fn)
     check_optimizer(optimizer)
@@ -238,7 +237,6 @@ def train_step(
         updates, opt_state = guarded_update(update, grads, state.opt_state, finite)
         params_after = optax.apply_updates(params, updates)
     model = _select(finite, eqx.combine(params_after, rest_after), state.model)
-    adjusted = None if scale is None else scale.adjust(finite)
     metrics = {
         **aux,
         "loss": loss,
@@ -246,10 +244,11 @@ def train_step(
         "skipped": 1.0 - finite.astype(jnp.float32),
         **_learning_rate(opt_state),
     }
-    if scale is not None and adjusted is not None:
+    if scale is not None:
         metrics["loss_scale"] = scale.value
-        metrics["skipped_total"] = adjusted.skipped.astype(jnp.float32)
-    return TrainState(model, opt_state, state.step + 1, state.key, adjusted), metrics
+        scale = scale.adjust(finite)
+        metrics["skipped_total"] = scale.skipped.astype(jnp.float32)
+    return TrainState(model, opt_state, state.step + 1, state.key, scale), metrics
 
 
 @hide_frames

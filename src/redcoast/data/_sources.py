@@ -69,8 +69,7 @@ def _alternative(examples: Any, name: str) -> str:
 
 def count_examples(examples: Any, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream or without examples."""
-    uncounted = examples is None or is_stream(examples)
-    return None if uncounted else by_epoch(examples, name=name)[1]
+    return None if examples is None or is_stream(examples) else by_epoch(examples, name=name)[1]
 
 
 def _length(examples: Any, name: str) -> int:

@@ -160,8 +160,7 @@ def sentences(
     parts += _inputs(found.batch, indices)
     parts += [first] if first else []
     if found.grads:
-        names = list(found.grads)
-        parts.append(f"The gradient is NaN or infinite for {several(names, MOST)}.")
+        parts.append(f"The gradient is NaN or infinite for {several([*found.grads], MOST)}.")
     elif not parts:
         parts.append("No single gradient, parameter or input is infinite or NaN by itself.")
     if not (found.state or found.batch or first or trained):
@@ -170,8 +169,7 @@ def sentences(
 
 
 def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
-    wrong = "NaN or infinite values"
-    return [_held(wrong, path, rows, indices) for path, rows in found.items()]
+    return [_held("NaN or infinite values", path, rows, indices) for path, rows in found.items()]
 
 
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:

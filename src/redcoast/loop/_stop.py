@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools as ft
 import logging
 import os
 import signal
@@ -84,16 +83,17 @@ def _refuse() -> bool:
 
 
 def _agreed(mesh: Mesh, asked: Callable[[], bool]) -> Callable[[], bool]:
-    """Whether any process is asked to stop, with the same answer in all processes at each step.
+    """Returns whether any process is asked to stop, the same in all processes at each step.
 
     Each call dispatches an all-reduce of the processes' flags and reads the result of the call
     before, which the devices have computed by then, so that no process waits for another.
     """
+    everywhere = NamedSharding(mesh, P(mesh.axis_names))
     # Each process fills its own part, so that an array holds the flags of all processes.
-    make = ft.partial(
-        jax.make_array_from_callback, (mesh.size,), NamedSharding(mesh, P(mesh.axis_names))
+    of_all = lambda flag: jax.make_array_from_callback(
+        (mesh.size,), everywhere, lambda _: np.full(1, flag, np.int32)
     )
-    flags = [make(lambda _, flag=flag: np.full(1, flag, np.int32)) for flag in (0, 1)]
+    flags = [of_all(0), of_all(1)]
     count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
     counted: Any = None
 

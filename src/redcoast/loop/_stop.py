@@ -83,7 +83,7 @@ def _refuse() -> bool:
 
 
 def _agreed(mesh: Mesh, asked: Callable[[], bool]) -> Callable[[], bool]:
-    """Returns whether any process is asked to stop, the same in all processes at each step.
+    """A function that returns whether any process is asked to stop, in all at the same step.
 
     Each call dispatches an all-reduce of the processes' flags and reads the result of the call
     before, which the devices have computed by then, so that no process waits for another.

@@ -23,7 +23,7 @@ from traffic.measure import measure_layout
 
 import redcoast as rc
 from redcoast.losses import cross_entropy
-from redcoast.models import Mixtral, MixtralConfig, mixtral
+from redcoast.models import Mixtral, MixtralConfig, _moe, mixtral
 
 EVERY_AXIS = ("data", "fsdp", "model")
 ATTENTION = {
@@ -139,14 +139,14 @@ def measure(case: Case, mesh: Mesh, name: str, make: Any) -> dict[str, Any]:
     layout = make(case, mesh)
     if not name.startswith("all-to-all"):
         return measure_layout(case, mesh, layout, name)
-    run = mixtral._mlp
+    run = _moe.gated_experts
 
     def send(layer: Any, x: jax.Array) -> jax.Array:
         """Applies the experts where they are; `x` is `"batch experts tokens width"`."""
         to = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
         return to(run(layer, to(x, None, EVERY_AXIS)), EVERY_AXIS)
 
-    with mock.patch.object(mixtral, "_mlp", send):
+    with mock.patch.object(mixtral, "gated_experts", send):
         return measure_layout(case, mesh, layout, name)
 
 

@@ -12,19 +12,17 @@ import redcoast as rc
 
 def read_values(file: Path) -> dict[tuple[str, int], Any]:
     """Reads an event file as TensorBoard does: the length, a checksum, an event, a checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
+    events: Any = pytest.importorskip("tensorboardX.proto.event_pb2")
     content, values = file.read_bytes(), {}
     while content:
         (length,) = struct.unpack("<Q", content[:8])
-        event: Any = Event.FromString(content[12 : 12 + length])
+        event: Any = events.Event.FromString(content[12 : 12 + length])
         content = content[16 + length :]
         values |= {(value.tag, event.step): value for value in event.summary.value}
     return values
 
 
 def test_metrics_and_the_plan_are_read_back_from_the_event_file(tmp_path):
-    pytest.importorskip("tensorboardX")
     log = rc.tensorboard_logger(tmp_path / "events")
     run = rc.RunInfo(plan="1 device", config={"batch_size": 32})
     with rc.metrics_reader([rc.progress_logger(False), log], run) as reader:

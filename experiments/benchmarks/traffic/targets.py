@@ -25,4 +25,4 @@ def target_devices(platform: Platform) -> list[Any]:
             f"The compiler for {platform} is not installed. Run "
             f"`pip install 'redcoast[{EXTRAS[platform]}]'`, which does not need such a device."
         )
-    return found.devices
+    return list(found.devices)

@@ -18,9 +18,9 @@ from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._frames import hide_frames
 from ..core._jaxpr import iter_equations
-from ..core._pytree import ARRAYS, NUMBERS, Static, join, show_path, split
+from ..core._pytree import ARRAYS, NUMBERS, Static, abstract_array, join, show_path, split
 from ..core._tracing import traced_over
-from ..distributed._arrays import abstract_array, abstract_batch, place_array, place_batch, put
+from ..distributed._arrays import abstract_batch, place_array, place_batch, put
 from ..distributed._mesh import batch_shards
 from ..tracking._metrics import PackedMetrics
 

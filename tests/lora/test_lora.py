@@ -103,11 +103,12 @@ def test_all_matrices_of_every_family_are_multiplied_by(name):
     batch = make_batch(case["settings"], pixels=case["pixels"], text=case["text"])
     assert eqx.filter_eval_shape(apply, model, batch).dtype == jnp.float32
     rest = {path.rpartition("/")[2] for path in paths(model)} - {"weight", "a", "b"}
-    vectors_and_tables = (
-        "embed|norm|shift|bias|^b[qkvo]$|token|sinks|scale|correction|query|decay|skip"
-    )
-    kernels = "^conv_|^first$|^second$"
-    assert [name for name in rest if not re.search(f"{vectors_and_tables}|{kernels}", name)] == []
+    vectors_and_tables = "embed|norm|shift|bias|^b[qkvo]$|cls_token|sinks"
+    newer = "mask_token|register_tokens|attention_scale|mlp_scale|logit_scale"
+    newer += "|^(correction|query|log_decay|skip)$"
+    kernels = "^(conv_[xbc]|first|second)$"  # of convolutions
+    known = re.compile(f"{vectors_and_tables}|{newer}|{kernels}")
+    assert all(map(known.search, rest)), rest
 
 
 @pytest.mark.thorough

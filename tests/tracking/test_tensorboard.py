@@ -2,6 +2,7 @@
 
 import struct
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import redcoast as rc
 
 def read_values(file: Path) -> dict[tuple[str, int], Any]:
     """Reads an event file as TensorBoard does: the length, a checksum, an event, a checksum."""
-    events: Any = pytest.importorskip("tensorboardX.proto.event_pb2")
+    events: Any = import_module("tensorboardX.proto.event_pb2")
     content, values = file.read_bytes(), {}
     while content:
         (length,) = struct.unpack("<Q", content[:8])

@@ -240,7 +240,9 @@ def _with_open_mpi(job: _Job) -> _Job:
     if size is None or rank is None:
         return job
     local_id = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", 0))
-    return replace(_fill(job, processes=int(size), process_id=int(rank)), local_id=local_id)
+    processes = int(size) if job.processes is None else job.processes
+    number = int(rank) if job.process_id is None else job.process_id
+    return replace(job, processes=processes, process_id=number, local_id=local_id)
 
 
 def _unjoined() -> str:

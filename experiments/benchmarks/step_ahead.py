@@ -13,6 +13,7 @@ import os
 # JAX reads these when it is first imported; no accelerator is looked for.
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -25,15 +26,40 @@ from traffic.measure import count_collectives
 from traffic.targets import Platform, target_devices
 
 import redcoast as rc
-from redcoast import models
+from redcoast import lora, models
 from redcoast.core._target import compiling_for, target_of
 
 SIZES: dict[str, Any] = {"vocab": 32000, "width": 768, "layers": 6, "heads": 12, "hidden": 3072}
 SHAPE = (8, 512)
-CONFIGS = {
-    "GPT-2": models.GPT2Config(**SIZES, positions=SHAPE[1]),
-    "LLaMA": models.LlamaConfig(**SIZES, kv_heads=12),
-    "LLaMA, grouped": models.LlamaConfig(**SIZES, kv_heads=6),
+GPT2 = models.GPT2Config(**SIZES, positions=SHAPE[1])
+LLAMA = models.LlamaConfig(**SIZES, kv_heads=12, attention_dropout=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The configuration of a model, and what its loss uses."""
+
+    config: Any
+    adapters: bool = False
+    segments: bool = False
+    dropout: bool = False
+    dtypes: tuple[str, ...] = ("bfloat16",)
+
+
+PROGRAMS = {
+    "GPT-2": Program(GPT2, dtypes=("float32", "bfloat16")),
+    "LLaMA": Program(LLAMA, dtypes=("float32", "bfloat16")),
+    "LLaMA, grouped": Program(
+        dataclasses.replace(LLAMA, kv_heads=6), dtypes=("float32", "bfloat16")
+    ),
+    "GPT-2, LoRA": Program(GPT2, adapters=True),
+    "GPT-2, segments": Program(GPT2, segments=True),
+    "GPT-2, dropout": Program(GPT2, dropout=True),
+    "GPT-2, remat": Program(dataclasses.replace(GPT2, remat="full")),
+    "LLaMA, LoRA": Program(LLAMA, adapters=True),
+    "LLaMA, segments": Program(LLAMA, segments=True),
+    "LLaMA, dropout": Program(LLAMA, dropout=True),
+    "LLaMA, remat": Program(dataclasses.replace(LLAMA, remat="full")),
 }
 
 
@@ -45,50 +71,63 @@ def main(platforms: tuple[Platform, ...], /) -> None:
     """
     heads = ("device", "mesh", "model", "dtype", "MB of temporaries", "GB accessed", "collectives")
     print(f"| {' | '.join(heads)} |\n| --- | --- | --- | --- | ---: | ---: | ---: |")
-    for name in platforms:
-        devices = target_devices(name)
+    for platform in platforms:
+        devices = target_devices(platform)
         for data, model in ((1, 1), (2, 2)):
             mesh = rc.make_mesh(data=data, model=model, devices=devices[: data * model])
-            for family, config in CONFIGS.items():
-                for dtype in ("float32", "bfloat16"):
-                    row = (name, f"{data}x{model}", family, dtype, *measure(config, mesh, dtype))
+            for name, program in PROGRAMS.items():
+                for dtype in program.dtypes:
+                    row = (platform, f"{data}x{model}", name, dtype, *measure(program, mesh, dtype))
                     print("|", " | ".join(row), "|", flush=True)
 
 
-def measure(config: Any, mesh: Mesh, dtype: str) -> tuple[str, str, str]:
-    kind = getattr(models, type(config).__name__.removesuffix("Config"))
-    abstract = eqx.filter_eval_shape(lambda key: kind(config, key=key), jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct(SHAPE, jnp.int32)
-    plan = rc.plan_shardings(abstract, mesh, fn=loss_of(dtype), args=(tokens,))
-    compiled = compile_step(plan, loss_of(dtype), abstract, tokens, mesh)
+def measure(program: Program, mesh: Mesh, dtype: str) -> tuple[str, str, str]:
+    compiled = compile_step(program, mesh, dtype)
     costs: Any = compiled.cost_analysis() or {}
     accessed = f"{costs['bytes accessed'] / 1e9:.2f}" if costs else "-"
     kept = f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:,.0f}"
     return kept, accessed, str(count_collectives(compiled.as_text(), mesh)["collectives"])
 
 
-def loss_of(dtype: str) -> Any:
-    def loss_fn(model: Any, tokens: Any) -> Any:
-        cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
-        logits = jax.tree.map(cast, model)(tokens).astype(jnp.float32)
-        return rc.losses.cross_entropy(logits, tokens)
-
-    return loss_fn
-
-
-def compile_step(plan: Any, loss_fn: Any, abstract: Any, tokens: Any, mesh: Mesh) -> Any:
-    is_abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays, static = eqx.partition(abstract, is_abstract)
-    shardings = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
-    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def compile_step(program: Program, mesh: Mesh, dtype: str) -> Any:
+    model, batch = eqx.filter_eval_shape(lambda key: inputs_of(program, key), jax.random.key(0))
+    trainable = lora.trainable(model) if program.adapters else True
+    loss_fn = lambda model, batch: loss_of(model, batch, dtype)
+    plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch,), trainable=trainable)
     constrained = plan.constrain(loss_fn)
-    step = jax.value_and_grad(lambda arrays, rows: constrained(eqx.combine(arrays, static), rows))
-    rows = place(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
-    jitted = jax.jit(step, out_shardings=(None, shardings))
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    shardings = eqx.filter(plan.shardings, lambda x: isinstance(x, NamedSharding))
+    arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    trained, frozen = eqx.partition(jax.tree.map(place, arrays, shardings), trainable)
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    batch = {name: place(x, rows if x.ndim else None) for name, x in batch.items()}
+    step = jax.value_and_grad(
+        lambda trained, frozen, batch: constrained(eqx.combine(trained, frozen, static), batch)
+    )
+    jitted = jax.jit(step, out_shardings=(None, eqx.filter(shardings, trainable)))
     # The constrained function of one device is the function itself, which would choose the
     # operations of the CPU that it is traced on.
     with compiling_for(target_of(mesh.devices.flat[0])):
-        return jitted.lower(jax.tree.map(place, arrays, shardings), rows).compile()
+        return jitted.lower(trained, frozen, batch).compile()
+
+
+def inputs_of(program: Program, key: Any) -> tuple[Any, dict[str, Any]]:
+    kind = getattr(models, type(program.config).__name__.removesuffix("Config"))
+    model = kind(program.config, key=key)
+    batch = {"tokens": jnp.zeros(SHAPE, jnp.int32)}
+    if program.adapters:
+        model = lora.add_adapters(model, 8, targets=".", key=key)
+    if program.segments:
+        batch["segments"] = jnp.zeros(SHAPE, jnp.int32)
+    if program.dropout:
+        batch["key"] = key
+    return model, batch
+
+
+def loss_of(model: Any, batch: dict[str, Any], dtype: str) -> Any:
+    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
+    logits = jax.tree.map(cast, model)(**batch).astype(jnp.float32)
+    return rc.losses.cross_entropy(logits, batch["tokens"])
 
 
 if __name__ == "__main__":

@@ -156,8 +156,9 @@ def attend(
         k, v = gather_sequence(k), gather_sequence(v)
     # The same as `jax.nn.dot_product_attention`, which would compute the softmax of float64 in
     # float32. Queries are scaled before the product so that float16 does not overflow. There is a
-    # dimension for groups only if there are fewer key heads, since XLA copies arrays for it.
-    g = "" if q.shape[2] == k.shape[2] else "g"
+    # dimension for groups only if there are fewer key heads, since XLA copies arrays for it, or on
+    # a TPU, where fewer bytes are accessed with it.
+    g = "" if q.shape[2] == k.shape[2] and target().platform != "tpu" else "g"
     grouped = (q * scale).reshape(*q.shape[:2], k.shape[2], *[-1] * len(g), q.shape[3])
     scores = jnp.einsum(f"bsn{g}k,btnk->bn{g}st", grouped, k).astype(wide(q.dtype))
     if bias is not None:

@@ -9,14 +9,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._target import target
 from ._attention import wide
+
+
+def recomputed(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Returns the function, of which the backward pass keeps the arguments only, and computes the
+    rest again."""
+
+    def call(*args: Array | None) -> Array:
+        # Without a barrier the compilers for GPUs and TPUs fuse more. They do not undo the
+        # rematerialisation by CSE, since the two passes over the layers are separate loops.
+        return jax.checkpoint(fn, prevent_cse=target().platform == "cpu")(*args)
+
+    return call
 
 
 def rms_norm(x: Float[Array, "..."], scale: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
     """RMSNorm (Zhang and Sennrich, 2019) over the last dimensions, as many as `scale` has."""
     axes = tuple(range(-scale.ndim, 0))
 
-    @jax.checkpoint
+    @recomputed
     def norm(x, scale):
         y = x.astype(wide(x.dtype))
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=axes, keepdims=True) + eps)
@@ -33,7 +46,7 @@ def layer_norm(
 ) -> Float[Array, "*rows width"]:
     """Layer norm (Ba et al., 2016) over the last dimension, with or without a shift."""
 
-    @jax.checkpoint
+    @recomputed
     def norm(x, scale, shift):
         y = x.astype(wide(x.dtype))
         y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -49,9 +62,8 @@ def _along(scale: Array, x: Array) -> Array:
     return scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
 
 
-# Their derivatives are computed from the input alone, which is the only array that is kept.
-_gelu = jax.checkpoint(partial(jax.nn.gelu, approximate=False))
-_gelu_tanh = jax.checkpoint(partial(jax.nn.gelu, approximate=True))
+_gelu = recomputed(partial(jax.nn.gelu, approximate=False))
+_gelu_tanh = recomputed(partial(jax.nn.gelu, approximate=True))
 
 # Some names differ only in how PyTorch computes the same function.
 ACTIVATIONS: dict[str, Callable[[Float[Array, "..."]], Float[Array, "..."]]] = {
@@ -75,7 +87,7 @@ def activate_gated(
     activation: str, gate: Float[Array, "*rows hidden"], up: Float[Array, "*rows hidden"]
 ) -> Float[Array, "*rows hidden"]:
     """Returns `activation(gate) * up`. The backward pass keeps `gate` and `up` only."""
-    return jax.checkpoint(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
+    return recomputed(lambda gate, up: ACTIVATIONS[activation](gate) * up)(gate, up)
 
 
 def check_activation(name: str) -> None:

@@ -12,7 +12,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, attend_near, real_tokens, wide
-from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
+from ._basic import (
+    initial_attention,
+    initial_mlp,
+    initial_tables,
+    look_up,
+    normal,
+    recomputed,
+    rms_norm,
+)
 from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads, check_local
 from ._einsum import keys_values, outputs, product, queries
@@ -204,8 +212,7 @@ class GptOss(eqx.Module):
 def _mlp(layer, limit, x):
     gate = product("betd,edh->beth", x, layer.gate) + layer.gate_bias[None, :, None]
     up = product("betd,edh->beth", x, layer.up) + layer.up_bias[None, :, None]
-    # Computed again in the backward pass, which keeps `gate` and `up` only.
-    y = jax.checkpoint(ft.partial(_activate, limit))(gate, up)
+    y = recomputed(ft.partial(_activate, limit))(gate, up)
     return product("beth,ehd->betd", y, layer.down) + layer.down_bias[None, :, None]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from redcoast import models
+from redcoast.core._target import Target, compiling_for
 from redcoast.models._basic import ACTIVATIONS, activate_gated, layer_norm, rms_norm
 from redcoast.models._einsum import product
 
@@ -39,6 +40,16 @@ def test_norms_keep_their_inputs_only():
         [16, X.size],
         [16, 16, X.size],
     )
+
+
+@pytest.mark.parametrize(("platform", "has_barrier"), [("cpu", True), ("gpu", False)])
+def test_only_programs_for_a_cpu_have_barriers(platform, has_barrier):
+    """The compilers for GPUs and TPUs access fewer bytes without them."""
+    model = models.GPT2(CONFIG, key=jax.random.key(0))
+    loss_fn = eqx.filter_grad(lambda model: jnp.sum(model(TOKENS) ** 2))
+    with compiling_for(Target(platform, 0)):
+        text = eqx.filter_jit(loss_fn).lower(model).as_text()
+    assert ("optimization_barrier" in text) == has_barrier
 
 
 @pytest.mark.thorough

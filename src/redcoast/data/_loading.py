@@ -18,7 +18,7 @@ from ._sources import by_epoch, encode_stream_state, fetch
 T = TypeVar("T")
 U = TypeVar("U")
 WORKERS, AHEAD = 2, 4
-CHEAP = 0.2e-3  # seconds
+CHEAP, DELAY = 0.2e-3, 10e-3  # seconds
 
 
 class Loaded(NamedTuple):
@@ -134,18 +134,18 @@ def prefetch(
 
 
 def _while_fast(make: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
-    """Computes results in this thread, until two in a row take longer than their reader."""
+    """Computes results in this thread, until together they take longer than their reader."""
     # The device computes at the same time, so this costs nothing as long as it takes less time.
     # Threads share the interpreter with the reader, and passing a small batch between threads
-    # costs more than computing it.
-    slow = 0
+    # costs more than computing it. A single delay, such as by another program, does not count.
+    late = 0.0
     before = perf_counter()
     for item in items:
         begin = perf_counter()
         result = make(item)
         end = perf_counter()
-        slow = slow + 1 if end - begin > max(CHEAP, begin - before) else 0
+        late = max(0.0, late + min(DELAY, end - begin - max(CHEAP, begin - before)))
         yield result
         before = end
-        if slow == 2:
+        if late >= 2 * DELAY:
             return

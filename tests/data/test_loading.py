@@ -196,7 +196,7 @@ def test_prefetch_keeps_the_order_and_runs_ahead(clock):
     made = []
 
     def make(i):
-        clock.now += 0.001
+        clock.now += 0.02
         time.sleep(0.03 if i == 5 else 0)
         made.append(i)
         return i
@@ -211,14 +211,14 @@ def test_prefetch_keeps_the_order_and_runs_ahead(clock):
 
 def test_prefetch_uses_no_threads_while_results_are_fast(clock):
     def make(i):
-        clock.now += 0.002
+        clock.now += 0.02
         return threading.current_thread().name
 
     here = threading.current_thread().name
     results = prefetch(make, range(40), workers=2)
     for _ in range(30):
         assert next(results) == here
-        clock.now += 0.004  # a reader that takes longer than `make`
+        clock.now += 0.04  # a reader that takes longer than `make`
     rest = list(results)  # and a reader that takes less time
     assert here not in rest[3:]
 
@@ -228,12 +228,22 @@ def test_prefetch_uses_no_threads_for_cheap_results(clock):
     assert set(names) == {threading.current_thread().name}
 
 
+def test_prefetch_uses_no_threads_after_delays_that_are_rare(clock):
+    """Such as of a busy machine, in two batches one after the other."""
+
+    def make(i):
+        clock.now += 0.008 if i % 200 in (100, 101) else 0.0001
+        return threading.current_thread().name
+
+    assert set(prefetch(make, range(1000), workers=2)) == {threading.current_thread().name}
+
+
 def test_prefetch_stops_with_its_reader(clock):
     def workers():
         return [t for t in threading.enumerate() if t.name.startswith("redcoast-data")]
 
     def make(i):
-        clock.now += 0.001
+        clock.now += 0.02
 
     results = prefetch(make, range(1000), workers=2)
     for _ in range(4):

@@ -73,6 +73,20 @@ def test_arrays_have_the_shardings_of_like(tmp_path):
     assert type(rc.load_checkpoint(tmp_path / "b", numpy)["w"]) is np.ndarray
 
 
+def test_shardings_of_another_tree_are_refused(tmp_path):
+    """They would place none of the arrays, which would all be loaded to one device."""
+    state, mesh = make_state(), rc.make_mesh(model=4)
+    rc.save_checkpoint(tmp_path / "a", state)
+    shardings = rc.infer_shardings(state, mesh)
+    with pytest.raises(
+        ValueError, match="no array: key, model/layers/0/bias.*plan.shardings.model"
+    ):
+        rc.load_checkpoint(tmp_path / "a", state.model, shardings=shardings, subtree="model")
+    replicated = NamedSharding(mesh, P())
+    with pytest.raises(ValueError, match="no array: its root"):
+        rc.load_checkpoint(tmp_path / "a", state, shardings=replicated)
+
+
 def test_part_of_a_checkpoint(tmp_path):
     state = make_state()
     rc.save_checkpoint(tmp_path / "a", state)

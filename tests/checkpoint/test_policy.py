@@ -113,7 +113,12 @@ def test_a_new_run_needs_an_empty_directory(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"every": 0}, "every=0"), ({"keep": 0}, "keep=0"), ({"mode": "most"}, "'most'")],
+    [
+        ({"every": 0}, "`every` is 0"),
+        ({"keep": 0}, "`keep` is 0"),
+        ({"keep": None}, "keep"),
+        ({"mode": "most"}, "'most'"),
+    ],
 )
 def test_bad_policies(options, words):
     with pytest.raises((ValueError, TypeError), match=words):

@@ -128,7 +128,7 @@ def test_an_unsaved_final_state_raises(runs):
     run = runs["full at the end"]
     assert run["newest"] == "2"
     assert "The final state, after step 12, could not be saved in" in run["error"]
-    assert "The newest checkpoint is" in run["error"]
+    assert "The last good checkpoint is" in run["error"]
     assert len(failures(run)) == 5
 
 
@@ -208,6 +208,36 @@ def test_deleting_a_checkpoint_does_not_follow_links(tmp_path):
         saver.save(2, tree(2), {"metrics": {}})
     assert saved_steps(checkpoints) == [2]
     assert (tmp_path / "elsewhere" / "state").is_dir()
+
+
+def test_an_earlier_step_is_kept_beside_a_later_one(tmp_path, caplog):
+    checkpoints = rc.Checkpoints(tmp_path / "run")
+    for step in (100, 50):
+        with Saver(checkpoints) as saver:
+            saver.save(step, tree(step), {"metrics": {}})
+    assert saved_steps(checkpoints) == [50, 100]
+    assert "Step 50 is saved in" in caplog.text
+    assert "later checkpoint, of step 100" in caplog.text
+
+
+def test_metrics_of_a_step_that_was_saved_are_not_dropped_silently(tmp_path, caplog):
+    with Saver(rc.Checkpoints(tmp_path, best="loss")) as saver:
+        saver.save(1, tree(1), {"metrics": {}})
+        saver.save(1, tree(1), {"metrics": {}})
+        assert not caplog.records
+        saver.save(1, tree(1), {"metrics": {"loss": 0.5}})
+    assert "these metrics are not saved: loss" in caplog.text
+
+
+def test_a_checkpoint_that_no_run_saved_is_not_resumed(tmp_path):
+    rc.save_checkpoint(tmp_path / "run" / "checkpoints" / "0", tree(0))
+    with (
+        rc.Checkpointer(rc.Checkpoints(tmp_path / "run")) as checkpointer,
+        pytest.raises(
+            ValueError, match="was saved by `redcoast.save_checkpoint`, and not by a run"
+        ),
+    ):
+        checkpointer.restore(tree(0), {})
 
 
 def test_an_unwritable_directory_raises_at_once(tmp_path):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import threading
 import time
 
@@ -324,3 +325,26 @@ def test_collate_fn_may_be_any_callable():
     assert batch.arrays["x"].shape == (8, 16)
     (batch,) = train(list(np.arange(8)), np.array, stop=8, batch_size=8)
     assert batch.arrays.shape == (8,)
+
+
+def test_a_batch_may_be_a_list_of_arrays_as_long_as_the_batch():
+    as_list = lambda examples: [index_collate(examples)["index"], np.ones((len(examples), 3))]
+    found = [[x.shape for x in batch.arrays] for batch in train(make_examples(8), as_list, stop=10)]
+    assert found == [[(4,), (4, 3)], [(4,), (4, 3)], [(2,), (2, 3)]]
+    with pytest.raises(TypeError, match="returned a list of 4 entries"):
+        next(train(make_examples(8), lambda examples: [e["index"] for e in examples]))
+
+
+def test_a_decorated_collate_fn_gets_rngs():
+    given = []
+
+    def collate(examples, rngs=None):
+        given.append(rngs)
+        return index_collate(examples)
+
+    @functools.wraps(collate)
+    def decorated(*args, **kwargs):
+        return collate(*args, **kwargs)
+
+    next(train(make_examples(8), decorated))
+    assert len(given[0]) == 4

@@ -43,6 +43,18 @@ def test_means_are_weighted_by_weight():
         rc.evaluate(MODEL, nothing, collate_fn=collate, loss_fn=loss, batch_size=8)
 
 
+def test_one_process_gets_all_columns_of_its_predictions():
+    """The predictions are sharded over `model`, and each device has some of the columns."""
+    weight = {"w": np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)}
+    examples = [np.full(64, i, np.float32) for i in range(9)]
+    given = {"collate_fn": np.stack, "predict_fn": lambda model, batch, key: batch @ model["w"]}
+    given |= {"batch_size": 4, "mesh": rc.make_mesh(data=2, model=4)}
+    expected = rc.predict_examples(weight, examples, **given)
+    found = rc.predict_examples(weight, examples, **given, gather="none")
+    assert [i for i, _ in found] == list(range(9))
+    np.testing.assert_array_equal([row for _, row in found], expected)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 64])
 @pytest.mark.few("7", "64")
 def test_predictions_come_in_order(batch_size):

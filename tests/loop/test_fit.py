@@ -558,19 +558,22 @@ def test_randomness_does_not_depend_on_the_mesh_nor_does_a_short_last_batch():
 
 
 @pytest.mark.thorough
-def test_epochs_go_on_where_a_short_batch_ended():
+@pytest.mark.parametrize(("count", "before"), [(10, 1), (9, 2)])
+def test_epochs_go_on_where_a_short_batch_ended(count, before):
     seen = []
 
     def collate(examples):
         seen.append([e["index"] for e in examples])
         return collate_fn(examples)
 
-    examples = EXAMPLES[:10]
-    state = fit(examples=examples, epochs=1, batch_size=4, collate_fn=collate)
+    examples = EXAMPLES[:count]
+    state = fit(examples=examples, epochs=before, batch_size=4, collate_fn=collate)
     # Each run collates a first batch to plan with.
-    assert [len(rows) for rows in seen] == [4, 4, 4, 2]
-    fit(model=state, examples=examples, epochs=2, batch_size=4, collate_fn=collate)
-    assert sorted(sum(seen[5:], [])) == list(range(10))
+    sizes = [len(rows) for rows in seen[1:]]
+    assert sum(sizes) == before * count
+    assert sizes[-1] == 2
+    fit(model=state, examples=examples, epochs=before + 1, batch_size=4, collate_fn=collate)
+    assert sorted(sum(seen[len(sizes) + 2 :], [])) == list(range(count))
 
 
 @pytest.mark.thorough

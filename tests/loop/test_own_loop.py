@@ -2,6 +2,7 @@
 
 import functools as ft
 import json
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,40 @@ def test_batches_resume_after_any_of_them(stream):
         assert drawn(again) == whole[i + 1 :]
 
 
+def test_a_closed_stream_continues_after_the_last_returned_batch():
+    """Batches prepared ahead are read again, also from the state before the first batch."""
+    slow = lambda examples: time.sleep(0.02) or index_collate(examples)
+    data = rc.batches(Stream(EXAMPLES[:24]), slow, batch_size=2, key=KEY, mesh=MESH)
+    begin = data.get_state()
+    found = [index for _ in range(5) for index in next(data).arrays["index"].tolist()]
+    data.close()
+    found += [index for batch in data for index in np.asarray(batch.arrays["index"]).tolist()]
+    assert found == list(range(24))
+    data.set_state(begin)
+    assert np.asarray(next(data).arrays["index"]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_batch_that_failed_is_made_again(error, stream):
+    failures = [error]
+
+    def flaky(examples):
+        if len(failures) == 1 and examples[0]["index"] == expected[2][1][0]:
+            raise failures.pop()
+        return index_collate(examples)
+
+    examples = lambda: Stream(EXAMPLES[:24]) if stream else EXAMPLES[:24]
+    options: dict[str, Any] = {"batch_size": 4, "key": KEY, "mesh": MESH}
+    options["steps"] = 6
+    expected = drawn(rc.batches(examples(), index_collate, **options))
+    data = rc.batches(examples(), flaky, **options)
+    found = []
+    with pytest.raises(error):
+        found.extend(entry for batch in data for entry in drawn([batch]))
+    assert found + drawn(data) == expected
+
+
 def test_state_of_another_kind_of_examples():
     data = rc.batches(EXAMPLES, index_collate, batch_size=4, key=KEY, steps=2)
     with pytest.raises(ValueError, match="started with a stream and cannot be resumed"):
@@ -146,7 +181,23 @@ def test_nothing_is_saved_without_checkpoints():
         checkpointer.save(1, {})
 
 
+def test_a_checkpointer_saves_only_inside_of_with(tmp_path):
+    checkpointer = rc.Checkpointer(rc.Checkpoints(tmp_path, every=1))
+    for call in (lambda: checkpointer.save(1, {}), lambda: checkpointer.wants(1)):
+        with pytest.raises(ValueError, match="only inside of its `with` statement"):
+            call()
+
+
 def test_only_one_checkpointer_at_a_time_has_a_directory(tmp_path):
+    again = rc.Checkpointer(rc.Checkpoints(tmp_path))
+    with pytest.raises(ZeroDivisionError), again:
+        raise ZeroDivisionError
+    with (
+        again,
+        pytest.raises(ValueError, match="is in use by another run"),
+        rc.Checkpointer(rc.Checkpoints(tmp_path)),
+    ):
+        pass
     with (
         rc.Checkpointer(rc.Checkpoints(tmp_path)),
         pytest.raises(ValueError, match="is in use by another run"),

@@ -311,3 +311,8 @@ def test_the_plan_is_in_the_directory_of_the_run(tmp_path):
     start("second", resumed=True, step=5)
     texts = {path.name: path.read_text() for path in tmp_path.glob("plan*")}
     assert texts == {"plan.txt": "first\n", "plan_5.txt": "second\n"}
+    start("third", resumed=True, step=5)
+    start("third", resumed=True, step=5)
+    assert (tmp_path / "plan_5.txt").read_text() == "second\n"
+    assert (tmp_path / "plan_5_2.txt").read_text() == "third\n"
+    assert len(list(tmp_path.glob("plan*"))) == 3

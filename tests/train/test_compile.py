@@ -151,6 +151,23 @@ def test_an_array_twice_in_the_state_is_donated_once():
     assert jax.random.key_data(state["again"]).shape == (2,)
 
 
+def test_arrays_of_the_closure_stay_valid_for_each_new_state():
+    """Several runs with one compiled step start from the arrays that it closes over."""
+    teacher = make_model()
+    start_again = lambda: rc.init_state(lambda key: teacher, OPTIMIZER, key=KEY)
+
+    def loss_of(model, batch, key):
+        follow = jnp.mean((jax.vmap(model)(batch["x"]) - jax.vmap(teacher)(batch["x"])) ** 2)
+        return loss_fn(model, batch, key)[0] + follow
+
+    step = ft.partial(rc.train_step, loss_fn=loss_of, optimizer=OPTIMIZER)
+    step = rc.compile_step(
+        step, rc.infer_shardings(start_again(), rc.make_mesh(data=1, devices=jax.devices()[:1]))
+    )
+    losses = [float(step(start_again(), batch_of(16))[1]["loss"]) for _ in range(3)]
+    assert len(set(losses)) == 1
+
+
 def test_donated_arrays_are_named():
     """Donated arguments and states; JAX's own error reports only their shape."""
     state, shardings = start(rc.make_mesh())

@@ -589,6 +589,7 @@ def test_an_optimizer_state_of_other_leaves_raises():
         (lambda l: jnp.int32(1), ValueError, "int32"),
         (lambda l: 1.0, TypeError, "float"),
         (lambda l: (l, {"loss": l}), ValueError, "Use another name"),
+        (lambda l: (l, {"time": l}), ValueError, "in each line of a log"),
         (lambda l: (l, l), TypeError, "dict of scalar"),
         (lambda l: (l, {}, 1, 2), ValueError, "tuple of length 4"),
         (lambda l: (l, {}, "model"), ValueError, "different structure"),

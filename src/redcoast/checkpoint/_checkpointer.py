@@ -84,8 +84,10 @@ class Checkpointer:
         """Keeps other runs out of the directory before the first save, while a loop is set up."""
         with lock_run(self.directory):
             self._locked = True
-            yield
-        self._locked = False
+            try:
+                yield
+            finally:
+                self._locked = False
 
     @hide_frames
     def restore(self, like: PyTree, shardings: PyTree[NamedSharding | None]) -> Restored | None:
@@ -106,7 +108,7 @@ class Checkpointer:
         self, step: int, metrics: Mapping[str, float] | None = None, *, epoch_end: bool = False
     ) -> bool:
         """Whether the policy asks for a checkpoint after a step, given the evaluation after it."""
-        saver = self._saver
+        saver = self._open_saver()
         return saver is not None and saver.wants(step, metrics or {}, epoch_ended=epoch_end)
 
     @hide_frames
@@ -119,18 +121,33 @@ class Checkpointer:
     ) -> None:
         """Starts to save a state, whose arrays may be donated as soon as this returns.
 
+        A state of the step that was saved last is not saved again.
+
         **Arguments:**
 
         - `step`: the number of steps that the state has taken.
         - `state`: any PyTree.
         - `data`: the state of the data, `batches.get_state()`, or anything else that JSON holds.
         - `metrics`: those of an evaluation of the state.
+
+        **Raises:**
+
+        `ValueError` outside of the `with` statement.
         """
-        if self._saver is not None:
+        saver = self._open_saver()
+        if saver is not None:
             shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
             meshes = (dict(s.mesh.shape) for s in shardings if isinstance(s, NamedSharding))
             metadata = {"step": step, "data": dict(data or {}), "metrics": dict(metrics or {})}
-            self._saver.save(step, state, metadata | {"mesh": next(meshes, {})})
+            saver.save(step, state, metadata | {"mesh": next(meshes, {})})
+
+    def _open_saver(self) -> Saver | None:
+        if self._saver is None and self._checkpoints is not None:
+            raise ValueError(
+                "A `Checkpointer` saves only inside of its `with` statement: "
+                "`with redcoast.Checkpointer(checkpoints) as checkpointer:`."
+            )
+        return self._saver
 
     @hide_frames
     def __enter__(self) -> "Checkpointer":

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import jax
 from jaxtyping import PyTree
 
-from ..core._errors import check_kind
+from ..core._errors import check_integer, check_kind
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
-from ._tree import check_whole, load_arrays, read_metadata
+from ._tree import CheckpointMismatch, check_whole, load_arrays, read_metadata
 
 logger = logging.getLogger("redcoast")
 NO_CHECKPOINT = "There is no checkpoint."
@@ -60,12 +60,9 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         check_kind("directory", self.directory, (str, Path), "a path")
-        for name in ("every", "keep"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                raise TypeError(f"`Checkpoints({name}={value!r})` must be an integer.")
-            if value is not None and value < 1:
-                raise ValueError(f"`Checkpoints({name}={value})` must be at least 1.")
+        check_integer("keep", self.keep)
+        if self.every is not None:
+            check_integer("every", self.every)
         if not isinstance(self.best, str | None):
             raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
         if self.mode not in ("min", "max"):
@@ -145,6 +142,11 @@ def _restore(path: Path, like: PyTree, shardings: PyTree) -> tuple[PyTree, dict[
     if problems := [x for x in exchange("the check of a checkpoint", own) if x]:
         return problems[0]
     document = read_metadata(path)
+    if "step" not in document["metadata"]:
+        raise CheckpointMismatch(
+            f"{path} was saved by `redcoast.save_checkpoint`, and not by a run. Choose another "
+            "directory for the run; `redcoast.load_checkpoint` reads this checkpoint."
+        )
     try:
         tree = load_arrays(path, document, like, shardings=shardings, resuming=True)
     except CheckpointDamaged as error:  # written by an older version, without checksums

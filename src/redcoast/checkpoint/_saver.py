@@ -19,7 +19,15 @@ from ..distributed._kv_store import exchange, get_within, is_main
 from ..distributed._private_jax import key_value_store
 from ._host_copy import can_copy, copy_to_host
 from ._orbax import TEMPORARY, make_checkpointer, orbax_args
-from ._policy import Checkpoints, best_metrics, is_best, metric_of, saved_steps, steps_to_delete
+from ._policy import (
+    Checkpoints,
+    best_metrics,
+    is_best,
+    metric_of,
+    newest_checkpoint,
+    saved_steps,
+    steps_to_delete,
+)
 from ._tree import arrays_and_document
 
 _rounds = itertools.count()
@@ -105,7 +113,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redcoast-save")
         self._pending: Future[Exception | None] | None = None
         self._failed: tuple[int, Exception] | None = None
-        self._last = -1
+        self._last, self._metrics = -1, {}
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
         """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""
@@ -119,9 +127,11 @@ class Saver:
         """Starts saving a tree; its arrays may be donated as soon as this returns."""
         self._settle()
         if step == self._last and not self._failed:
+            self._warn_of_dropped(step, metadata["metrics"])
             return
+        self._warn_of_later(step)
         arrays, document = arrays_and_document(tree, metadata)
-        self._last = step
+        self._last, self._metrics = step, metadata["metrics"]
         value = metric_of(self._checkpoints, metadata["metrics"])
         if not math.isnan(value):
             self._values[step] = value
@@ -131,6 +141,23 @@ class Saver:
             self._pending = self._thread.submit(self._save_alone, path, args)
         else:
             self._save_together(path, orbax_args(arrays, document))
+
+    def _warn_of_dropped(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics and metrics != self._metrics:
+            logger.warning(
+                "Step %d has been saved already, so these metrics are not saved: %s. Evaluate a "
+                "state before it is saved.",
+                *(step, ", ".join(metrics)),
+            )
+
+    def _warn_of_later(self, step: int) -> None:
+        later = [x for x in saved_steps(self._checkpoints) if x > step] if is_main() else []
+        if later and self._last < 0:
+            logger.warning(
+                "Step %d is saved in %s, which holds a later checkpoint, of step %d. A run resumes "
+                "from that one.",
+                *(step, self._checkpoints.path, later[-1]),
+            )
 
     def _save_alone(self, path: Path, args: Any) -> Exception | None:
         """Saves host copies in the background, since Orbax's preparation is slower than copying."""
@@ -171,7 +198,8 @@ class Saver:
                 logger.warning("Old checkpoints in %s cannot be deleted: %s", path, error)
                 steps = []
             for old in steps_to_delete(self._checkpoints, steps, self._values):
-                delete(path / str(old))
+                if old != self._last:  # a loop may have gone back to an earlier step
+                    delete(path / str(old))
             # Threads of an earlier failed save may have written files after its removal.
             remove_unfinished(path)
         return None
@@ -195,7 +223,7 @@ class Saver:
         self._values.pop(self._last, None)
         logger.warning(
             "The checkpoint of step %d could not be saved, and training continues: %s %s",
-            *(self._last, _reason(error), _newest(self._checkpoints)),
+            *(self._last, _reason(error), newest_checkpoint(self._checkpoints)),
         )
         # Its remains, on disk and in Orbax, would make the next save fail.
         with contextlib.suppress(Exception):
@@ -222,7 +250,7 @@ class Saver:
             raise CheckpointNotSaved(
                 f"The final state, after step {step}, could not be saved in "
                 f"{self._checkpoints.path}: {_reason(error)} "
-                f"{_newest(self._checkpoints)}"
+                f"{newest_checkpoint(self._checkpoints)}"
             ) from error
 
 
@@ -258,13 +286,6 @@ def _unwritable(path: Path) -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def _newest(checkpoints: Checkpoints) -> str:
-    with contextlib.suppress(OSError):
-        if steps := saved_steps(checkpoints):
-            return f"The newest checkpoint is {checkpoints.path / str(steps[-1])}."
-    return "There is no checkpoint yet."
 
 
 def _reason(error: Exception) -> str:

@@ -169,7 +169,8 @@ def load_checkpoint(
 
     **Returns:**
 
-    A tree with the structure of `like`; without `like`, a nested dict of NumPy arrays.
+    A tree with the structure of `like`; without `like`, a nested dict of NumPy arrays, or an array
+    if an array was saved.
 
     **Raises:**
 
@@ -177,6 +178,7 @@ def load_checkpoint(
     checkpoint, or if a file has changed since it was saved (the message names the file).
     [`redcoast.CheckpointMismatch`][] if it has no `subtree`, or if the structure, shapes or dtypes
     differ from those of `like` (the message names the paths that differ). Both are `ValueError`s.
+    `ValueError` if `shardings` are not those of the arrays of `like`.
 
     !!! Example
 
@@ -222,6 +224,12 @@ def load_arrays(
     flat = flatten_arrays(like)
     places = {} if shardings is None else flatten_arrays(shardings, Sharding)
     _check_match(path, {_full(prefix, p): x for p, x in flat.items()}, saved, resuming=resuming)
+    if others := places.keys() - flat.keys():
+        where = several(["/".join(p) or "its root" for p in sorted(others)], 5)
+        raise ValueError(
+            f"`shardings` has a sharding where `like` has no array: {where}. Pass the shardings of "
+            "the arrays of `like`, such as `plan.shardings.model` for a model."
+        )
     wanted = {_full(prefix, p): _placed(x, places.get(p)) for p, x in flat.items()}
     with reading(path, verified=verified):
         found = _read(path, wanted, empty)

@@ -20,7 +20,7 @@ from ..distributed._mesh import ambient_or_default
 from ._collate import CollateFn, collate
 from ._loading import Loaded, stream_batches, training_batches
 from ._permutation import data_seed, example_generators, shuffled
-from ._sources import by_epoch, decode_stream_state, fetch, is_stream
+from ._sources import by_epoch, decode_stream_state, encode_stream_state, fetch, is_stream
 
 logger = logging.getLogger("redcoast")
 
@@ -30,7 +30,8 @@ class Batch(NamedTuple):
 
     **Attributes:**
 
-    - `arrays`: the result of `collate_fn`, on the devices: a PyTree, batch dimension first.
+    - `arrays`: the result of `collate_fn`, on the devices: a PyTree, batch dimension first. On a
+        single CPU device, they are NumPy arrays.
     - `rows`: the number of examples.
     - `step`: the number of the training step; the first step is 1.
     - `epoch_end`: whether it contains the last example of an epoch.
@@ -75,6 +76,7 @@ class Batches:
         self._state: dict[str, Any] = {}
         self._loading: Iterator[tuple[Loaded, bool]] | None = None
         self._threads = contextlib.ExitStack()
+        self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
         self.set_state({"step": 0}, key=key)
 
     @property
@@ -135,7 +137,8 @@ class Batches:
         **Arguments:**
 
         - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` is the state after `n`
-            full batches.
+            full batches; with `epochs`, it is the end of an epoch if `n` batches can have been a
+            run to its end, or one such run for each epoch.
         - `key`: a JAX key that determines the order of the examples if the state does not; in
             `fit`, `state.key` of the [`redcoast.TrainState`][].
 
@@ -160,10 +163,13 @@ class Batches:
                 *(before, length),
             )
         stream = state.get("stream")
+        self.close()
         if length is None and stream is not None:
             self._examples.set_state(decode_stream_state(stream))
+        elif length is None:
+            stream = encode_stream_state(self._examples.get_state())
+        self._stream_is_ahead = False
         position = state.get("position", guess)
-        self.close()
         seed = state.get("seed") or self._state.get("seed")
         if key is not None and not state.get("seed"):
             seed = data_seed(key).tolist()
@@ -198,8 +204,12 @@ class Batches:
         if self._loading is None:
             self._loading = self._load()
         step = self.step + 1
-        with noting(f"Raised while the batch of step {step} was made."):
-            found = next(self._loading, None)
+        try:
+            with noting(f"Raised while the batch of step {step} was made."):
+                found = next(self._loading, None)
+        except BaseException:
+            self.close()  # after an error, the next call makes this batch again
+            raise
         if found is None:
             self._check_end()
             raise StopIteration
@@ -217,6 +227,9 @@ class Batches:
                 "examples several times. Pass at most %d, or more examples.",
                 *(self.batch_size, length, length),
             )
+        if self._stream_is_ahead:
+            self._examples.set_state(decode_stream_state(self._state["stream"]))
+        self._stream_is_ahead = length is None
         options: Any = {
             "batch_size": self.batch_size,
             "seed": self._seed(),
@@ -321,7 +334,12 @@ def batches(
 
 def _position(step: int, batch_size: int, length: int | None) -> int:
     """Returns the position in the data after a number of steps, if no position was saved."""
-    # A run with `epochs` ends at the end of an epoch, and its last batch may be short.
-    if length is not None and step % -(-length // batch_size) == 0:
-        return step // -(-length // batch_size) * length
+    # A run with `epochs` ends at the end of an epoch, and its last batch may be short: that of a
+    # single run over several epochs, or of each of several runs over one epoch.
+    if length is not None:
+        epochs, per_epoch = step * batch_size // length, -(-length // batch_size)
+        if -(-epochs * length // batch_size) == step:
+            return epochs * length
+        if step % per_epoch == 0:
+            return step // per_epoch * length
     return step * batch_size

@@ -30,7 +30,7 @@ def collate(
         except SystemExit as error:
             # It would end the entire run, possibly with exit code 0.
             raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
-    if arrays is examples or (isinstance(arrays, list) and len(arrays) == len(examples) > 1):
+    if arrays is examples or _is_list_of_examples(arrays, len(examples)):
         raise TypeError(
             f"`collate_fn` returned a list of {len(arrays)} entries. It must return a PyTree of "
             'arrays, batch dimension first: stack the examples, as in `{"x": np.stack([e["x"] for '
@@ -43,12 +43,19 @@ def collate(
 def takes_rngs(collate_fn: CollateFn) -> bool:
     """Returns whether `collate_fn` has a parameter `rngs`."""
     code = getattr(collate_fn, "__code__", None)
-    if code is not None:  # for a plain function, this is cheaper than its signature
+    # For a plain function, this is cheaper than its signature. A decorator takes any keyword.
+    if code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
         return "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
         return "rngs" in inspect.signature(collate_fn).parameters
     except ValueError:  # functions implemented in C may have no signature
         return False
+
+
+def _is_list_of_examples(arrays: PyTree, rows: int) -> bool:
+    if not isinstance(arrays, list) or not len(arrays) == rows > 1:
+        return False
+    return not all(_is_numeric(x) and x.shape[:1] == (rows,) for x in jax.tree.leaves(arrays))
 
 
 def _check_rows(arrays: PyTree, rows: int) -> None:

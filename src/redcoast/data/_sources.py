@@ -29,6 +29,11 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
         )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         return lambda epoch: examples, _length(examples, name)
+    if is_stream(examples):
+        raise TypeError(
+            f"`{name}` is a stream, which has no number of examples. Pass an object with a length "
+            f"and an index, such as `list(itertools.islice({name}, n))`."
+        )
     if not callable(examples):
         raise TypeError(
             f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
@@ -98,4 +103,4 @@ def decode_stream_state(encoded: dict[str, Any]) -> Any:
     """Inverts `encode_stream_state`."""
     if "base64" in encoded:
         return base64.b64decode(encoded["base64"])
-    return encoded["plain"]
+    return copy.deepcopy(encoded["plain"])

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools as ft
-import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -159,7 +158,7 @@ def _plan(
     batch_size: int,
     mesh: Mesh | None,
     key: PRNGKeyArray | None,
-) -> tuple[Plan, Iterator[Loaded], PRNGKeyArray]:
+) -> tuple[Plan, Generator[Loaded, None, None], PRNGKeyArray]:
     """The plan of a program on the first batch, all batches, and the key on the devices."""
     if not isinstance(batch_size, (int, np.integer)):
         raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
@@ -177,17 +176,25 @@ def _plan(
         return plan_shardings(model, mesh), batches, key
     first = next(batches)
     plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
-    return plan, itertools.chain([first], batches), key
+    return plan, _and_rest(first, batches), key
+
+
+def _and_rest(
+    first: Loaded, batches: Generator[Loaded, None, None]
+) -> Generator[Loaded, None, None]:
+    with contextlib.closing(batches):
+        yield first
+        yield from batches
 
 
 def _check_coupling(
     plan: Plan,
     model: PyTree,
-    batches: Iterator[Loaded],
+    batches: Generator[Loaded, None, None],
     batch_size: int,
     loss_fn: LossFn,
     compute_dtype: Any,
-) -> Iterator[Loaded]:
+) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
     if (program := plan.report.program_or_none) is not None:
         coupled = program.coupled
@@ -195,7 +202,7 @@ def _check_coupling(
         first = next(batches)
         given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
         coupled = find_coupled(*given, training=False)
-        batches = itertools.chain([first], batches)
+        batches = _and_rest(first, batches)
     warn_of_batches(coupled, batch_size)
     return batches
 
@@ -327,7 +334,9 @@ def run_prediction(
     """Yields the outputs that this process gets, one for each example, with their indices."""
     begin = 0
     reads = gather != "first" or is_main()
-    read = _own_part if gather == "none" else jax.device_get
+    # In one process, all rows are its own, and predictions may have any sharding.
+    apart = gather == "none" and jax.process_count() > 1
+    read = _own_part if apart else jax.device_get
     with contextlib.closing(_one_behind(prediction, model, batches, key)) as results:
         for rows, predictions in results:
             own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
@@ -371,6 +380,6 @@ def _one_behind(
         for i, batch in enumerate(batches)
     )
     with contextlib.ExitStack() as stack:
-        if isinstance(batches, Generator):  # its threads end with it, though an error refers to it
+        if isinstance(batches, Generator):  # its threads end here, though an error refers to it
             stack.callback(batches.close)
         yield from (result for result, _ in with_last(results))

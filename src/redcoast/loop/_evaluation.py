@@ -159,8 +159,7 @@ class CompiledEvaluation:
         metric_fn, output_fn = self.evaluation.metric_fn, self.evaluation.output_fn
         if self.prediction is None or metric_fn is None:
             return {}
-        batches = itertools.islice(self._batches(advance), count)
-        called = (self.prediction, model, batches, output_fn, key)
+        called = (self.prediction, model, self._batches(advance, count), output_fn, key)
         outputs = [output for _, output in run_prediction(*called, gather="first")]
         metrics: dict[str, float] = {}
         if is_main():
@@ -171,14 +170,16 @@ class CompiledEvaluation:
             metrics = _check_metrics(metrics, taken)
         return decide("the metrics of an evaluation", metrics)
 
-    def _batches(self, advance: Callable[[], None] = lambda: None) -> Generator[Loaded, None, None]:
+    def _batches(
+        self, advance: Callable[[], None] = lambda: None, count: int | None = None
+    ) -> Generator[Loaded, None, None]:
         given = self.evaluation
         assert given.collate_fn is not None
         assert given.batch_size is not None
         options = {"batch_size": given.batch_size, "mesh": self.mesh}
         loaded = ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
         with contextlib.closing(loaded):
-            for batch in loaded:
+            for batch in itertools.islice(loaded, count):
                 yield batch
                 advance()
 

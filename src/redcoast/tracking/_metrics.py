@@ -220,7 +220,7 @@ class MetricsReader:
                 more = f" {inspect()}"
             logger.warning(
                 "Step %d was skipped: loss %g, gradient norm %g.%s",
-                *(step, values["loss"], values["grad_norm"], more),
+                *(step, values.get("loss", math.nan), values.get("grad_norm", math.nan), more),
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 Stream = TextIO | TextIOBase
-BOLD, DIM, GREEN = "1", "2", "32"
+BOLD, DIM = "1", "2"
 
 
 def is_terminal(file: Stream | None) -> bool:

@@ -125,7 +125,7 @@ class CompiledStep:
         # arrays outside of them. What can be changed in place is taken apart again.
         self._last: tuple[list[_Part], _Program] | None = None
         self._constants: Static | None = None  # of the last call
-        self._checked: set[Any] = set()  # jitted steps
+        self._closed_over: dict[Any, list[Any]] = {}  # the arrays of each jitted step's closure
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -138,11 +138,12 @@ class CompiledStep:
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         given = [place_array(x, self._mesh) for x in given]
-        if jitted not in self._checked:
+        if is_new := jitted not in self._closed_over:
             traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
             refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
-            self._checked.add(jitted)
-            kept = [*given, *traced.jaxpr.consts]  # arrays that the step closes over stay valid
+            self._closed_over[jitted] = traced.jaxpr.consts
+        if is_new or not own:  # arrays that the step closes over stay valid
+            kept = [*given, *self._closed_over[jitted]]
         arrays = separate(arrays, kept, distinct=own)
         if not own:
             arrays = list(map(_put, arrays, program.shardings))
@@ -160,7 +161,7 @@ class CompiledStep:
         """A step for another loop, with the same programs."""
         other = copy.copy(self)
         # The other loop has other arrays, which may share memory with those of the program.
-        other._checked, other._last, other._constants = set(), None, None
+        other._closed_over, other._last, other._constants = {}, None, None
         return other
 
     def lower(self, state: PyTree, /, *args: PyTree) -> jax.stages.Lowered:

@@ -21,8 +21,9 @@ logger = logging.getLogger("redcoast")
 _DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
 LossFn = Callable[..., Any]
-# Names of metrics that `train_step` returns.
+# Names of metrics that `train_step` returns, and of what loggers add.
 _RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "skipped_total")
+_LOGGED = ("step", "time")
 
 
 class LossResult(NamedTuple):
@@ -121,10 +122,11 @@ def _check_aux(aux: Any) -> None:
             "be a dict of scalar metrics."
         )
     for name, value in aux.items():
-        if name in _RESERVED:
+        if name in _RESERVED + _LOGGED:
             raise ValueError(
                 f"`loss_fn` returned a metric named {name!r} in `aux`. Use another name: "
-                f"{', '.join(_RESERVED)} are metrics of `train_step`."
+                f"{', '.join(_RESERVED)} are metrics of `train_step`, and {' and '.join(_LOGGED)} "
+                "are in each line of a log."
             )
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
             raise TypeError(

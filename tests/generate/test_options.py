@@ -121,6 +121,24 @@ def test_a_models_own_options_apply_unless_others_are_given():
     assert (np.asarray(greedy) != np.asarray(sampled)).any()
 
 
+def test_options_that_replace_a_models_own_are_checked_together():
+    options: Any = {"mask": MASK, "max_new_tokens": COUNT}
+    of = lambda **own: dataclasses.replace(
+        MODEL, config=_With(**vars(MODEL.config), decoding=rc.Decoding(**own))
+    )
+    beams = of(beams=4, length_penalty=0.5, num_return_sequences=2)
+    sampling = of(temperature=1.0, top_k=4, num_return_sequences=2)
+    one = rc.generate(MODEL, LEFT, **options)
+    for model in (beams, sampling):
+        found = rc.generate(model, LEFT, beams=1, num_return_sequences=1, **options)
+        np.testing.assert_array_equal(found, one)
+    key = jax.random.key(0)
+    found = rc.generate(beams, LEFT, temperature=0.7, key=key, **options)
+    expected = rc.generate(MODEL, LEFT, temperature=0.7, num_return_sequences=2, key=key, **options)
+    np.testing.assert_array_equal(found, expected)
+    assert rc.generate(sampling, LEFT, beams=2, **options).shape[0] == 2 * len(LEFT)
+
+
 class _With(type(MODEL.config)):
     """A configuration with defaults of decoding."""
 

@@ -22,6 +22,7 @@ from stored_outputs import STORED_OUTPUTS
 
 import redcoast as rc
 from redcoast import lora
+from redcoast.models.dinov3 import Dinov3, Dinov3Config
 from redcoast.models.gpt2 import GPT2, GPT2Config
 from redcoast.models.llama import Llama, LlamaConfig
 from redcoast.models.mixtral import Mixtral, MixtralConfig
@@ -336,6 +337,25 @@ def test_adapters_of_a_vit_have_the_names_of_both_versions(tmp_path):
         again = lora.load_adapters(base, tmp_path / version)
         for path, x in paths(model).items():
             np.testing.assert_array_equal(paths(again)[path], x)
+
+
+def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
+    """Before version 5 of `transformers`, its layers were not inside of a `model`."""
+    config = Dinov3Config(width=16, layers=2, heads=2, hidden=32, image=8, patch=4)
+    base = Dinov3(config, key=KEY)
+    model = lora.add_adapters(base, 3, targets="w[qo]", key=KEY)
+    lora.save_adapters(model, tmp_path / "new")
+    file = "adapter_model.safetensors"
+    tensors = load_file(tmp_path / "new" / file)
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    older = {name.replace("model.model.layer", "model.layer"): x for name, x in tensors.items()}
+    assert older.keys().isdisjoint(tensors)
+    save_file(older, tmp_path / "old" / file)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        lora.load_adapters(base, tmp_path / "old"),
+        lora.load_adapters(base, tmp_path / "new"),
+    )
 
 
 @pytest.mark.parametrize("targets", ["w[qkv]", "wv", "."])

@@ -303,6 +303,21 @@ def test_a_mixture_of_generations_is_not_written(change):
         write_config(dataclasses.replace(CONFIG, **change))
 
 
+def test_a_scaling_that_a_file_cannot_say_is_not_written():
+    """Layers with a window: a file of the third generation scales none of them, and one of the
+    second scales all."""
+    scaled = RopeScaling("linear", 2.0)
+    third = read_config(GemmaConfig, THIRD_SETTINGS)
+    third = dataclasses.replace(third, local_rope_base=None, rope_scaling=scaled)
+    second = read_config(GemmaConfig, SECOND_SETTINGS)
+    second = dataclasses.replace(second, local_rope_base=second.rope_base, rope_scaling=scaled)
+    for config in (third, second):
+        with pytest.raises(ValueError, match="No generation of Gemma"):
+            write_config(config)
+    for config in (third, second):
+        write_config(dataclasses.replace(config, rope_scaling=None))
+
+
 @pytest.mark.parametrize("config", [CONFIG, THIRD, dataclasses.replace(THIRD, tied=False)])
 def test_tables_name_every_array(config):
     model = eqx.filter_eval_shape(Gemma, config, key=jax.random.key(0))

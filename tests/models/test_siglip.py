@@ -57,6 +57,12 @@ def test_the_plan_is_megatrons():
     assert not plan.report.program.unknown
 
 
+def test_a_square_may_be_written_as_two_sides():
+    sides = {"model_type": "siglip_vision_model", "image_size": [64, 64], "patch_size": [16, 16]}
+    image = read(vision_config=sides).image
+    assert (image.image, image.patch) == (64, 16)
+
+
 def test_published_settings():
     config = read()
     assert (config.image.patch, config.text.positions, config.text.pad) == (16, 64, 1)

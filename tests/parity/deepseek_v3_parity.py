@@ -39,6 +39,11 @@ CASES = [
         SIZES | {"rope_parameters": YARN, "q_lora_rank": None, "first_k_dense_replace": 2},
     ),
     Case(
+        "deepseek v3 epsilon",  # of all norms but those of the compressed features
+        DeepseekV3ForCausalLM,
+        SIZES | {"rms_norm_eps": 0.01},
+    ),
+    Case(
         "deepseek v3 tied",
         DeepseekV3ForCausalLM,
         SIZES

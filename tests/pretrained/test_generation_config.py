@@ -72,6 +72,7 @@ def test_token_ids_of_the_file_count_more_than_those_of_the_configuration(saved)
 def test_sampling_has_the_defaults_of_transformers(saved):
     sampled = config_of(saved / "llama", {"do_sample": True}).decoding
     assert (sampled.temperature, sampled.top_k) == (1.0, 50)
+    assert config_of(saved / "llama", {"do_sample": True, "min_p": 0.0}).decoding == sampled
     # Without `do_sample` these have no effect.
     assert config_of(saved / "llama", {"temperature": 0.6, "top_p": 0.9}).decoding == rc.Decoding()
 
@@ -95,12 +96,18 @@ def test_options_that_are_not_implemented_are_warned_of_and_bad_ones_refused(sav
     with pytest.warns(UserWarning, match=r"generation_config.json .*`typical_p`, which is 0.9"):
         found = config_of(saved / "llama", {"typical_p": 0.9, "repetition_penalty": 1.2})
     assert found.decoding == rc.Decoding(repetition_penalty=1.2)
+    for given in ({"token_healing": True}, {"forced_decoder_ids": [[2, 7], [3, 8]]}):
+        with pytest.warns(UserWarning, match=next(iter(given))):
+            assert config_of(saved / "llama", given).decoding == rc.Decoding()
     with pytest.raises(ValueError, match=r"generation_config.json .*`repetition_penalty` is -1"):
         config_of(saved / "llama", {"repetition_penalty": -1})
     config = dataclasses.replace(CONFIG, decoding=rc.Decoding(logits_fn=abs))
     with pytest.raises(ValueError, match="`logits_fn`, which cannot be saved"):
         rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")
-    assert not (saved / "none").exists()
+    config = dataclasses.replace(CONFIG, decoding=rc.Decoding(eos=()))
+    with pytest.raises(ValueError, match="but a file cannot say that no token ends"):
+        rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")
+    assert not [*saved.glob("*none*")]
 
 
 def test_the_files_of_a_tokenizer_are_copied(saved, tmp_path):

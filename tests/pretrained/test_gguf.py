@@ -218,6 +218,8 @@ def test_a_head_may_have_another_size_than_the_width_says(tmp_path):
         ({"parts": 3}, "`split.count` is 3"),
         ({"metadata": {"expert_count": 8}}, "`llama.expert_count` is 8"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "`llama.rope.scaling.type` is 'yarn'"),
+        ({"metadata": {"attention.head_count": [2, 1, 2]}}, r"head_count` \[2, 1, 2\], but only"),
+        ({"metadata": {"attention.head_count": 0}}, "head_count` 0, but only"),
         ({"metadata": {"attention.head_count_kv": [2, 1, 2]}}, r"head_count_kv` is \[2, 1, 2\]"),
         ({"metadata": {"feed_forward_length": None}}, "intermediate_size` is missing"),
         ({"more": ["rope_freqs.weight", "blk.0.attn_q.bias"]}, "Unexpected: rope_freqs.*attn_q"),

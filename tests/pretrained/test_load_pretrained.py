@@ -283,6 +283,67 @@ def test_a_base_alone_with_buffers_and_a_head_that_is_tied(tmp_path):
     np.testing.assert_array_equal(np.asarray(embed), other)
 
 
+def test_files_of_a_llama_may_lack_the_prefix_and_hold_copies_and_frequencies(tmp_path):
+    """As the files of embedding models, of tied heads, and of the first models are."""
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    path = write(tmp_path / "model", shapes, SETTINGS | {"tie_word_embeddings": True})
+    model = rc.load_pretrained(path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    frequencies = {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4) for i in range(3)}
+    base = {name.removeprefix("model."): x for name, x in tensors.items()}
+    again = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    for found in (base | frequencies, tensors | again):
+        save_file(found, file)
+        jax.tree.map(np.testing.assert_array_equal, rc.load_pretrained(path), model)
+    (path / "config.json").write_text(json.dumps(SETTINGS))
+    save_file(base, file)
+    with pytest.raises(ValueError, match="Missing: lm_head.weight"):
+        rc.load_pretrained(path)
+
+
+BASE = {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters", "found"),
+    [
+        (None, BASE | {"rope_type": "linear", "factor": 4.0}, ("linear", 4.0)),
+        ({"type": "linear", "factor": 2.0}, BASE, ("linear", 2.0)),
+        ({"rope_type": "linear", "factor": 2.0}, BASE, ("linear", 2.0)),
+    ],
+)
+def test_rotary_embeddings_are_scaled_whichever_setting_says_so(scaling, parameters, found):
+    """`transformers` prefers the older name if a file has both."""
+    given = {"rope_scaling": scaling, "rope_parameters": parameters}
+    config = read_config(LlamaConfig, SETTINGS | given)
+    assert config.rope_base == 500.0
+    assert (config.rope_scaling.kind, config.rope_scaling.factor) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({"sliding_window": 8}, None),
+        ({"sliding_window": 8, "use_sliding_window": True}, None),  # from layer 28 on
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096),
+    ],
+)
+def test_windows_of_qwen_begin_after_some_layers(settings, window):
+    config = read_config(LlamaConfig, SETTINGS | {"model_type": "qwen2", **settings})
+    assert config.window == window
+    partial = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+    with pytest.raises(ValueError, match="gives only some layers a sliding window"):
+        read_config(LlamaConfig, SETTINGS | partial)
+
+
+def test_tokens_that_a_file_leaves_out_are_those_of_transformers():
+    config = read_config(LlamaConfig, SETTINGS)
+    assert (config.bos, config.eos) == (1, (2,))
+    config = read_config(LlamaConfig, SETTINGS | {"bos_token_id": None, "eos_token_id": None})
+    assert (config.bos, config.eos) == (None, ())
+
+
 def test_tensors_that_a_file_may_lack_are_zero(directory):
     stored = read_safetensors(directory / "model.safetensors")
     layout = Layout({}, zeros=("bias",))

@@ -257,6 +257,14 @@ def test_options_of_several_architectures_are_refused(options):
         write_config(dataclasses.replace(CONFIG, **options))
 
 
+def test_rotary_features_that_a_ratio_does_not_give_back_are_refused():
+    sizes = {"vocab": 96, "layers": 2, "heads": 2, "kv_heads": 2, "hidden": 96}
+    written = write_config(Phi3Config(**sizes, width=88, rotary_dim=22))
+    assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
+    with pytest.raises(ValueError, match="`rotary_dim` of 30 cannot be saved"):
+        write_config(Phi3Config(**sizes, width=88, rotary_dim=30))
+
+
 def test_above_a_size_there_are_several_files(tmp_path):
     model = place(make(Llama, CONFIG), model=4)
     most = 60_000
@@ -351,6 +359,10 @@ def test_what_fails_half_way_leaves_nothing_under_the_name(tmp_path, monkeypatch
     assert_same(rc.load_pretrained(tmp_path / "model").layers, model.layers)
 
 
+def _bfloat16(x):
+    return x.astype(jnp.bfloat16)
+
+
 def test_models_that_are_not_what_would_be_saved(tmp_path):
     model = make(Llama, CONFIG)
     adapted = lora.add_adapters(model, targets="w[qv]$", rank=2, key=jax.random.key(0))
@@ -361,6 +373,14 @@ def test_models_that_are_not_what_would_be_saved(tmp_path):
     grown = eqx.tree_at(lambda m: m.embed, model, jnp.ones((100, 64)))
     with pytest.raises(ValueError, match=r"embed is \(100, 64\), but should be \(96, 64\)"):
         rc.save_pretrained(grown, tmp_path / "model")
+    mixed = make(GPT2, FAMILIES["gpt2"][1])
+    mixed = eqx.tree_at(lambda m: m.layers.attention.wk, mixed, replace_fn=_bfloat16)
+    with pytest.raises(ValueError, match=r"c_attn.weight .*wq \(float32\), .*wk \(bfloat16\)"):
+        rc.save_pretrained(mixed, tmp_path / "model")
+    odd = make(Llama, dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True))
+    with pytest.raises(ValueError, match="No published architecture"):
+        rc.save_pretrained(odd, tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
     headless = eqx.tree_at(lambda m: m.head, model, None)
     with pytest.raises(ValueError, match="head is missing, but should be"):
         rc.save_pretrained(headless, tmp_path / "model")

@@ -97,11 +97,12 @@ def trim_columns(new: Int[Array, "results room"], count: int) -> Int[Array, "res
     return jax.device_put(host, new.sharding if new.committed else None)
 
 
-def check_generated(new: np.ndarray) -> None:
-    """Raises if a token is invalid, that is if its logits were NaN."""
+def check_generated(new: np.ndarray, *, first: int = 0) -> None:
+    """Raises if a token is invalid, that is if its logits were NaN; `first` is the number of the
+    first token."""
     rows, steps = np.nonzero(new == INVALID)
     if rows.size:
         raise ValueError(
-            f"The logits of row {rows[0]} hold NaN at new token {steps[0]}. The parameters may "
-            "hold NaN, or activations may overflow in their dtype."
+            f"The logits of row {rows[0]} hold NaN at new token {first + steps[0]}. The parameters "
+            "may hold NaN, or activations may overflow in their dtype."
         )

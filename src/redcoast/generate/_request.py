@@ -8,7 +8,7 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._decoding import GREEDY, SAMPLING, Decoding, as_tuple
 
 # A NumPy scalar outside of `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
@@ -74,12 +74,13 @@ def choose_decoding(
             f"{', '.join(names)}."
         )
     found: Decoding = getattr(config, "decoding", GREEDY) if decoding is None else decoding
+    changes: dict[str, Any] = {}
     if decoding is None:
         if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
-            found = found.without_sampling()
+            changes |= {"temperature": 0.0, **dict.fromkeys(SAMPLING)}
         if options.get("beams") == 1 or options.get("temperature", 0) != 0:
-            found = dataclasses.replace(found, beams=1, length_penalty=1.0, early_stopping=False)
-    found = dataclasses.replace(found, **options)
+            changes |= {"beams": 1, "length_penalty": 1.0, "early_stopping": False}
+    found = dataclasses.replace(found, **{**changes, **options})
     if found.temperature > 0 and key is None:
         raise ValueError(
             f"`temperature={found.temperature}` samples tokens, which needs a `key`, such as "

@@ -33,7 +33,7 @@ def decode_streaming(
     stopped = np.zeros(rows, bool)
     for i, (last, _) in enumerate(with_last(_steps(model, tokens, mask, request, count))):
         found, ended = whole(last.tokens), whole(last.ended)
-        check_generated(found[:, None])
+        check_generated(found[:, None], first=i)
         new[:, i] = np.where(stopped, request.pad, found)
         if stream is not None:
             stream(new[:, i].copy())

@@ -22,6 +22,8 @@ from ._moe import dispatch, gated_experts
 from ._rotary import Yarn, rotate, rotate_pairs, yarn_angles
 from ._scan_layers import Remat, scan_layers
 
+_LATENT_EPS = 1e-6  # of the norms of compressed queries, keys and values
+
 
 @dataclass(frozen=True)
 class DeepseekV3Config:
@@ -51,7 +53,8 @@ class DeepseekV3Config:
       are half of the features apart.
     - `score_scaling`: with `rope_scaling`, the scores of attention are multiplied by the square of
       `1 + 0.1 * score_scaling * log(factor)`.
-    - `norm_eps`: added to the mean square in RMSNorm.
+    - `norm_eps`: added to the mean square in RMSNorm, except in those of the compressed features,
+      which add 1e-6 as published.
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
@@ -270,10 +273,10 @@ def _attention(layer, x, angles, visible, cache, index, key, c):
     turn = rotate_pairs if c.rope_pairs else rotate
     y = x
     if layer.q_down is not None:
-        y = rms_norm(product("bsd,dl->bsl", x, layer.q_down), layer.q_norm, c.norm_eps)
+        y = rms_norm(product("bsd,dl->bsl", x, layer.q_down), layer.q_norm, _LATENT_EPS)
     plain, turned = jnp.split(product("bsl,lhk->bshk", y, layer.wq), [c.plain_size], axis=-1)
     turned = turn(turned, angles)
-    latent = rms_norm(product("bsd,dl->bsl", x, layer.kv_down), layer.kv_norm, c.norm_eps)
+    latent = rms_norm(product("bsd,dl->bsl", x, layer.kv_down), layer.kv_norm, _LATENT_EPS)
     common = turn(product("bsd,dk->bsk", x, layer.k_rope)[:, :, None], angles)
     cache, latent, common = extend(cache, index, latent[:, :, None], common)
     options: Any = {"visible": visible, "scale": _score_scale(c)}

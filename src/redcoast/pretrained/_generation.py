@@ -46,13 +46,15 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "constraints": ([],),
     "stop_strings": ([], ""),
     "watermarking_config": (),
+    "token_healing": (False,),
 }
 
 
 def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     """Returns the options that a parsed file sets.
 
-    Warns of options that are not implemented; the others are used.
+    Warns of options that are not implemented; the others are used. Lengths are no options: those of
+    a file are defaults of `transformers`, and `generate` is given `max_new_tokens`.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     unserved = [
@@ -63,7 +65,11 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     options = {field: given[name] for field, name in _NAMES.items() if name in given}
     options["forced_eos"] = token_ids(given.get("forced_eos_token_id"))
     options["bad_words"] = given.get("bad_words_ids", ())
-    options["prefix"], unknown = _prefix(given)
+    forced = sorted(given.get("forced_decoder_ids", ()))
+    if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
+        unserved.append(f"`forced_decoder_ids`, which is {forced!r} and does not begin at 1")
+        forced = []
+    options["prefix"], unknown = _prefix(given, [token for _, token in forced])
     if unknown:
         unserved.append(
             "the detection of the language (pass those of the language, of the task and of the "
@@ -86,14 +92,14 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
         raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
 
 
-def _prefix(given: Mapping[str, Any]) -> tuple[tuple[int, ...], bool]:
+def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...], bool]:
     """Returns the tokens before the first new one that Whisper's files describe, and whether they
     leave the language open, which `transformers` then detects."""
     languages, tasks = given.get("lang_to_id", {}), given.get("task_to_id", {})
     language, task = given.get("language"), given.get("task")
     found = []
     if language is None and task is None:
-        found = [token for _, token in sorted(given.get("forced_decoder_ids", ()))]
+        found = [*forced]
     elif language is not None:
         token = language if language in languages else f"<|{language}|>"
         found = [languages.get(token), tasks.get(task or "transcribe")]
@@ -111,7 +117,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     # The defaults of `transformers`.
     found = {"temperature": 1.0, "top_k": 50}
     found |= {field: given[name] for field, name in _SAMPLING.items() if name in given}
-    return found | {"top_k": found["top_k"] or None}
+    return found | {name: found.get(name) or None for name in ("top_k", "min_p")}
 
 
 def with_generation(
@@ -152,6 +158,11 @@ def write_decoding(config: Any) -> dict[str, Any]:
         raise ValueError(
             "The configuration's `decoding` has a `logits_fn`, which cannot be saved. Remove it "
             "from the configuration, and pass it to `generate`."
+        )
+    if d.eos == () and config.eos:
+        raise ValueError(
+            "The configuration's `decoding` has `eos=()`, but a file cannot say that no token ends "
+            "a row. Pass `eos=()` to `generate`, or save a configuration without `eos`."
         )
     fields = {**_NAMES, "forced_eos": "forced_eos_token_id", "bad_words": "bad_words_ids"}
     fields |= _SAMPLING

@@ -19,7 +19,7 @@ from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
 from ._card import CARD, check_card, make_card
 from ._files import file_inside
-from ._gather import parts_of, put_together, take
+from ._gather import Part, parts_of, put_together, take
 from ._generation import write_decoding
 from ._match import layout_of, needed_shapes
 from ._registry import family_of, write_config
@@ -31,6 +31,8 @@ TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
+    "normalizer.json",
+    "tekken.json",
     "vocab.*",
     "merges.txt",
     "*.model",
@@ -57,11 +59,13 @@ def save(
     if card is not None:
         check_card(card)
     leaves = _check_model(model)
+    settings, generation = _settings(model.config)
     _check_free(path)
     others = _tokenizer_files(tokenizer)
     layout = layout_of(model.config)
     parts = parts_of(layout.table, leaves)
     needed = needed_shapes(layout, leaves)
+    _check_dtypes(parts, leaves)
     shapes = {name: (needed[name], leaves[parts[name][0][0]].dtype) for name in parts}
     files = _files(shapes, max_file_bytes)
     work = path.with_name(f".{path.name}.unfinished")
@@ -76,7 +80,13 @@ def save(
             for name in names:  # takes part in the gathering by the process that writes the file
                 jax.block_until_ready(take(parts[name], leaves))
     _barrier("written")
-    _on_first(lambda: _finish(model.config, others, card, shapes, files, work, path), "finished")
+    finish = lambda: _finish(settings, generation, others, card, shapes, files, work, path)
+    _on_first(finish, "finished")
+
+
+def _settings(config: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the contents of the files of settings and of decoding."""
+    return write_config(config), write_decoding(config) if hasattr(config, "decoding") else None
 
 
 def _check_model(model: Any) -> dict[str, Any]:
@@ -102,6 +112,17 @@ def _check_model(model: Any) -> dict[str, Any]:
             f"{'; '.join(odd) or 'they are abstract, without values'}."
         )
     return leaves
+
+
+def _check_dtypes(parts: Mapping[str, list[Part]], leaves: Mapping[str, Any]) -> None:
+    for name, found in parts.items():
+        kinds = {path: leaves[path].dtype.name for path, _ in found}
+        if len({*kinds.values()}) > 1:
+            listed = ", ".join(f"{path} ({kind})" for path, kind in kinds.items())
+            raise ValueError(
+                f"The tensor {name} has one dtype, but its arrays have several: {listed}. Cast "
+                "them to one."
+            )
 
 
 def _check_free(path: Path) -> None:
@@ -140,7 +161,8 @@ def _start_afresh(work: Path) -> None:
 
 
 def _finish(
-    config: Any,
+    settings: dict[str, Any],
+    generation: dict[str, Any] | None,
     others: list[Path],
     card: Mapping[str, Any] | None,
     shapes: Shapes,
@@ -151,8 +173,7 @@ def _finish(
     sizes = Counter()
     for name, (_, dtype) in shapes.items():
         sizes[dtype.name] += _nbytes(shapes, name)
-    settings = {**write_config(config), "torch_dtype": sizes.most_common(1)[0][0]}
-    generation = write_decoding(config) if hasattr(config, "decoding") else None
+    settings = {**settings, "torch_dtype": sizes.most_common(1)[0][0]}
     (work / SETTINGS).write_text(_json(settings))
     if generation is not None:
         (work / GENERATION).write_text(_json(generation))

@@ -30,6 +30,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": (False, None),
+    "is_encoder_decoder": (False,),
 }
 
 

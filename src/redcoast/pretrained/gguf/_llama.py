@@ -55,9 +55,13 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
         for old, new in _TOKENS.items()
         if f"tokenizer.ggml.{old}_token_id" in file.metadata
     }
-    head_dim = given.get("attention.key_length") or (
-        given.get("embedding_length", 0) // given.get("attention.head_count", 1)
-    )
+    heads = given.get("attention.head_count")
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(
+            f"{path} has `llama.attention.head_count` {heads!r}, but only the same number of heads "
+            "in all layers, at least 1, is implemented."
+        )
+    head_dim = given.get("attention.key_length") or given.get("embedding_length", 0) // heads
     only = {
         "rope.dimension_count": head_dim,
         "attention.value_length": head_dim,

@@ -16,6 +16,16 @@ _YARN = {
 }
 
 
+def rope_of(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of rotary embeddings: `rope_scaling`, if both it and `rope_parameters`,
+    its newer name, are given."""
+    older, newer = c["rope_scaling"] or {}, c["rope_parameters"] or {}
+    shared = {
+        name: newer[name] for name in ("rope_theta", "partial_rotary_factor") if name in newer
+    }
+    return shared | older if older else dict(newer)
+
+
 def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
     """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`."""
     settings = {k: v for k, v in (settings or {}).items() if k != "rope_theta"}
@@ -41,7 +51,7 @@ def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
 
 def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
     """Reads the base and the scaling from either of the places where versions store them."""
-    rope = c["rope_parameters"] or c["rope_scaling"] or {}
+    rope = rope_of(c)
     return {"rope_base": rope.get("rope_theta", c["rope_theta"]), "rope_scaling": read_rope(rope)}
 
 
@@ -64,7 +74,7 @@ def read_yarn(
     `scales` are the names of two numbers that the size of the embeddings follows from, of which the
     second also scales the scores of attention.
     """
-    rope = dict(c["rope_parameters"] or c["rope_scaling"] or default)
+    rope = rope_of(c) or dict(default)
     base = rope.pop("rope_theta", c["rope_theta"])
     kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
     if not kinds:

@@ -50,7 +50,6 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "model_type": ("bert", "roberta"),
         "is_decoder": (False,),
         "add_cross_attention": (False,),
-        "is_encoder_decoder": (False,),
         "position_embedding_type": ("absolute",),
         "tie_word_embeddings": (True,),
     }

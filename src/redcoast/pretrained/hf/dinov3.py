@@ -77,7 +77,8 @@ def tensors(config: Dinov3Config) -> dict[str, Tensor]:
 def module_name(name: str) -> str:
     """Returns the name that a tensor of the files has in a model of `transformers` 5."""
     before, found, after = name.rpartition("layer.")
-    return f"{before}model.layer.{after}" if found and not before.endswith("model.") else name
+    inside = before.removeprefix("base_model.model.")  # PEFT's own prefix
+    return f"{before}model.layer.{after}" if found and not inside.endswith("model.") else name
 
 
 def duplicates(config: Dinov3Config) -> dict[str, str]:

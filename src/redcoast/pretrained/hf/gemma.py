@@ -128,15 +128,20 @@ def _kind(c: GemmaConfig) -> str:
         odd = [c.score_scale not in (None, c.head_dim), c.score_cap, c.logit_cap, any(c.local)]
         kind = "gemma"
     elif c.post_norms and not c.qk_norm:
-        odd, kind = [c.local_rope_base not in (None, c.rope_base)], "gemma2"
+        apart = c.local_rope_base is not None and (c.local_rope_base, None) != (
+            c.rope_base,
+            c.rope_scaling,
+        )
+        odd, kind = [apart], "gemma2"
     else:
-        odd, kind = [not c.post_norms, c.score_cap], "gemma3_text"
+        shared = any(c.local) and c.local_rope_base is None and c.rope_scaling is not None
+        odd, kind = [not c.post_norms, c.score_cap, shared], "gemma3_text"
     if any(odd):
         raise ValueError(
             "No generation of Gemma has this combination of settings. The first has no "
             "`post_norms`, `qk_norm`, windows, caps or `score_scale`; the second has `post_norms` "
-            "and a single base of rotary embeddings; the third has `post_norms` and `qk_norm`, but "
-            "no `score_cap`."
+            "and the same rotary embeddings in all layers; the third has `post_norms` and "
+            "`qk_norm`, but no `score_cap`, and does not scale those of layers with a window."
         )
     return kind
 

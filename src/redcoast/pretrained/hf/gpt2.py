@@ -51,7 +51,7 @@ _IGNORED = """
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = defaults_of(_FIELDS) | {"eos_token_id": 50256}
-    only = {"model_type": ("gpt2",), "is_encoder_decoder": (False,)}
+    only = {"model_type": ("gpt2",)}
     settings = rename(settings, OTHER_NAMES)
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))
     hidden = 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"]

@@ -34,7 +34,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "model_type": ("gptj",),
         "rotary": (True,),
         "scale_attn_weights": (True,),
-        **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), (False,)),
+        "add_cross_attention": (False,),
     }
     settings = rename(settings, OTHER_NAMES)
     c = read_settings(settings, defaults, only, tuple(_IGNORED.split()))

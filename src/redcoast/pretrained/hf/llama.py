@@ -15,7 +15,12 @@ from ._tables import (
     llama_attention,
     llama_ends,
     llama_mlp,
+    tied_head,
 )
+
+BASE_PREFIX = "model."
+# The first files hold the frequencies of the rotary embeddings.
+BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
 _FIELDS = {
     **LLAMA_FIELDS,
@@ -28,14 +33,18 @@ _FIELDS = {
 KINDS = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 # Default values that differ between them.
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
     "mistral": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "num_key_value_heads": 8,
         "sliding_window": 4096,
         "use_sliding_window": True,
         "max_position_embeddings": 131072,
     },
     "olmo2": {"rms_norm_eps": 1e-5, "eos_token_id": 50279, "pad_token_id": 1},
-    "qwen3": {"head_dim": 128},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     "smollm3": {
         "num_key_value_heads": 4,
         "rope_theta": 2e6,
@@ -92,6 +101,8 @@ def _rope_layers(c: dict[str, Any]) -> tuple[bool, ...]:
 def _window(c: dict[str, Any]) -> int | None:
     if not c["use_sliding_window"] or not c["sliding_window"]:
         return None
+    if not c["layer_types"] and c["max_window_layers"] >= c["num_hidden_layers"]:
+        return None  # the layers before it have none
     if c["max_window_layers"] or {*(c["layer_types"] or ())} - {"sliding_attention"}:
         raise ValueError(
             "`max_window_layers` or `layer_types` gives only some layers a sliding window, but "
@@ -157,3 +168,6 @@ def tensors(config: LlamaConfig) -> dict[str, Tensor]:
         for part, name in names.items():
             found[f"layers/{part}_norm"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
     return found | llama_ends(config)
+
+
+duplicates = tied_head("model.embed_tokens.weight")

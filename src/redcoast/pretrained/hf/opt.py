@@ -35,7 +35,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "model_type": ("opt",),
         **dict.fromkeys(("layerdrop", "activation_dropout"), (0.0,)),
         "learned_embeddings": (True,),
-        **dict.fromkeys(("scale_embeddings", "is_encoder_decoder"), (False,)),
+        "scale_embeddings": (False,),
         "add_cross_attention": (False,),
     }
     c = read_settings(settings, defaults, only, ("is_decoder", "decoder_start_token_id"))

@@ -7,6 +7,7 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
+from ._rope import rope_of
 from ._tables import (
     INTO_HEADS,
     LLAMA_FIELDS,
@@ -59,7 +60,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(c["rope_parameters"] or c["rope_scaling"] or {})
+    rope = rope_of(c)
     part = rope.pop("partial_rotary_factor", c["partial_rotary_factor"])
     found = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
     if part != 1:
@@ -100,6 +101,11 @@ def write(config: Phi3Config) -> dict[str, Any]:
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
         rope["original_max_position_embeddings"] = s.original
     rope["partial_rotary_factor"] = c.rotated / c.head_dim
+    if int(c.head_dim * rope["partial_rotary_factor"]) != c.rotated:
+        raise ValueError(
+            f"A `rotary_dim` of {c.rotated} cannot be saved: the file has its ratio to the head "
+            f"size {c.head_dim}, from which rounding gives {c.rotated - 1}."
+        )
     settings = write_fields(c, _FIELDS)
     return settings | {
         "architectures": ["Phi3ForCausalLM"],

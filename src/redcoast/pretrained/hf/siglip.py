@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ...models.siglip import SiglipConfig, SiglipImageConfig, SiglipTextConfig
 from .._settings import REQUIRED, defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._labels import image_inputs, read_architecture
+from ._labels import image_inputs, read_architecture, read_side
 from ._tables import EMBED, OUT_PROJ, attention, dense, linear, norm, patches
 
 BUFFERS = (r"\.embeddings\.position_ids$",)
@@ -54,8 +54,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         {"model_type": ("siglip_vision_model",), "vision_use_head": (True,)},
     )
     for name in ("image_size", "patch_size"):
-        if isinstance(image[name], list):
-            raise ValueError(f"`{name}` is {image[name]}, but only squares are implemented.")
+        image[name] = read_side(image[name], name)
     text = read_settings(
         c["text_config"] or {},
         defaults_of(_TEXT) | {"eos_token_id": 49407},

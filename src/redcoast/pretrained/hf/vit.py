@@ -32,7 +32,6 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         "pooler_act": ("tanh",),
         "is_decoder": (False,),
         "add_cross_attention": (False,),
-        "is_encoder_decoder": (False,),
     }
     # Settings of masked image modelling, and of text models.
     ignored = """

@@ -114,8 +114,8 @@ def test_a_new_run_needs_an_empty_directory(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "`every` is 0"),
-        ({"keep": 0}, "`keep` is 0"),
+        ({"every": 0}, "`Checkpoints.every` is 0"),
+        ({"keep": 0}, "`Checkpoints.keep` is 0"),
         ({"keep": None}, "keep"),
         ({"mode": "most"}, "'most'"),
     ],

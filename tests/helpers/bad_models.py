@@ -19,9 +19,9 @@ from redcoast import lora, losses, models
 
 ROWS = {
     "Checkpoints": [
-        (lambda d: rc.Checkpoints(d, every=0), ValueError, "every=0"),
-        (lambda d: rc.Checkpoints(d, keep=0), ValueError, "keep=0"),
-        (lambda d: rc.Checkpoints(d, every=2.5), TypeError, r"every=2\.5"),
+        (lambda d: rc.Checkpoints(d, every=0), ValueError, "every` is 0"),
+        (lambda d: rc.Checkpoints(d, keep=0), ValueError, "keep` is 0"),
+        (lambda d: rc.Checkpoints(d, every=2.5), TypeError, r"every` is 2\.5"),
         (lambda d: rc.Checkpoints(d, mode="best"), ValueError, "mode='best'"),
         (lambda d: rc.Checkpoints(3), TypeError, "directory"),
         (lambda d: rc.Checkpoints(d, best=3), TypeError, "best=3"),

@@ -60,9 +60,9 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         check_kind("directory", self.directory, (str, Path), "a path")
-        check_integer("keep", self.keep)
+        check_integer("Checkpoints.keep", self.keep)
         if self.every is not None:
-            check_integer("every", self.every)
+            check_integer("Checkpoints.every", self.every)
         if not isinstance(self.best, str | None):
             raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
         if self.mode not in ("min", "max"):

@@ -31,8 +31,9 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
         return lambda epoch: examples, _length(examples, name)
     if is_stream(examples):
         raise TypeError(
-            f"`{name}` is a stream, which has no number of examples. Pass an object with a length "
-            f"and an index, such as `list(itertools.islice({name}, n))`."
+            f"`{name}` is of type {type(examples).__name__}, a stream, which has no number of "
+            f"examples. Pass an object with a length and an index, such as "
+            f"`list(itertools.islice({name}, n))`."
         )
     if not callable(examples):
         raise TypeError(

@@ -339,6 +339,14 @@ def test_adapters_of_a_vit_have_the_names_of_both_versions(tmp_path):
             np.testing.assert_array_equal(paths(again)[path], x)
 
 
+def test_adapters_of_the_head_alone(tmp_path):
+    """Their names do not have the prefix of the base model."""
+    model = adapted(MODEL, "head")
+    lora.save_adapters(model, tmp_path / "head")
+    loaded = lora.load_adapters(MODEL, tmp_path / "head")
+    jax.tree.map(np.testing.assert_array_equal, loaded, model)
+
+
 def test_adapters_of_a_dinov3_have_the_names_of_both_versions(tmp_path):
     """Before version 5 of `transformers`, its layers were not inside of a `model`."""
     config = Dinov3Config(width=16, layers=2, heads=2, hidden=32, image=8, patch=4)

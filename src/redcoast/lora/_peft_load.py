@@ -126,7 +126,7 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     path = Path(path).expanduser().absolute()
     config = read_adapter_config(path)
     slots = _slots(model)
-    stored = _stored(model, path)
+    stored = _stored(model, path, slots)
     found = {slot.path: slot.find(stored) for slot in slots}
     saved = _saved(model, config)
     _check(slots, found, _shapes(model, saved), stored, config, path)
@@ -189,7 +189,7 @@ def _slots(model: Any) -> list[Slot]:
     return slots
 
 
-def _stored(model: Any, path: Path) -> dict[str, Stored]:
+def _stored(model: Any, path: Path, slots: Sequence[Slot]) -> dict[str, Stored]:
     if not (path / TENSORS).is_file():
         raise ValueError(
             f"{path} has no {TENSORS}. Adapters that are pickled (`adapter_model.bin`) are "
@@ -201,7 +201,8 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
     read = read_safetensors(file_inside(path, TENSORS))
     stored = {rename(name): x for name, x in read.items()}
     base = PREFIX + getattr(hf, "BASE_PREFIX", "")
-    if any(name.startswith(base) for name in stored):
+    known = {name for slot in slots for both in slot.names.values() for name in both}
+    if any(name.startswith(base) or name in known for name in stored):
         return stored
     # The adapters were trained for the base model, without its head.
     return {base + name.removeprefix(PREFIX): x for name, x in stored.items()}

@@ -78,6 +78,16 @@ ROWS = {
             "override",
         ),
         (
+            lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides=[("w", "model")]),
+            ValueError,
+            "'w' has 'model'. It must be `None`",
+        ),
+        (
+            lambda d: rc.infer_shardings(ABSTRACT, rc.make_mesh(), overrides=[("w", P((1,)))]),
+            ValueError,
+            "'w' has",
+        ),
+        (
             lambda d: rc.infer_shardings(
                 {"w": jax.eval_shape(lambda: jnp.zeros((6, 8)))},
                 rc.make_mesh(),
@@ -92,6 +102,16 @@ ROWS = {
             lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=10),
             ValueError,
             "budget|bytes",
+        ),
+        (
+            lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), sequence=True),
+            ValueError,
+            "`sequence` needs a function",
+        ),
+        (
+            lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), hardware=rc.Hardware()),
+            ValueError,
+            "`hardware` needs a function",
         ),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), budget=-1), ValueError, "budget"),
         (lambda d: rc.plan_shardings(ABSTRACT, rc.make_mesh(), fn=lambda m: m["v"]), KeyError, "v"),

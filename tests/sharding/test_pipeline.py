@@ -300,6 +300,26 @@ def plain(x, w):
     return jnp.tanh(x @ w), None
 
 
+def flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def flat_dropout(x, w):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.8, x.shape)
+    return x + jnp.where(kept, jnp.tanh(x @ w), 0.0), None
+
+
+def written(x, w):
+    y = x @ w
+    swapped = jnp.swapaxes(y[:, :, 1], 0, 1).reshape(-1)
+    return x + flat(y).at[:, 0].set(swapped).reshape(x.shape), None
+
+
+def counted(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (jnp.sum((y > 0.1).astype(jnp.uint32)) // jnp.uint32(7)).astype(x.dtype)
+
+
 def unrolled(model, batch, key):
     x = model["embed"][batch]
     for w in model["w"]:
@@ -315,6 +335,9 @@ REFUSED = {
     "numbers of rows": (scanned(numbered), {}, "`iota` numbers the rows"),
     "sort": (scanned(ordered), {}, "`sort` is applied along rows"),
     "statistic": (scanned(rounded), {}, "`tanh` is applied to a sum over rows"),
+    "dropout of tokens": (scanned(flat_dropout, flat), {}, "a dimension that joins rows"),
+    "places of tokens": (scanned(written), {}, "`scatter` combines rows with other rows"),
+    "rounded sum": (scanned(counted), {}, "`div` is applied to a sum over rows"),
     "generator": (scanned(slow_noise), {}, "another generator"),
     "no batch": (scanned(plain, lambda x: jnp.mean(x, (0, 1))), {}, "no batch dimension"),
     "no scan": (unrolled, {}, "Its layers are not a scan"),

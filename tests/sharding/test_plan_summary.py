@@ -146,6 +146,32 @@ def test_fsdp_that_was_asked_for_and_is_not_done():
     assert forced.report.not_done == ()
 
 
+def test_nothing_is_said_to_force_what_nothing_forces():
+    """FSDP over `fsdp` alone: an override with `model` would shard over one device."""
+    plan = plan_of((1, 8, 1), batch=8)
+    assert "8-way tensor parallel" in lines_of(plan)[0]
+    assert plan.report.not_done[0].asked == "FSDP over fsdp=8"
+    assert plan.report.not_done[0].forced_by == ""
+    forced = plan_of((1, 8, 1), batch=8, overrides=[("up|down", P(None, "model"))])
+    assert "100% replicated" in str(forced)
+
+
+def test_overrides_that_shard_two_dimensions_of_one_array():
+    """The outputs of a layer are the inputs of the next, so that an array has both in one class."""
+    model = {str(i): array(256, 256) for i in range(3)}
+
+    def loss(model, x, key):
+        for w in model.values():
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x**2)
+
+    overrides = [(".", P(None, "model"))]
+    plan = rc.plan_shardings(
+        model, mesh_of(2, 1, 4), fn=loss, args=(array(64, 256), None), overrides=overrides
+    )
+    assert "arrays of overrides" in plan.table()
+
+
 def test_an_axis_that_divides_nothing_and_one_that_is_too_large():
     odd = rc.plan_shardings({"w": array(333, 333)}, mesh_of(model=8))
     said = "tensor parallelism over model=8, because it is not possible or not worth its cost"
@@ -164,6 +190,35 @@ def test_a_batch_that_does_not_divide():
     assert "a batch split over data=4, because a batch of 6 does not divide." in not_done(lines)
 
 
+def test_a_batch_that_divides_over_fewer_axes_is_costed_as_it_runs():
+    """Over `data`, and not over `fsdp` too: arithmetic is that of `data` alone."""
+    found = [plan_of(sizes, batch=8).report.program for sizes in ((8, 2, 1), (8, 1, 1))]
+    for program in found:
+        assert "data" in program.batch_axes
+        assert "fsdp" not in program.batch_axes
+        assert not program.repeated
+    several, alone = (program.arithmetic.per_device for program in found)
+    assert several <= alone
+
+
+def test_nothing_is_cut_off_silently():
+    """Of many lines, those of small shares are one, and the last line names what has them all."""
+    layers = {"w1": array(4, 1024, 4096), "w2": array(4, 4096, 1024), "b": array(4, 4096)}
+    model = {"l": layers, "emb": array(64, 1024), "out": array(1024, 64), "g": array(1024)}
+
+    def loss(p, x, key):
+        layer = lambda h, l: (h + jnp.tanh(h @ l["w1"] + l["b"][None]) @ l["w2"], None)
+        h = jax.lax.scan(layer, x @ p["emb"], p["l"])[0]
+        return jnp.mean((h * p["g"][None] @ p["out"]) ** 2)
+
+    mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), ("pipe", "data", "fsdp", "model"))
+    plan = rc.plan_shardings(model, mesh, fn=loss, args=(array(512, 64), None))
+    lines = lines_of(plan)
+    assert any(line.startswith("Communication") for line in lines)
+    assert not_done(lines)
+    assert "    <1% each: " in "\n".join(lines)
+
+
 def test_trees_without_parameters_have_a_summary():
     for sizes in ((1, 1, 1), (2, 2, 2)):
         assert lines_of(rc.plan_shardings({"n": 3, "key": jax.random.key(0)}, mesh_of(*sizes)))
@@ -171,7 +226,7 @@ def test_trees_without_parameters_have_a_summary():
 
 @pytest.mark.parametrize("overrides", [(), [("up", P(None, ("fsdp", "model"))), ("down", None)]])
 def test_the_report_is_data_that_json_takes(overrides):
-    plan = plan_of((2, 2, 2), batch=6, overrides=overrides)
+    plan = plan_of((2, 2, 2), batch=7, overrides=overrides)
     data = plan.report.to_json()
     assert json.loads(json.dumps(data)) == data
     assert [row["path"] for row in data["rows"]] == ["down", "up"]

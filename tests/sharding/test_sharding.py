@@ -5,6 +5,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import Block, Transformer, array, llama, reasons, specs, stock
 
+import redcoast as rc
+
 # Megatron's split of a stock Equinox transformer, which stores matrices as (out, in).
 BLOCK = {
     "attention/query_proj/weight": P("model"),
@@ -272,3 +274,31 @@ def test_a_residual_block_of_convolutions_is_split_inside():
     assert found["first/weight"] == P("model")
     assert found["second/weight"] == P(None, "model")
     assert found["skip/weight"] == P()
+
+
+def test_a_stock_layer_with_more_arrays():
+    """Of a subclass, or with a module for its bias."""
+
+    class Scaled(eqx.nn.Linear):
+        scale: jax.Array
+
+        def __init__(self, size, *, key):
+            super().__init__(size, size, key=key)
+            self.scale = jnp.ones(size)
+
+    key = jax.random.key(0)
+    normed = eqx.tree_at(lambda x: x.bias, eqx.nn.Linear(64, 64, key=key), eqx.nn.LayerNorm(64))
+    mesh = rc.make_mesh(fsdp=8)
+    for layer in (Scaled(64, key=key), normed):
+        found = rc.infer_shardings({"layer": layer}, mesh)
+        assert not found["layer"].weight.is_fully_replicated
+
+
+def test_arrays_that_an_override_shards_over_data_are_not_said_to_be_replicated():
+    plan = rc.plan_shardings(
+        {"w": jnp.zeros((64, 64)), "v": jnp.zeros((64, 64))},
+        rc.make_mesh(data=8),
+        overrides=[("w", P("data"))],
+    )
+    assert "All arrays are replicated" not in plan.table()
+    assert "Override" in plan.table()

@@ -88,6 +88,14 @@ COUPLED = {
     ),
     "sorted": (lambda w, b, k: jnp.mean(jnp.sort(h(w, b[0]).sum(-1)) * b[2]), "sort"),
     "cumulative": (lambda w, b, k: jnp.mean(jnp.cumsum(h(w, b[0]), 0) * b[0]), "cumsum"),
+    "best": (lambda w, b, k: jnp.mean(lax.top_k(h(w, b[0]).sum(-1), 3)[0]), "top_k"),
+    "neighbours": (
+        lambda w, b, k: jnp.mean((h(w, b[0]) - jnp.roll(h(w, b[0]), 1, 0)) ** 2),
+        "slice",
+    ),
+    "mixed with the reverse": (lambda w, b, k: jnp.mean(h(w, b[0] + b[0][::-1]) ** 2), "rev"),
+    "halves": (lambda w, b, k: jnp.mean(jnp.multiply(*jnp.split(h(w, b[0]), 2))), "split"),
+    "spectrum": (lambda w, b, k: jnp.mean(jnp.abs(jnp.fft.fft(h(w, b[0]), axis=0))), "fft"),
     "worst": (lambda w, b, k: jnp.max(h(w, b[0])), "reduce_max"),
     "baseline": (
         lambda w, b, k: jnp.mean(h(w, b[0]).sum(-1) * (b[2] - spread(b[2].mean(), b[2]))),

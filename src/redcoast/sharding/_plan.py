@@ -11,14 +11,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer, check_mesh
 from ..core._frames import hide_frames
-from ..distributed._mesh import PIPE
+from ..distributed._mesh import AXES, PIPE
 from .report._data import Coupling, PlanReport, ProgramReport, make_report
 from .solver._hardware import Hardware, hardware_of
 from .tree._leaves import flat_leaves
 from .tree._overrides import Override, model_dim
 from .tree._plan_rows import Compute, Row, model_of, plan_rows
-
-_AXES = ("data", "fsdp", "model")
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ class Plan:
         - `batch`: A batch, which may be small.
         - `key`: A JAX key. Model, batch and key may be on any devices.
         - `tolerance`: The largest difference that is attributed to rounding, relative to the
-            largest element of each array.
+            largest element of each array, or to a thousandth of the largest of all gradients if
+            that is larger.
 
         **Returns:**
 
@@ -264,8 +263,9 @@ def plan_shardings(
 
     **Raises:**
 
-    `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget; and if
-    the mesh has `pipe` and the layers of a loss cannot run as a pipeline.
+    `ValueError`, as [`redcoast.infer_shardings`][] does; if no plan stays within the budget; if the
+    mesh has `pipe` and the layers of a loss cannot run as a pipeline; and if an argument that
+    describes the program of a function is given without `fn`.
 
     !!! example
 
@@ -294,6 +294,8 @@ def plan_shardings(
             )
     if fn is None:
         needing = {"args": args or None, "budget": budget, "microbatches": microbatches}
+        needing |= {"sequence": sequence or None, "hardware": hardware}
+        needing["trainable"] = None if trainable is eqx.is_inexact_array else trainable
         if given := next((name for name, value in needing.items() if value is not None), ""):
             raise ValueError(f"`{given}` needs a function whose program is planned: pass `fn` too.")
         from .heuristic._structural import structural_rows
@@ -368,7 +370,7 @@ def mesh_or_ambient(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
             "The mesh is missing: pass mesh=rc.make_mesh(), or set the ambient mesh with "
             "jax.set_mesh(rc.make_mesh())."
         )
-    missing = [axis for axis in _AXES if axis not in mesh.axis_names]
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
     if missing:
         raise ValueError(
             f"The mesh has the axes {tuple(mesh.axis_names)} and lacks {', '.join(missing)}; one "

@@ -18,7 +18,7 @@ from ..program._walk import Scope
 from ..solver._classes import Classes
 from ..solver._cost import BatchDims
 from ..solver._memory import asked_axes
-from ..solver._strategy import Program, batch_dims, parts
+from ..solver._strategy import Program, batch_dims, parts, split_axes
 from ..tree._overrides import spec_axes
 from ..tree._plan_rows import Compute
 
@@ -131,10 +131,7 @@ def find_shardings(program: Program, mesh: Mesh | AbstractMesh, compute: Compute
     split = [value.dims[d] for value, d in pairs if d is not None]
     chosen = classes.of(node for node in split if classes.divides(node))
     chosen |= _classes_of_constants(program, classes, compute)
-    # A batch that does not divide over all of its axes is split over fewer.
-    axes = compute.batch_axes
-    while axes and not batch_dims(program, parts(axes, mesh.shape)).roots:
-        axes = axes[:-1]
+    axes = split_axes(program, compute.batch_axes, mesh.shape)
     batch = batch_dims(program, parts(axes, mesh.shape))
     sequence = _sequence(program, classes, chosen, batch) if compute.sequence else frozenset()
     asked, tokens = frozenset(asked_axes(program.graph)), program.batch.sequence

@@ -238,14 +238,15 @@ def _layer(node: Node, known: Known) -> WeightMatrix | None:
         return None
     weight, bias, names = leaves[key], leaves.get("bias", leaves.get("b")), node.path[-1:]
     stack, owner = known.stacks[weight.index], node.owner
+    if len(node.children) != 1 + (bias is not None):
+        return None
     if isinstance(owner, eqx.nn.Embedding):
         return WeightMatrix(names, weight, None, "table", stack, (stack,), (stack + 1,))
     if isinstance(owner, (eqx.nn.Linear, *_CONVOLUTIONS)):
         kind = "linear" if isinstance(owner, eqx.nn.Linear) else "conv"
         groups = getattr(owner, "groups", 1)
         return WeightMatrix(names, weight, bias, kind, stack, (stack + 1,), (stack,), groups)
-    only = len(node.children) == 1 + (bias is not None)
-    return _matrix(names, key, weight, bias, known) if only else None
+    return _matrix(names, key, weight, bias, known)
 
 
 def _bias_of(name: str, weight: Leaf, node: Node) -> Leaf | None:

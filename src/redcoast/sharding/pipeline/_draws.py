@@ -27,17 +27,19 @@ class Draw:
     shape: tuple[int, ...]
 
 
-def find_draws(small: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr) -> Mapping[int, Draw]:
+def find_draws(small: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr, rows: int) -> Mapping[int, Draw]:
     """The draws of a layer for rows, by the `id` of their equation in `small`.
 
-    The three are the layer for the rows of one microbatch, and for few and for all rows. Raises
-    `Mixed`.
+    The three are the layer for the rows of one microbatch, for few, and for all of the `rows` of
+    the batch. Raises `Mixed`.
     """
     found: dict[int, Draw | None] = {}
     for one, other, equation in zip(*map(_draws, (small, few, all_)), strict=True):
         own_keys = differing(other.invars[0].aval, equation.invars[0].aval)  # a key for each row
         dims = differing(other.outvars[0].aval, equation.outvars[0].aval)
         draw = Draw(dims[0], tuple(equation.params["shape"])) if dims and not own_keys else None
+        if draw is not None and draw.shape[draw.dim] != rows:
+            raise Mixed("it draws random numbers along a dimension that joins rows with another")
         if found.setdefault(id(one), draw) != draw:
             raise Mixed("it draws random numbers of the same shape for rows and for something else")
     inside = [id(one) for one in _draws(small, skip=CUSTOM_DERIVATIVES)]

@@ -23,7 +23,8 @@ from ...core._most_of_rows import is_most
 from ._row_rules import apply_rule
 from ._row_states import AnyJaxpr, Mixed, Pair, Rows, State, States, differing, join_rows
 
-# The numbers of these parameters are sizes, which follow from the number of rows.
+# The numbers of these parameters are sizes, which follow from the number of rows. A name may hold
+# them too.
 _SIZES = frozenset(["shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "name"])
 
 

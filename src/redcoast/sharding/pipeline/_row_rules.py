@@ -50,7 +50,7 @@ def _linear(pair: Pair, inputs: Sequence[State]) -> State:
         (name in _OF_SUMS and sums[0])
         or (name in ("add", "add_any", "sub", "concatenate") and all(sums))
         or (name in ("mul", "dot_general") and sum(sums) == 1)
-        or (name == "div" and sums == [True, False])
+        or (name == "div" and sums == [True, False] and is_inexact(pair.few.outvars[0].aval))
         or (name == "select_n" and sums[0] is False and all(sums[1:]))
         or (name == "convert_element_type" and is_inexact(pair.few.outvars[0].aval))
     )
@@ -273,13 +273,13 @@ def _scatter(pair: Pair, inputs: Sequence[State]) -> State:
         )
     if not fits:
         raise Mixed(f"`{pair.name}` writes some of the rows")
-    return operand
+    return join_rows(pair, [operand, updates.at(operand.dim)])
 
 
 def _attention(pair: Pair, inputs: Sequence[State]) -> State:
     if any(isinstance(state, Rows) and state.dim != 0 for state in inputs):
         raise Mixed("attention is applied along rows")
-    return Rows(0)
+    return join_rows(pair, inputs)
 
 
 def _draw(pair: Pair) -> State:

@@ -137,7 +137,7 @@ def pipeline_of(
         try:
             inputs, outputs = _find_rows(equation, other)
             bodies = [one.params["jaxpr"] for one in (small, other, equation)]
-            draws = find_draws(*bodies)
+            draws = find_draws(bodies[0], bodies[1], bodies[2], rows)
         except Mixed as error:
             raise NoPipeline(
                 f"Its layers cannot work on a part of the batch at a time, because {error}."

@@ -71,6 +71,7 @@ def _merged(origins: Origins) -> _Origin:
 @dataclass
 class _Search:
     has: Callable[[int], bool]  # whether a dimension is the batch dimension
+    size: int  # the number of examples
     found: Coupling | None = None
 
     def rows(self, value: Value) -> int:
@@ -102,9 +103,9 @@ class _Operation(NamedTuple):
 def find_coupling(program: Program) -> Coupling | None:
     """The first operation that relates examples to each other, if there is one."""
     traced, given = program.traced, program.batch.given
-    if not given or program.graph.sizes[given[0]] < 2:
+    if not given or (size := program.graph.sizes[given[0]]) < 2:
         return None
-    search, jaxpr = _Search(batch_dims(program, 1).has), program.scope.jaxpr
+    search, jaxpr = _Search(batch_dims(program, 1).has, size), program.scope.jaxpr
     needed = jaxpr.outvars[:1] if traced.trains else jaxpr.outvars
     origins = [_Origin(model=i < traced.arrays) for i in range(len(jaxpr.invars))]
     _follow(search, program.scope, origins, needed)
@@ -220,6 +221,28 @@ def _lookup(search: _Search, one: _Operation) -> bool:
     return not fixed and any(search.has(operand.dims[d]) for d in looked_up)
 
 
+def _reorders(search: _Search, one: _Operation) -> bool:
+    """Whether an operation reverses, selects or splits the examples, or transforms along them.
+
+    A part of an array with more rows, such as one of real and of generated examples, is none.
+    """
+    if not one.known or isinstance(one.equation.invars[0], Literal):
+        return False
+    params, operand = one.equation.params, one.known[0][1]
+    rank = len(operand.shape)
+    along: Sequence[int] = ()
+    if one.name == "rev":
+        along = params["dimensions"]
+    elif one.name in ("slice", "dynamic_slice"):
+        pairs = zip(operand.shape, one.result.shape, strict=True)
+        along = [d for d, (before, after) in enumerate(pairs) if before != after]
+    elif one.name == "split" or one.name == "top_k":
+        along = [params["axis"]]
+    elif one.name == "fft":
+        along = range(rank - len(params["fft_lengths"]), rank)
+    return any(search.has(operand.dims[d]) and operand.shape[d] == search.size for d in along)
+
+
 def _nonlinear(search: _Search, one: _Operation) -> bool:
     """Whether an operation is a nonlinear function of a sum over examples."""
     summed = [origin.summed is not None for origin in one.origins]
@@ -235,6 +258,7 @@ _RELATIONS = {
     "compares every example with every other": _compares_all,
     "operates along the batch dimension": _along_batch,
     "looks up other examples of the batch": _lookup,
+    "relates examples by their places in the batch": _reorders,
     "is a nonlinear function of a sum over examples": _nonlinear,
 }
 

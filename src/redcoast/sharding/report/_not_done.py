@@ -18,7 +18,7 @@ def parameters_of(report: PlanReport) -> list[PlannedArray]:
 def is_tensor_parallel(array: PlannedArray) -> bool:
     """Whether an array is computed with in parts; an override with `model` makes it so."""
     override = array.reason.kind == "override" and "model" in array.axes
-    return override or array.reason.kind == "tensor-parallel"
+    return (override and array.parts > 1) or array.reason.kind == "tensor-parallel"
 
 
 def _tensor_parallelism(report: PlanReport) -> NotDone | None:
@@ -52,7 +52,8 @@ def _fsdp(report: PlanReport) -> NotDone | None:
 def _entry(asked: str, why: str, axis: str, report: PlanReport) -> NotDone | None:
     """The entry, if there is a reason; any size that divides over `axis` can be forced."""
     sizes = {size for array in parameters_of(report) for size in array.shape if size}
-    fits = any(size % report.mesh[axis] == 0 for size in sizes)
+    count = report.mesh[axis]
+    fits = count > 1 and any(size % count == 0 for size in sizes)
     forced_by = f"An override with `{axis}` in its spec forces it." if fits else ""
     return NotDone(asked, why, forced_by) if why else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core._errors import several
 from ..program._constants import LARGE_CONSTANT
-from ..solver._strategy import Decision, batch_dims, constant_dims, parts, used_axes
+from ..solver._strategy import Decision, constant_dims, parts, split_axes, used_axes
 from ..tree._leaves import Leaf, flat_leaves
 from ..tree._overrides import multiples_near
 from ..tree._plan_rows import Reason
@@ -17,11 +17,8 @@ from ._text import grouped, shortened
 
 
 def batch_axes(decision: Decision, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that the batch is split over: fewer than are planned if it does not divide."""
-    used = used_axes(decision.strategy.batch, axes)
-    while used and not batch_dims(decision.program, parts(used, axes)).roots:
-        used = used[:-1]
-    return used
+    """The axes that the batch is split over."""
+    return used_axes(split_axes(decision.program, decision.strategy.batch, axes), axes)
 
 
 def batch_sentences(decision: Decision, axes: Mapping[str, int], others: Mapping[str, int]) -> str:
@@ -207,9 +204,10 @@ class Reasons:
     def _dims(self, place: int) -> list[tuple[int, int, int]]:
         """The dimensions that are not blocked, with their nodes and sizes."""
         program = self.decision.program
-        value, blocked = program.parameters[place], program.graph.blocked
+        value, classes = program.parameters[place], self.decision.classes
+        blocked = classes.of(program.graph.blocked)
         dims = zip(range(len(value.dims)), value.dims, value.shape, strict=True)
-        return [(d, node, size) for d, node, size in dims if node not in blocked]
+        return [(d, node, size) for d, node, size in dims if classes[node] not in blocked]
 
     def _does_not_divide(self, size: int, over: Sequence[str]) -> str:
         n = parts(over, self.axes)

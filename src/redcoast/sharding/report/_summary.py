@@ -26,15 +26,16 @@ def draw_summary(report: PlanReport) -> str:
     if prod(report.mesh.values()) == 1:
         return _one_device(report)
     lines = []
-    for leave_out in range(4):  # the most detailed version that fits
-        lines = [*_devices(report), _parameters(report), *_shares(report, reasons=leave_out < 1)]
-        lines += _estimates(report)
+    for leave_out in range(5):  # the most detailed version that fits
+        shares = _shares(report, reasons=leave_out < 1, merged=leave_out > 1)
+        estimates = _estimates(report, short=leave_out > 1)
+        lines = [*_devices(report), _parameters(report), *shares, *estimates]
         for one in report.not_done:
-            lines += _not_done(one, remedies=leave_out < 3)
-        lines += [_DETAILS] if leave_out < 2 else []
+            lines += _not_done(one, remedies=leave_out < 4)
+        lines += [_DETAILS] if leave_out < 3 else []
         if len(lines) <= MOST_LINES:
-            break
-    return "\n".join(lines[:MOST_LINES])
+            return "\n".join(lines)
+    return "\n".join([*lines[: MOST_LINES - 1], f"... {_DETAILS}"])
 
 
 def _one_device(report: PlanReport) -> str:
@@ -57,6 +58,7 @@ def _devices(report: PlanReport) -> list[str]:
     used = " x ".join(f"{counts[use]}-way {use}" for use in _USES if use in counts)
     mesh = "(mesh " + ", ".join(f"{axis}={size}" for axis, size in sizes.items()) + ")"
     line = f"{prod(sizes.values()):,} devices = {used}"
+    line = line if len(line) <= WIDTH else line.replace(" parallel x", " x")
     return [f"{line} {mesh}"] if len(f"{line} {mesh}") <= WIDTH else [line, f"  {mesh}"]
 
 
@@ -88,16 +90,21 @@ def _parameters(report: PlanReport) -> str:
     return _labelled("Parameters", f"{count:,} ({scaled(total.bytes)}), {each}")
 
 
-def _shares(report: PlanReport, *, reasons: bool) -> list[str]:
-    """The share of the parameters in each way of sharding, with the largest arrays of each."""
+def _shares(report: PlanReport, *, reasons: bool, merged: bool) -> list[str]:
+    """The share of the parameters in each way of sharding, with the largest arrays of each; if
+    `merged`, those below 1 % in one line."""
     ways = {way: x for way, x in grouped(parameters_of(report), _way).items() if _count(x)}
     shares = percentages([_count(arrays) for arrays in ways.values()])
     lines = []
+    small = [way for share, way in zip(shares, ways, strict=True) if not share]
+    small = small if merged and len(small) > 1 else []
     for share, way in sorted(zip(shares, ways, strict=True), key=lambda item: -item[0]):
+        if way in small:
+            continue
         percent, widest = f"{share}%" if share else "<1%", max(map(len, ways))
         first = f"  {percent:>5} {way:<{widest}}  "
         lines += _examples(first, ways[way], reasons and way == "replicated")
-    return lines
+    return lines + ([f"    <1% each: {', '.join(small)}"] if small else [])
 
 
 def _way(array: PlannedArray) -> str:
@@ -129,7 +136,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _estimates(report: PlanReport) -> list[str]:
+def _estimates(report: PlanReport, *, short: bool) -> list[str]:
     program = report.program_or_none
     if program is None:
         size = scaled(report.totals.all.bytes_per_device)
@@ -138,9 +145,10 @@ def _estimates(report: PlanReport) -> list[str]:
     if (one := program.pipeline) is not None:
         layers = " and ".join(map(str, one.layers))
         noun = "layer" if layers == "1" else "layers"
+        of_time, sent = (", ", "sent") if short else (" of the time, ", "sent between stages")
         text = (
             f"{one.stages} stages of {layers} {noun}, {one.microbatches} microbatches, bubble "
-            f"{one.bubble:.0%} of the time, {scaled(one.bytes)} sent between stages"
+            f"{one.bubble:.0%}{of_time}{scaled(one.bytes)} {sent}"
         )
         lines += hanging(_labelled("Pipeline", ""), text)
     return [*lines, _labelled("Memory", _memory(program)), *_communication(program)]

@@ -57,7 +57,8 @@ def draw_table(report: data.PlanReport) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
     usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
     arrays = [array for array in report.arrays if not usual(array)]
-    one = max(size for axis, size in report.mesh.items() if axis != "data") == 1
+    others = (size for axis, size in report.mesh.items() if axis != "data")
+    one = max(others) == 1 and all(array.parts == 1 for array in report.arrays)
     groups = _groups(arrays, by_reason=not one)
     sections = [("", groups)] if one else _sections(groups)
     lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]
@@ -179,8 +180,9 @@ def _memory(program: data.ProgramReport) -> list[str]:
     parts = ", ".join(f"{megabytes(x)} {name.replace('_', ' ')}" for name, x in sizes.items())
     lines = paragraph(f"Estimated memory per device: {megabytes(memory.total)} MB ({parts}).")
     if memory.total > available:
+        known = "that it has" if program.device_memory_known else "that are assumed"
         lines += paragraph(
-            f"That is more than the {megabytes(available)} MB that it has "
+            f"That is more than the {megabytes(available)} MB {known} "
             "(`Hardware.memory`): use more devices, a larger `fsdp` or `model`, a smaller batch, "
             "or `jax.checkpoint` in the model."
         )

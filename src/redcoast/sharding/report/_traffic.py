@@ -83,15 +83,17 @@ def _tensor_parallel(reasons: Reasons, batch: cost.BatchDims, hardware: Hardware
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision, classes = reasons.decision, reasons.decision.classes
     graph = decision.program.graph
+    # Overrides may shard two dimensions of an array, of which one counts.
+    named = lambda root: reasons.sets[root].names if root in reasons.sets else "arrays of overrides"
     for found in cost.reduced(graph.sums.values(), classes, hardware):
         if is_split(decision, (found.node,)):
-            names = reasons.sets[classes[found.node]].names
-            cause = f"all-reduces of activations, {_way(found.backward)}: {names}"
+            cause = f"all-reduces of activations, {_way(found.backward)}: "
+            cause += named(classes[found.node])
             size = cost.sum_bytes(found, hardware) / batch.parts(found.dims)
             yield reasons.over, "activations", cause, all_reduce(reasons.n, size)
     for root, size in chain(*(cost.cut_sides(cut, classes, batch) for cut in graph.cuts)):
         if root in decision.chosen:
-            cause = f"all-gathers after tensor-parallel arrays: {reasons.sets[root].names}"
+            cause = f"all-gathers after tensor-parallel arrays: {named(root)}"
             yield reasons.over, "activations", cause, all_gather(reasons.n, size)
 
 

@@ -205,7 +205,8 @@ def _decide(
     forced: Sequence[int | None],
 ) -> Decision:
     graph, n = program.graph, parts(strategy.model, sizes)
-    classes, batch = Classes(graph, n), batch_dims(program, parts(strategy.batch, sizes))
+    over = split_axes(program, strategy.batch, sizes)
+    classes, batch = Classes(graph, n), batch_dims(program, parts(over, sizes))
     fsdp = 1 if "fsdp" in strategy.model else sizes["fsdp"]
     axes = Axes(batch.count, fsdp, n, stored(strategy, sizes))
     free = n > 1 and "model" not in strategy.batch
@@ -238,9 +239,18 @@ def batch_dims(program: Program, count: int) -> BatchDims:
     return BatchDims(classes, roots, count)
 
 
+def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that the batch is split over: fewer than are given if it does not divide."""
+    over = tuple(axes)
+    while over and not batch_dims(program, parts(over, sizes)).roots:
+        over = over[:-1]
+    return over
+
+
 def batch_of(decision: Decision, sizes: Mapping[str, int]) -> BatchDims:
     """The dimensions that a decision shards with the batch."""
-    return batch_dims(decision.program, parts(decision.strategy.batch, sizes))
+    over = split_axes(decision.program, decision.strategy.batch, sizes)
+    return batch_dims(decision.program, parts(over, sizes))
 
 
 def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:

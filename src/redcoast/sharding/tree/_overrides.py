@@ -34,7 +34,8 @@ def apply_overrides(
             ) from error
         if not matched:
             names = [leaf.name for leaf in leaves]
-            close = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or names[:5]
+            text = str(getattr(pattern, "pattern", pattern))  # it may be compiled
+            close = difflib.get_close_matches(text, names, n=5, cutoff=0.3) or names[:5]
             raise ValueError(
                 f"The override pattern {pattern!r} matches no array's path. "
                 f"Among the {len(names)} paths are: {', '.join(close) or 'none at all'}."
@@ -64,6 +65,16 @@ def spec_parts(spec: P, axes: Mapping[str, int]) -> int:
 
 
 def _spec(pattern: str, given: P | tuple | None, axes: dict[str, int]) -> P:
+    names = lambda x: (
+        x is None
+        or isinstance(x, str)
+        or (isinstance(x, tuple) and all(isinstance(axis, str) for axis in x))
+    )
+    if not isinstance(given, P | tuple | list | None) or not all(map(names, given or ())):
+        raise ValueError(
+            f"The override {pattern!r} has {given!r}. It must be `None`, or a `PartitionSpec` of "
+            'names of mesh axes and `None`, such as `P("model")`.'
+        )
     spec = P() if given is None else P(*given)
     used = [axis for entry in spec for axis in spec_axes(entry)]
     for axis in used:

@@ -22,7 +22,8 @@ class Reason:
 
     - `kind`: `"tensor-parallel"` (computed with in parts; large arrays may be FSDP-sharded along
         another dimension as well), `"fsdp"` (sharded in storage, all-gathered for use),
-        `"replicated"`, `"follows"` (optimizer state, sharded like its parameter) or `"override"`.
+        `"replicated"`, `"follows"` (optimizer state, sharded like its parameter), `"pipeline"`
+        (on its stage) or `"override"`.
     - `text`: The reason in words, such as `"10 does not divide over model=4 (8 or 12 would)"`.
     - `together`: The paths of the arrays that can only be tensor-parallel together, if any.
     """

@@ -258,11 +258,11 @@ def test_options_of_several_architectures_are_refused(options):
 
 
 def test_rotary_features_that_a_ratio_does_not_give_back_are_refused():
-    sizes = {"vocab": 96, "layers": 2, "heads": 2, "kv_heads": 2, "hidden": 96}
-    written = write_config(Phi3Config(**sizes, width=88, rotary_dim=22))
+    config = Phi3Config(96, 88, layers=2, heads=2, kv_heads=2, hidden=96, rotary_dim=22)
+    written = write_config(config)
     assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
     with pytest.raises(ValueError, match="`rotary_dim` of 30 cannot be saved"):
-        write_config(Phi3Config(**sizes, width=88, rotary_dim=30))
+        write_config(dataclasses.replace(config, rotary_dim=30))
 
 
 def test_above_a_size_there_are_several_files(tmp_path):

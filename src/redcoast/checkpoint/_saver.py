@@ -114,6 +114,7 @@ class Saver:
         self._pending: Future[Exception | None] | None = None
         self._failed: tuple[int, Exception] | None = None
         self._last, self._metrics = -1, {}
+        self._later = max(saved_steps(checkpoints), default=0) if is_main() else 0
 
     def wants(self, step: int, metrics: Mapping[str, float], *, epoch_ended: bool) -> bool:
         """Whether the policy asks for a checkpoint at a step, given its evaluation metrics."""
@@ -127,9 +128,20 @@ class Saver:
         """Starts saving a tree; its arrays may be donated as soon as this returns."""
         self._settle()
         if step == self._last and not self._failed:
-            self._warn_of_dropped(step, metadata["metrics"])
+            if metadata["metrics"] and metadata["metrics"] != self._metrics:
+                logger.warning(
+                    "Step %d has been saved already, so these metrics are not saved: %s. Evaluate "
+                    "a state before it is saved.",
+                    *(step, ", ".join(metadata["metrics"])),
+                )
             return
-        self._warn_of_later(step)
+        if self._later > step:
+            logger.warning(
+                "Step %d is saved in %s, which holds a later checkpoint, of step %d. A run resumes "
+                "from that one.",
+                *(step, self._checkpoints.path, self._later),
+            )
+        self._later = 0  # one warning is enough
         arrays, document = arrays_and_document(tree, metadata)
         self._last, self._metrics = step, metadata["metrics"]
         value = metric_of(self._checkpoints, metadata["metrics"])
@@ -141,23 +153,6 @@ class Saver:
             self._pending = self._thread.submit(self._save_alone, path, args)
         else:
             self._save_together(path, orbax_args(arrays, document))
-
-    def _warn_of_dropped(self, step: int, metrics: Mapping[str, float]) -> None:
-        if metrics and metrics != self._metrics:
-            logger.warning(
-                "Step %d has been saved already, so these metrics are not saved: %s. Evaluate a "
-                "state before it is saved.",
-                *(step, ", ".join(metrics)),
-            )
-
-    def _warn_of_later(self, step: int) -> None:
-        later = [x for x in saved_steps(self._checkpoints) if x > step] if is_main() else []
-        if later and self._last < 0:
-            logger.warning(
-                "Step %d is saved in %s, which holds a later checkpoint, of step %d. A run resumes "
-                "from that one.",
-                *(step, self._checkpoints.path, later[-1]),
-            )
 
     def _save_alone(self, path: Path, args: Any) -> Exception | None:
         """Saves host copies in the background, since Orbax's preparation is slower than copying."""

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
-SAMPLING = ("top_k", "top_p", "min_p")
+_SAMPLING = ("top_k", "top_p", "min_p")
+UNSAMPLED: dict[str, Any] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Decoding:
 
     def without_sampling(self) -> "Decoding":
         """The same options, but greedy decoding or beam search."""
-        return dataclasses.replace(self, temperature=0.0, **dict.fromkeys(SAMPLING))
+        return dataclasses.replace(self, **UNSAMPLED)
 
 
 def as_tuple(tokens: int | Sequence[int], name: str = "eos") -> tuple[int, ...]:
@@ -164,7 +165,7 @@ def _check_numbers(d: Decoding) -> None:
 
 
 def _check_conflicts(d: Decoding) -> None:
-    given = [name for name in SAMPLING if getattr(d, name) is not None]
+    given = [name for name in _SAMPLING if getattr(d, name) is not None]
     if d.beams > 1 and (given or d.temperature > 0):
         raise ValueError(
             f"Beam search does not sample, but `beams` is {d.beams} and "

@@ -8,7 +8,7 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ..core._decoding import GREEDY, SAMPLING, Decoding, as_tuple
+from ..core._decoding import GREEDY, UNSAMPLED, Decoding, as_tuple
 
 # A NumPy scalar outside of `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
@@ -77,7 +77,7 @@ def choose_decoding(
     changes: dict[str, Any] = {}
     if decoding is None:
         if key is None or options.get("beams", 1) != 1 or options.get("temperature", 1) == 0:
-            changes |= {"temperature": 0.0, **dict.fromkeys(SAMPLING)}
+            changes |= UNSAMPLED
         if options.get("beams") == 1 or options.get("temperature", 0) != 0:
             changes |= {"beams": 1, "length_penalty": 1.0, "early_stopping": False}
     found = dataclasses.replace(found, **{**changes, **options})

@@ -236,12 +236,11 @@ def start_loggers(logs: list[Any], run: RunInfo, stack: contextlib.ExitStack) ->
 def _write_plan(directory: Path, run: RunInfo) -> None:
     """Writes `plan.txt`; of a resumed run with another plan, `plan_<step>.txt`."""
     later = (f"plan_{run.step}{f'_{i}' * (i > 1)}.txt" for i in itertools.count(1))
-    names = itertools.chain(["plan.txt"], later)
     path = directory / "plan.txt"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         while path.exists() and path.read_text("utf-8", errors="replace") != run.plan + "\n":
-            path = directory / next(names)
+            path = directory / next(later)
         path.write_text(run.plan + "\n", "utf-8")
     except OSError as error:
         logger.warning("The plan could not be written to %s: %s", path, error)

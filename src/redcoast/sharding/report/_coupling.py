@@ -229,17 +229,16 @@ def _reorders(search: _Search, one: _Operation) -> bool:
     if not one.known or isinstance(one.equation.invars[0], Literal):
         return False
     params, operand = one.equation.params, one.known[0][1]
-    rank = len(operand.shape)
     along: Sequence[int] = ()
     if one.name == "rev":
         along = params["dimensions"]
     elif one.name in ("slice", "dynamic_slice"):
         pairs = zip(operand.shape, one.result.shape, strict=True)
         along = [d for d, (before, after) in enumerate(pairs) if before != after]
-    elif one.name == "split" or one.name == "top_k":
+    elif one.name in ("split", "top_k"):
         along = [params["axis"]]
     elif one.name == "fft":
-        along = range(rank - len(params["fft_lengths"]), rank)
+        along = range(len(operand.shape))[-len(params["fft_lengths"]) :]
     return any(search.has(operand.dims[d]) and operand.shape[d] == search.size for d in along)
 
 

@@ -137,8 +137,8 @@ class Batches:
         **Arguments:**
 
         - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` is the state after `n`
-            full batches; with `epochs`, it is the end of an epoch if `n` batches can have been a
-            run to its end, or one such run for each epoch.
+            full batches. With `epochs`, it is the end of an epoch if complete epochs, trained in
+            one run or in a run each, can take `n` batches.
         - `key`: a JAX key that determines the order of the examples if the state does not; in
             `fit`, `state.key` of the [`redcoast.TrainState`][].
 

@@ -205,7 +205,7 @@ def _decide(
     forced: Sequence[int | None],
 ) -> Decision:
     graph, n = program.graph, parts(strategy.model, sizes)
-    classes, batch = Classes(graph, n), split_batch(program, strategy.batch, sizes)
+    classes, batch = Classes(graph, n), batch_over(program, strategy.batch, sizes)
     fsdp = 1 if "fsdp" in strategy.model else sizes["fsdp"]
     axes = Axes(batch.count, fsdp, n, stored(strategy, sizes))
     free = n > 1 and "model" not in strategy.batch
@@ -246,14 +246,14 @@ def split_axes(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) 
     return over
 
 
-def split_batch(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
+def batch_over(program: Program, axes: Sequence[str], sizes: Mapping[str, int]) -> BatchDims:
     """The dimensions that are sharded with the batch over as many of the axes as it divides."""
     return batch_dims(program, parts(split_axes(program, axes, sizes), sizes))
 
 
 def batch_of(decision: Decision, sizes: Mapping[str, int]) -> BatchDims:
     """The dimensions that a decision shards with the batch."""
-    return split_batch(decision.program, decision.strategy.batch, sizes)
+    return batch_over(decision.program, decision.strategy.batch, sizes)
 
 
 def batch_gathers(program: Program, strategy: Strategy, sizes: Mapping[str, int]) -> int | float:

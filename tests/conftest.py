@@ -5,15 +5,20 @@ import itertools as it
 import os
 from pathlib import Path
 
-# Processes that tests start inherit this; it is read when the first device is asked for. Compiling
-# is most of what the tests cost: without the emitters of fusions it takes half as long, and with
-# one LLVM module for each program, in place of up to 32, it takes 60 % of that.
+from xla_flags import known_flags
+
+# Compiling is most of what the tests cost. Without the emitters of fusions, which newer compilers
+# always use, it takes half as long, and with one LLVM module for each program, in place of up to
+# 32, it takes 60 % of that.
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
-os.environ["XLA_FLAGS"] = " ".join(("--xla_force_host_platform_device_count=8", *QUICK))
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Processes that tests start, and workers, inherit this; it is read at the first use of JAX.
+    flags = ("--xla_force_host_platform_device_count=8", *known_flags(QUICK))
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 # With fewer threads, collectives of eight devices on two cores may deadlock.
 os.environ["NPROC"] = "32"
 os.environ["WANDB_MODE"] = "offline"

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool, Float, Integer
 
+from .core._control_flow import close_jaxpr, consts_of, open_jaxpr
 from .core._sequence_parts import sequence_parts
 
 Weights = Bool[Array, "*batch"] | Integer[Array, "*batch"] | Float[Array, "*batch"]
@@ -140,14 +141,15 @@ def _losses_in_parts(
         return jnp.moveaxis(x.reshape(batch, parts, count, size, *x.shape[2:]), 2, 0)
 
     traced = jax.make_jaxpr(unembed)(jax.ShapeDtypeStruct((batch, size, width), hidden.dtype))
-    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in traced.consts]
+    consts = consts_of(traced)
+    moved = [jnp.issubdtype(x.dtype, jnp.inexact) for x in consts]
     arrays = [
         jnp.broadcast_to(x[None], (parts, *x.shape)) if one else x
-        for x, one in zip(traced.consts, moved, strict=True)
+        for x, one in zip(consts, moved, strict=True)
     ]
 
     def of_part(arrays: list[Array], hidden: Array, targets: Array) -> Array:
-        (logits,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, arrays))(hidden)
+        (logits,) = jaxpr_as_fun(close_jaxpr(open_jaxpr(traced), arrays))(hidden)
         return _token_losses(logits, targets)
 
     in_axes = [0 if one else None for one in moved]

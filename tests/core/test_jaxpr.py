@@ -5,21 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redcoast.core._jaxpr import (
-    bind_again,
-    called_jaxpr,
-    evaluate_jaxpr,
-    iter_equations,
-    scan_operands,
-    while_operands,
-)
+from redcoast.core._jaxpr import bind_again, evaluate_jaxpr, iter_equations
 from redcoast.core._multiply_adds import multiply_adds
 
 X = jnp.arange(3.0)
-
-
-def equation_of(fn, *args):
-    return jax.make_jaxpr(fn)(*args).jaxpr.eqns[-1]
 
 
 def test_evaluate_computes_the_function_and_forgets_what_is_not_needed():
@@ -46,26 +35,9 @@ def test_equations_inside_others():
     inner = lambda c, x: (jnp.sin(c) + x, None)
     fn = lambda x: jax.lax.scan(inner, x, jnp.stack([x, x]))[0]
     jaxpr = jax.make_jaxpr(fn)(X).jaxpr
-    names = lambda skip: {one.primitive.name for one in iter_equations(jaxpr, skip)}
-    assert {"scan", "sin"} <= names(())
-    assert "sin" not in names(("scan",))
-
-
-def test_called_jaxprs():
-    called = called_jaxpr(equation_of(jax.jit(lambda x: jnp.sin(x) + 1), X))
-    assert called is not None
-    assert called_jaxpr(equation_of(jnp.sin, X)) is None
-    scan = equation_of(lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, None, length=2), X)
-    assert called_jaxpr(scan) is None
-
-
-def test_operands_of_loops():
-    scan = equation_of(lambda x, y: jax.lax.scan(lambda c, x: (c * y[0], x), x, y), X, X)
-    assert [len(part) for part in scan_operands(scan, scan.invars)] == [1, 1, 1]
-    loop = equation_of(
-        lambda x, y: jax.lax.while_loop(lambda c: c[0] < y[0], lambda c: c + y + x, x), X, X
-    )
-    assert [len(part) for part in while_operands(loop, loop.invars)] == [1, 2, 1]
+    names = lambda **skip: {one.primitive.name for one in iter_equations(jaxpr, **skip)}
+    assert {"scan", "sin"} <= names()
+    assert "sin" not in names(skip=lambda equation: equation.primitive.name == "scan")
 
 
 @pytest.mark.parametrize(

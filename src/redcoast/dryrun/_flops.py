@@ -7,10 +7,23 @@ from math import prod
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..core._jaxpr import called_jaxpr, open_jaxpr, scan_operands, while_operands
+from ..core._control_flow import (
+    AnyJaxpr,
+    Call,
+    Cond,
+    Kernel,
+    LinearSolve,
+    Manual,
+    Scan,
+    While,
+    close_jaxpr,
+    consts_of,
+    control_flow,
+    open_jaxpr,
+)
 from ..core._multiply_adds import multiply_adds
 from ._jaxpr_trip_counts import evaluate_integers, jaxpr_trip_count, known_results, unchanged
 from .hlo._trip_counts import Value
@@ -32,7 +45,7 @@ class Contractions:
     open_loops: int
 
 
-def contractions(jaxpr: ClosedJaxpr | Jaxpr) -> Contractions:
+def contractions(jaxpr: AnyJaxpr) -> Contractions:
     """Counts the floating point operations of a program's contractions, by dtype of their operands.
 
     **Arguments:**
@@ -61,14 +74,12 @@ def contractions(jaxpr: ClosedJaxpr | Jaxpr) -> Contractions:
     inner = open_jaxpr(jaxpr)
     # Rematerialised programs contain many unused computations.
     live, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
-    if isinstance(jaxpr, ClosedJaxpr):
-        live = ClosedJaxpr(live, jaxpr.consts)
-    found = _count(live)
+    found = _count(close_jaxpr(live, consts_of(jaxpr)))
     opened = found.pop(_OPEN, 0)
     return Contractions(dict(sorted(found.items())), opened)
 
 
-def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value] | None = None) -> Flops:
+def _count(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> Flops:
     """The operations of a jaxpr, given the inputs that are known integers."""
     total: Flops = Counter()
 
@@ -82,35 +93,35 @@ def _count(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value] | None = None) ->
 
 def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
     """The operations of an equation, with those of all jaxprs that it runs."""
-    params = equation.params
     if (count := multiply_adds(equation)) is not None:
-        return _flops(equation, count // prod(params.get("lhs_dilation", ())))
-    match equation.primitive.name:
-        case "scan":
-            consts, start, xs = scan_operands(equation, known)
-            carry = unchanged(params["jaxpr"], consts, start, len(xs))
-            body = _count(params["jaxpr"], [*consts, *carry, *[None] * len(xs)])
-            return _times(params["length"], body)
-        case "while":
-            return _while(equation, known)
-        case "cond":
-            branches = [_count(branch, known[1:]) for branch in params["branches"]]
-            return max(branches, key=lambda one: sum(n for key, n in one.items() if key != _OPEN))
-        case "shard_map":
-            return _shard_map(equation, known)
-        case "pallas_call":  # once for each point of its grid
-            points = prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
-            return _times(points, _count(params["jaxpr"]))
-        case "custom_linear_solve":  # the other jaxprs are for derivatives
-            return _count(params["jaxprs"].solve)
-    if (body := called_jaxpr(equation)) is not None:
-        return _count(body, known)
+        return _flops(equation, count // prod(equation.params.get("lhs_dilation", ())))
+    match control_flow(equation):
+        case Scan() as scan:
+            consts, start, xs = scan.split(known)
+            carry = unchanged(scan.body, consts, start, len(xs))
+            body = _count(scan.body, [*consts, *carry, *[None] * len(xs)])
+            return _times(scan.length, body)
+        case While() as loop:
+            return _while(loop, known)
+        case Cond(branches):
+            counts = [_count(branch, known[1:]) for branch in branches]
+            return max(counts, key=lambda flops: sum(n for key, n in flops.items() if key != _OPEN))
+        case Manual() as manual:
+            # Along other axes all devices compute the same, which counts once.
+            devices = prod(manual.mesh.shape[axis] for axis in manual.axes)
+            return _times(devices, _count(manual.body, known))
+        case Kernel(body, points):
+            return _times(prod(size for size in points if isinstance(size, int)), _count(body))
+        case LinearSolve(solve, places):
+            return _count(solve, [known[place] for place in places])
+        case Call(jaxpr):
+            return _count(jaxpr, known)
     total: Flops = Counter()
-    for key, param in params.items():
+    for key, param in equation.params.items():
         if not key.startswith(_NOT_RUN):
-            for one in param if isinstance(param, tuple | list) else (param,):
-                if isinstance(one, ClosedJaxpr | Jaxpr):
-                    total.update(_count(one))
+            for jaxpr in param if isinstance(param, tuple | list) else (param,):
+                if isinstance(jaxpr, AnyJaxpr):
+                    total.update(_count(jaxpr))
     return total
 
 
@@ -126,25 +137,12 @@ def _flops(equation: JaxprEqn, count: int) -> Flops:
     return Counter({str(dtype): each * count})
 
 
-def _while(equation: JaxprEqn, known: list[Value]) -> Flops:
-    params = equation.params
-    cond_consts, body_consts, start = while_operands(equation, known)
-    carry = unchanged(params["body_jaxpr"], body_consts, start)
-    body = _count(params["body_jaxpr"], [*body_consts, *carry])
-    cond = _count(params["cond_jaxpr"], [*cond_consts, *carry])
-    trips = jaxpr_trip_count(equation, known)
+def _while(loop: While, known: list[Value]) -> Flops:
+    cond_consts, body_consts, start = loop.split(known)
+    carry = unchanged(loop.body, body_consts, start)
+    body = _count(loop.body, [*body_consts, *carry])
+    cond = _count(loop.cond, [*cond_consts, *carry])
+    trips = jaxpr_trip_count(loop, known)
     if trips is None:
         return body + cond + Counter({_OPEN: 1} if body or cond else {})
     return _times(trips, body) + _times(trips + 1, cond)
-
-
-def _shard_map(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """Counts the inner jaxpr once for each device along the axes that something is sharded over.
-
-    Along other axes all devices compute the same, which counts once before partitioning.
-    """
-    params = equation.params
-    entries = (entry for spec in (*params["in_specs"], *params["out_specs"]) for entry in spec)
-    axes = {axis for e in entries for axis in ((e,) if isinstance(e, str) else e or ())}
-    devices = prod(params["mesh"].shape[axis] for axis in axes)
-    return _times(devices, _count(params["jaxpr"], known))

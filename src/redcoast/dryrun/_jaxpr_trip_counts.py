@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from ..core._jaxpr import called_jaxpr, consts_of, evaluate_jaxpr, open_jaxpr, while_operands
+from ..core._control_flow import AnyJaxpr, Call, While, consts_of, control_flow, open_jaxpr
+from ..core._jaxpr import evaluate_jaxpr
 from .hlo._trip_counts import Carried, Value, added, solve
 
 _COMPARISONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
@@ -24,17 +25,17 @@ _SAME = frozenset(
 )
 
 
-def jaxpr_trip_count(loop: JaxprEqn, inputs: Sequence[Value]) -> int | None:
+def jaxpr_trip_count(loop: While, inputs: Sequence[Value]) -> int | None:
     """Returns how often a loop's body runs, given the known operands; `None` if unknown."""
-    cond_consts, body_consts, start = while_operands(loop, inputs)
+    cond_consts, body_consts, start = loop.split(inputs)
     carried = [Carried(place, 0) for place in range(len(start))]
-    after = _results(loop.params["body_jaxpr"], [*body_consts, *carried])
-    compared = _comparison(loop.params["cond_jaxpr"], [*cond_consts, *carried])
+    after = _results(loop.body, [*body_consts, *carried])
+    compared = _comparison(loop.cond, [*cond_consts, *carried])
     return None if compared is None else solve(compared, start.__getitem__, after.__getitem__)
 
 
 def unchanged(
-    body: ClosedJaxpr | Jaxpr, constants: Sequence[Value], start: Sequence[Value], more: int = 0
+    body: AnyJaxpr, constants: Sequence[Value], start: Sequence[Value], more: int = 0
 ) -> list[Value]:
     """The initial values of a loop's carry that no iteration changes, `None` for all others.
 
@@ -58,16 +59,17 @@ def known_results(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     if name in _SAME and len(equation.outvars) <= len(inputs):
         sized = zip(equation.outvars, inputs, strict=False)
         return [value if _is_integer(var.aval) else None for var, value in sized]
-    if name == "while":
-        _, body_consts, start = while_operands(equation, inputs)
-        return unchanged(equation.params["body_jaxpr"], body_consts, start)
-    if (body := called_jaxpr(equation)) is not None:
-        return _results(body, inputs)
+    match control_flow(equation):
+        case While() as loop:
+            _, body_consts, start = loop.split(inputs)
+            return unchanged(loop.body, body_consts, start)
+        case Call(jaxpr):
+            return _results(jaxpr, inputs)
     return [None] * len(equation.outvars)
 
 
 def evaluate_integers(
-    jaxpr: ClosedJaxpr | Jaxpr,
+    jaxpr: AnyJaxpr,
     inputs: Sequence[Value],
     handle: Callable[[int, JaxprEqn, list[Value]], list[Value]],
 ) -> list[Value]:
@@ -79,7 +81,7 @@ def evaluate_integers(
     return evaluate_jaxpr(inner, env, handle, lambda literal: _integer(literal.val))
 
 
-def _results(jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+def _results(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
     return evaluate_integers(
         jaxpr, inputs, lambda _, equation, known: known_results(equation, known)
     )
@@ -94,9 +96,7 @@ def _is_integer(aval: Any) -> bool:
     return dtype is not None and aval.shape == () and jnp.issubdtype(dtype, jnp.integer)
 
 
-def _comparison(
-    jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]
-) -> tuple[Value, str, Value] | None:
+def _comparison(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> tuple[Value, str, Value] | None:
     """The comparison that computes a loop's condition, as operand, direction, operand."""
     found: list[tuple[JaxprEqn, list[Value]]] = []
     out = open_jaxpr(jaxpr).outvars[0]
@@ -112,5 +112,7 @@ def _comparison(
     equation, known = found[0]
     if (direction := _COMPARISONS.get(equation.primitive.name)) is not None:
         return known[0], direction, known[1]
-    body = called_jaxpr(equation)
-    return None if body is None or len(equation.outvars) > 1 else _comparison(body, known)
+    call = control_flow(equation)
+    if not isinstance(call, Call) or len(equation.outvars) > 1:
+        return None
+    return _comparison(call.jaxpr, known)

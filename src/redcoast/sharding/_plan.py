@@ -349,8 +349,7 @@ def layer_counts(
     """The lengths of the scans of a function over arrays of the tree, which can be stages."""
     from .pipeline._stages import layer_scans
 
-    scans = layer_scans(_followed(fn, tree, args, mesh))
-    return [equation.params["length"] for equation, *_ in scans]
+    return [scan.loop.length for scan in layer_scans(_followed(fn, tree, args, mesh))]
 
 
 def _followed(fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Any) -> Any:

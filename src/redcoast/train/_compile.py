@@ -9,11 +9,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..core._control_flow import AnyJaxpr, Manual, consts_of, control_flow
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._errors import check_functions, several
 from ..core._frames import hide_frames
@@ -140,8 +141,8 @@ class CompiledStep:
         given = [place_array(x, self._mesh) for x in given]
         if is_new := jitted not in self._closed_over:
             traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
-            refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
-            self._closed_over[jitted] = traced.jaxpr.consts
+            refuse_wrong_gradients(traced.jaxpr, self._mesh)
+            self._closed_over[jitted] = list(consts_of(traced.jaxpr))
         if is_new or not own:  # arrays that the step closes over stay valid
             kept = [*given, *self._closed_over[jitted]]
         arrays = separate(arrays, kept, distinct=own)
@@ -175,7 +176,7 @@ class CompiledStep:
         traced = self._jitted(program, constants).trace(
             list(map(abstract_array, arrays, program.shardings)), abstract_batch(given, self._mesh)
         )
-        refuse_wrong_gradients(traced.jaxpr.jaxpr, self._mesh)
+        refuse_wrong_gradients(traced.jaxpr, self._mesh)
         return traced
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
@@ -386,7 +387,7 @@ def _check_hashable(static: Static, tree: Callable[[], PyTree]) -> None:
         raise
 
 
-def refuse_wrong_gradients(jaxpr: Jaxpr, mesh: Mesh) -> None:
+def refuse_wrong_gradients(jaxpr: AnyJaxpr, mesh: Mesh) -> None:
     """Raises if the jaxpr has a convolution that XLA partitions wrongly on this mesh.
 
     `sharding/constrain/_grouped_conv.py` describes the defect. Inside `jax.shard_map` XLA
@@ -394,7 +395,7 @@ def refuse_wrong_gradients(jaxpr: Jaxpr, mesh: Mesh) -> None:
     """
     if mesh.shape["model"] == 1 or batch_shards(mesh) == 1:
         return
-    for equation in iter_equations(jaxpr, skip=("shard_map",)):
+    for equation in iter_equations(jaxpr, skip=_is_manual):
         groups = equation.params.get("batch_group_count", 1)
         if equation.primitive.name == "conv_general_dilated" and groups > 1:
             sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -404,6 +405,10 @@ def refuse_wrong_gradients(jaxpr: Jaxpr, mesh: Mesh) -> None:
                 "with `data` or `fsdp`. Constrain the loss: `plan.constrain(loss_fn)` of a plan "
                 "from `rc.plan_shardings` avoids the defect. Or use a mesh with model=1."
             )
+
+
+def _is_manual(equation: JaxprEqn) -> bool:
+    return isinstance(control_flow(equation), Manual)
 
 
 def _first_difference(given: PyTree, returned: PyTree) -> str:

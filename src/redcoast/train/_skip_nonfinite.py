@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 from jaxtyping import Array, Bool, PyTree
 
+from ..core._control_flow import AnyJaxpr, consts_of, open_jaxpr
 from ..core._jaxpr import bind_again, evaluate_jaxpr, variables
 
 
@@ -38,9 +39,9 @@ def guarded_update(
     return updates, structure.unflatten(outputs[count:])
 
 
-def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Array) -> list[Any]:
+def _evaluate(closed: AnyJaxpr, inputs: list[Any], old: list[Any], finite: Array) -> list[Any]:
     """Evaluates a jaxpr whose last outputs replace `old`, each only if `finite`."""
-    jaxpr = closed.jaxpr
+    jaxpr = open_jaxpr(closed)
     first = len(jaxpr.outvars) - len(old)
     state_vars = jaxpr.outvars[first:]
     counts = Counter(variables(state_vars))
@@ -56,7 +57,7 @@ def _evaluate(closed: ClosedJaxpr, inputs: list[Any], old: list[Any], finite: Ar
         results = zip(equation.outvars, bind_again(equation, operands), strict=True)
         return [jnp.where(finite, x, replaces[v]) if v in replaces else x for v, x in results]
 
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
     outputs = evaluate_jaxpr(jaxpr, env, handle)
     selected = [not isinstance(var, Literal) and var in replaces for var in state_vars]

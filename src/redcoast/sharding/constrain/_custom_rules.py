@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from ...core._control_flow import CallKind
 from ...core._jaxpr import bind_again
 
 Fn = Callable[..., Any]
@@ -22,14 +23,19 @@ RunLocal = Callable[..., tuple[list[Any], list[P], Any]]
 
 
 def run_custom(
-    equation: JaxprEqn, body: Fn, inputs: Sequence[Any], specs: Sequence[P], run_local: RunLocal
+    equation: JaxprEqn,
+    kind: CallKind,
+    body: Fn,
+    inputs: Sequence[Any],
+    specs: Sequence[P],
+    run_local: RunLocal,
 ) -> list[Any]:
     """Runs a function with custom derivatives, with `body` as its constrained implementation.
 
-    `specs` are the shardings of its inputs.
+    `kind` says which derivative it replaces. `specs` are the shardings of its inputs.
     """
     original = lambda *xs: bind_again(equation, xs)
-    if equation.primitive.name == "custom_jvp_call":
+    if kind is CallKind.CUSTOM_JVP:
         run = jax.custom_jvp(body)
         run.defjvp(_jvp_rule(original, specs, run_local))
     else:

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ...core._control_flow import open_jaxpr
 from ...core._frames import hide_frames, warn
 from ...core._jaxpr import iter_equations
 from ...core._pytree import join
@@ -56,14 +57,14 @@ class Constrained:
         traced = program.traced
         shardings = self._pipelined(program, tree, args)
         first = slice(traced.arrays, traced.arrays + traced.batch)
-        values = [program.scope.values[var] for var in traced.jaxpr.jaxpr.invars]
+        values = [program.scope.values[var] for var in open_jaxpr(traced.jaxpr).invars]
         arrays[first] = map(shardings.constrain, arrays[first], values[first])
         try:
             results = run_constrained(program.scope, shardings, arrays, [True] * traced.arrays)
         except CannotRebind as error:
             # With one of the two sizes 1, no axis is unused, and the compiler is right.
             risky = self.mesh.shape["model"] > 1 and batch_shards(self.mesh) > 1
-            if risky and any(map(is_grouped, iter_equations(traced.jaxpr.jaxpr))):
+            if risky and any(map(is_grouped, iter_equations(traced.jaxpr))):
                 raise RuntimeError(
                     f"The function cannot be constrained, because its `{error}` cannot be "
                     "re-evaluated. Without constraints, the gradients of its grouped convolutions "

@@ -11,15 +11,17 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import (
-    CHECKPOINTS,
-    CUSTOM_DERIVATIVES,
-    bind_again,
-    evaluate_jaxpr,
-    iter_equations,
-    scan_operands,
-    while_operands,
+from ...core._control_flow import (
+    Call,
+    CallKind,
+    Cond,
+    ControlFlow,
+    Scan,
+    While,
+    control_flow,
+    primitive_name,
 )
+from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations
 from ...core._pytree import ARRAYS, join
 from ...core._sequence_parts import gathered_dimension
 from ..pipeline._draws import draw_rows
@@ -42,7 +44,7 @@ class CannotRebind(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Nested:
     """An equation to evaluate, with the scopes of the jaxprs that it calls.
 
     `stored` selects the operands that are still sharded in storage.
@@ -82,7 +84,10 @@ def run_constrained(
         return env[atom]
 
     def handle(index: int, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-        inner = scope.inner.get(index, [])
+        flow = control_flow(equation)
+        has_own_rules = isinstance(flow, Call) and flow.kind is CallKind.OWN_RULES
+        # What replaces transformations of its own has no other form that has the same ones.
+        inner = [] if has_own_rules else scope.inner.get(index, [])
         if not inner:
             operands = list(map(gather, equation.invars, operands))
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
@@ -93,9 +98,9 @@ def run_constrained(
         if equation.primitive.name == "concatenate":
             operands = _keep_whole(equation, scope, shardings, operands)
         wait = [not isinstance(atom, Literal) and atom in waiting for atom in equation.invars]
-        call = _Call(equation, inner, shardings, operands, wait)
+        nested = _Nested(equation, inner, shardings, operands, wait)
         try:
-            results = _run(call, scope, copies)
+            results = _run(nested, flow, scope, copies)
         except CannotRebind:
             raise
         except Exception as error:
@@ -139,9 +144,11 @@ def _as_array(x: Any, atom: Any) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x, atom.aval.dtype)
 
 
-def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
-    equation, shardings, operands = call.equation, call.shardings, call.operands
-    name = equation.primitive.name
+def _run(
+    nested: _Nested, flow: ControlFlow | None, scope: Scope, copies: dict[Any, Any]
+) -> list[Any]:
+    equation, shardings, operands = nested.equation, nested.shardings, nested.operands
+    name = primitive_name(equation)
     result = apply_copies(equation, scope, shardings, operands, copies)
     if result is not None:
         return [result]
@@ -166,22 +173,34 @@ def _run(call: _Call, scope: Scope, copies: dict[Any, Any]) -> list[Any]:
         return [shardings.gather(operands[0], value, d) if gathers else operands[0]]
     if name == "dot_general" and shardings.tokens:
         operands = gather_operands(equation, scope, shardings, operands)
-    # Most custom derivatives are those of activations, with nothing to constrain.
-    custom = name in CUSTOM_DERIVATIVES
-    inside = iter_equations(call.inner[0].jaxpr) if custom and call.inner else ()
-    if not call.inner or (custom and all(x.primitive.name not in CONSTRAINED for x in inside)):
-        return bind_again(equation, operands)
-    if name in _LOOPS:
-        return _LOOPS[name](call)
-    body = call.inner[0]
-    run = _function(body, shardings, call.stored)
-    if custom:
+    match flow:
+        case Scan() as scan if nested.inner:
+            return _scan(nested, scan)
+        case While() as loop if nested.inner:
+            return _while(nested, loop)
+        case Cond() if nested.inner:
+            return _cond(nested)
+        case Call() as call if nested.inner and not _has_nothing_to_constrain(nested, call):
+            return _call(nested, call)
+    return bind_again(equation, operands)
+
+
+def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:
+    """Whether a call has a derivative of its own and no contraction: most are activations."""
+    inside = iter_equations(nested.inner[0].jaxpr)
+    return call.has_derivative and all(x.primitive.name not in CONSTRAINED for x in inside)
+
+
+def _call(nested: _Nested, call: Call) -> list[Any]:
+    equation, shardings, body = nested.equation, nested.shardings, nested.inner[0]
+    run = _function(body, shardings, nested.stored)
+    if call.has_derivative:
         specs = [shardings.spec(body.values[var]) for var in body.jaxpr.invars]
-        return run_custom(equation, run, operands, specs, ft.partial(_run_local, shardings))
-    if name in CHECKPOINTS:
-        params = equation.params
-        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return list(run(*operands))
+        run_local = ft.partial(_run_local, shardings)
+        return run_custom(equation, call.kind, run, nested.operands, specs, run_local)
+    if call.kind is CallKind.REMAT:
+        run = jax.checkpoint(run, prevent_cse=call.prevent_cse, policy=call.policy)
+    return list(run(*nested.operands))
 
 
 def _function(scope: Scope, shardings: Shardings, stored: Sequence[bool]) -> Callable[..., Any]:
@@ -218,9 +237,9 @@ def _run_local(
     return leaves, [x if isinstance(x, P) else P() for x in named], structure
 
 
-def _pipelined(call: _Call, pipeline: Pipeline) -> list[Any]:
+def _pipelined(nested: _Nested, pipeline: Pipeline) -> list[Any]:
     """Runs a scan over layers as a pipeline, with one layer constrained for few rows."""
-    scan, outside = pipeline.scans[id(call.equation)], call.shardings
+    scan, outside = pipeline.scans[id(nested.equation)], nested.shardings
     compute = replace(outside.compute, batch_axes=())
     shardings = find_shardings(pipeline.few, outside.mesh, compute)
     specs = [shardings.spec(scan.body.values[var]) for var in scan.body.jaxpr.invars]
@@ -229,18 +248,18 @@ def _pipelined(call: _Call, pipeline: Pipeline) -> list[Any]:
         drawn = replace(shardings, draws=scan.draws, rows=rows)
         return run_constrained(scan.body, drawn, inputs)
 
-    operands = list(map(_as_array, call.operands, call.equation.invars))
+    operands = list(map(_as_array, nested.operands, nested.equation.invars))
     deal = Deal(pipeline, outside.mesh, outside.batch_axes)
     return run_pipeline(scan, deal, operands, layer, specs)
 
 
-def _scan(call: _Call) -> list[Any]:
-    equation, shardings, scope = call.equation, call.shardings, call.inner[0]
+def _scan(nested: _Nested, scan: Scan) -> list[Any]:
+    equation, shardings, scope = nested.equation, nested.shardings, nested.inner[0]
     if shardings.pipeline is not None and id(equation) in shardings.pipeline.scans:
-        return _pipelined(call, shardings.pipeline)
-    consts, init, xs = scan_operands(equation, call.operands)
-    stored_consts, _, stored_xs = scan_operands(equation, call.stored)
-    _, carry_vars, _ = scan_operands(equation, scope.jaxpr.invars)
+        return _pipelined(nested, shardings.pipeline)
+    consts, init, xs = scan.split(nested.operands)
+    stored_consts, _, stored_xs = scan.split(nested.stored)
+    _, carry_vars, _ = scan.split(scope.jaxpr.invars)
     values = [scope.values[var] for var in carry_vars]
     consts, stored_consts = _gather(scope, shardings, consts, stored_consts)
     copies = copy_weights(scope, shardings, consts)
@@ -252,8 +271,10 @@ def _scan(call: _Call) -> list[Any]:
         count = len(carry)
         return list(map(shardings.constrain, results[:count], values)), results[count:]
 
-    options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, list(map(_as_array, init, carry_vars)), xs, **options)
+    init = list(map(_as_array, init, carry_vars))
+    carry, ys = jax.lax.scan(
+        body, init, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
+    )
     return [*carry, *ys]
 
 
@@ -277,8 +298,8 @@ def _has_layers(scope: Scope, var: Any) -> bool:
     for index, inner in scope.inner.items():
         equation = scope.jaxpr.eqns[index]
         count = len(equation.invars)
-        is_scan = equation.primitive.name == "scan"
-        xs = count - len(scan_operands(equation, equation.invars)[2]) if is_scan else count
+        flow = control_flow(equation)
+        xs = flow.consts + flow.carry if isinstance(flow, Scan) else count
         for at in (at for at, atom in enumerate(equation.invars) if atom is var):
             if at >= xs:
                 return True
@@ -290,10 +311,10 @@ def _has_layers(scope: Scope, var: Any) -> bool:
     return False
 
 
-def _while(call: _Call) -> list[Any]:
-    shardings, (cond, body) = call.shardings, call.inner
-    cond_consts, body_consts, init = while_operands(call.equation, call.operands)
-    stored_cond, stored_body, stored_carry = while_operands(call.equation, call.stored)
+def _while(nested: _Nested, loop: While) -> list[Any]:
+    shardings, (cond, body) = nested.shardings, nested.inner
+    cond_consts, body_consts, init = loop.split(nested.operands)
+    stored_cond, stored_body, stored_carry = loop.split(nested.stored)
     carry_vars = body.jaxpr.invars[len(body_consts) :]
     values = [body.values[var] for var in carry_vars]
     body_consts, stored_body = _gather(body, shardings, body_consts, stored_body)
@@ -315,9 +336,6 @@ def _while(call: _Call) -> list[Any]:
     return jax.lax.while_loop(lambda carry: jnp.any(keep_going(carry)), step, init)
 
 
-def _cond(call: _Call) -> list[Any]:
-    branches = [_function(scope, call.shardings, call.stored[1:]) for scope in call.inner]
-    return list(jax.lax.switch(call.operands[0], branches, *call.operands[1:]))
-
-
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
+def _cond(nested: _Nested) -> list[Any]:
+    branches = [_function(scope, nested.shardings, nested.stored[1:]) for scope in nested.inner]
+    return list(jax.lax.switch(nested.operands[0], branches, *nested.operands[1:]))

@@ -6,11 +6,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ...core._control_flow import (
+    AnyJaxpr,
+    close_jaxpr,
+    consts_of,
+    open_jaxpr,
+    replace_parameters,
+)
 from ...core._errors import several
 from ...core._pytree import join, leaf_paths
 from ...core._tracing import traced_over, without_ambient_mesh
@@ -76,29 +83,28 @@ def _on_one_device(
     return _loss_and_grads(alone, model, batch, key, mesh)
 
 
-def _on_device(closed: ClosedJaxpr, device: Sharding) -> ClosedJaxpr:
+def _on_device(closed: AnyJaxpr, device: Sharding) -> AnyJaxpr:
     """Moves the constants of a jaxpr to a device, and replaces its shardings by the device."""
     with jax.ensure_compile_time_eval():  # the constants of inner jaxprs must not be traced
-        consts = [_put(x, device) for x in closed.consts]
-    return ClosedJaxpr(_replace_shardings(closed.jaxpr, device), consts)
+        consts = [_put(x, device) for x in consts_of(closed)]
+    jaxpr = _replace_shardings(open_jaxpr(closed), device)
+    return close_jaxpr(jaxpr, consts) if consts or not isinstance(closed, Jaxpr) else jaxpr
 
 
 def _replace_shardings(jaxpr: Jaxpr, device: Sharding) -> Jaxpr:
     def replaced(param: Any) -> Any:
-        if isinstance(param, ClosedJaxpr):
+        if isinstance(param, AnyJaxpr):
             return _on_device(param, device)
-        if isinstance(param, Jaxpr):
-            return _replace_shardings(param, device)
         if type(param) is tuple:
             return tuple(map(replaced, param))
         return device if isinstance(param, NamedSharding) else param
 
     def of(equation: JaxprEqn) -> JaxprEqn:
-        params = {name: replaced(x) for name, x in equation.params.items()}
-        if equation.primitive.name != "sharding_constraint":
-            # The output shardings of other operations follow from those of their operands.
-            params = {name: None if x is device else x for name, x in params.items()}
-        return equation.replace(params=params)
+        if equation.primitive.name == "sharding_constraint":
+            return replace_parameters(equation, replaced)
+        # The output shardings of other operations follow from those of their operands.
+        without = lambda param: None if isinstance(param, NamedSharding) else replaced(param)
+        return replace_parameters(equation, without)
 
     return jaxpr.replace(eqns=list(map(of, jaxpr.eqns)))
 

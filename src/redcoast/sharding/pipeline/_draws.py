@@ -4,10 +4,9 @@ JAX's default generator, threefry, makes each number from the key and from the n
 array. Those of some rows need no others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Integer, PRNGKeyArray, UInt32
 
-from ...core._jaxpr import CUSTOM_DERIVATIVES, iter_equations, open_jaxpr
-from ._row_states import AnyJaxpr, Mixed, differing
+from ...core._control_flow import AnyJaxpr, Call, control_flow
+from ...core._jaxpr import iter_equations
+from ._row_states import Mixed, differing
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,23 @@ def find_draws(small: AnyJaxpr, few: AnyJaxpr, all_: AnyJaxpr, rows: int) -> Map
             raise Mixed("it draws random numbers along a dimension that joins rows with another")
         if found.setdefault(id(one), draw) != draw:
             raise Mixed("it draws random numbers of the same shape for rows and for something else")
-    inside = [id(one) for one in _draws(small, skip=CUSTOM_DERIVATIVES)]
+    inside = [id(one) for one in _draws(small, skip=_has_derivative)]
     draws = {place: draw for place, draw in found.items() if draw is not None}
     if draws.keys() - inside:
         raise Mixed("it draws random numbers for rows in a function with a custom derivative")
     return draws
 
 
-def _draws(jaxpr: AnyJaxpr, skip: Any = ()) -> list[JaxprEqn]:
-    found = iter_equations(open_jaxpr(jaxpr), skip)
-    return [equation for equation in found if equation.primitive.name == "random_bits"]
+def _has_derivative(equation: JaxprEqn) -> bool:
+    flow = control_flow(equation)
+    return isinstance(flow, Call) and flow.has_derivative
+
+
+def _draws(
+    jaxpr: AnyJaxpr, skip: Callable[[JaxprEqn], bool] = lambda equation: False
+) -> list[JaxprEqn]:
+    equations = iter_equations(jaxpr, skip)
+    return [equation for equation in equations if equation.primitive.name == "random_bits"]
 
 
 def draw_rows(

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from ...core._jaxpr import (
-    CHECKPOINTS,
-    CUSTOM_DERIVATIVES,
-    called_jaxpr,
+from ...core._control_flow import (
+    AnyJaxpr,
+    Call,
+    Cond,
+    Scan,
+    While,
     consts_of,
+    control_flow,
     open_jaxpr,
-    scan_operands,
-    while_operands,
 )
 from ...core._most_of_rows import is_most
 from ._row_rules import apply_rule
-from ._row_states import AnyJaxpr, Mixed, Pair, Rows, State, States, differing, join_rows
+from ._row_states import Mixed, Pair, Rows, State, States, differing, join_rows
 
 # The numbers of these parameters are sizes, which follow from the number of rows. A name may hold
 # them too.
@@ -82,27 +83,28 @@ def _numbers(value: Any) -> Any:
 
 
 def _follow(pair: Pair, inputs: States) -> States:
-    name, outs = pair.name, pair.few.outvars
-    if name in _LOOPS:
-        return _LOOPS[name](pair, inputs)
     if is_most(pair.few):
         return [None]
-    body, called = called_jaxpr(pair.few), called_jaxpr(pair.all)
-    if body is not None and called is not None:
-        return follow_rows(body, called, inputs)
+    match control_flow(pair.few), control_flow(pair.all):
+        case Scan() as few, Scan() as all_:
+            return _scan(pair, few, all_, inputs)
+        case While() as few, While() as all_:
+            return _while(pair, few, all_, inputs)
+        case Cond() as few, Cond() as all_:
+            return _cond(pair, few, all_, inputs)
+        case Call() as few, Call() as all_:
+            return follow_rows(few.jaxpr, all_.jaxpr, inputs)
+    outs = pair.few.outvars
     sizes = zip(outs, pair.all.outvars, strict=True)
-    if not any(inputs) and not any(differing(one.aval, two.aval) for one, two in sizes):
-        if name in CHECKPOINTS or name in CUSTOM_DERIVATIVES:
-            raise Mixed(f"`{name}` cannot be followed")
+    if not any(inputs) and not any(differing(few.aval, all_.aval) for few, all_ in sizes):
         return [None] * len(outs)
     return apply_rule(pair, inputs)
 
 
-def _scan(pair: Pair, inputs: States) -> States:
-    few, all_ = pair.few.params["jaxpr"], pair.all.params["jaxpr"]
-    consts, carry, xs = scan_operands(pair.few, inputs)
+def _scan(pair: Pair, few: Scan, all_: Scan, inputs: States) -> States:
+    consts, carry, xs = few.split(inputs)
     xs = [in_layer(state, "`scan` goes from row to row") for state in xs]
-    run = lambda carry: follow_rows(few, all_, [*consts, *carry, *xs])
+    run = lambda carry: follow_rows(few.body, all_.body, [*consts, *carry, *xs])
     carry, outputs = _settle(pair, run, carry)
     return [*carry, *map(of_layers, outputs[len(carry) :])]
 
@@ -131,23 +133,19 @@ def _settle(pair: Pair, run: Callable[[States], States], carry: States) -> tuple
         carry = after
 
 
-def _while(pair: Pair, inputs: States) -> States:
-    cond_consts, body_consts, carry = while_operands(pair.few, inputs)
-    few, all_ = pair.few.params, pair.all.params
-    run = lambda carry: follow_rows(few["body_jaxpr"], all_["body_jaxpr"], [*body_consts, *carry])
+def _while(pair: Pair, few: While, all_: While, inputs: States) -> States:
+    cond_consts, body_consts, carry = few.split(inputs)
+    run = lambda carry: follow_rows(few.body, all_.body, [*body_consts, *carry])
     carry, _ = _settle(pair, run, carry)
-    (stop,) = follow_rows(few["cond_jaxpr"], all_["cond_jaxpr"], [*cond_consts, *carry])
+    (stop,) = follow_rows(few.cond, all_.cond, [*cond_consts, *carry])
     if stop is not None:
         raise Mixed("`while` stops row by row")
     return carry
 
 
-def _cond(pair: Pair, inputs: States) -> States:
+def _cond(pair: Pair, few: Cond, all_: Cond, inputs: States) -> States:
     if inputs[0] is not None:
         raise Mixed("`cond` chooses a branch by rows")
-    branches = zip(pair.few.params["branches"], pair.all.params["branches"], strict=True)
-    found = [follow_rows(few, all_, inputs[1:]) for few, all_ in branches]
-    return [join_rows(pair, states) for states in zip(*found, strict=True)]
-
-
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
+    branches = zip(few.branches, all_.branches, strict=True)
+    results = [follow_rows(part, whole, inputs[1:]) for part, whole in branches]
+    return [join_rows(pair, states) for states in zip(*results, strict=True)]

@@ -6,9 +6,9 @@ from enum import Enum
 from operator import index
 from typing import Any, Literal, SupportsIndex
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-AnyJaxpr = ClosedJaxpr | Jaxpr
+from ...core._control_flow import primitive_name
 
 
 class Mixed(Exception):
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        return self.few.primitive.name
+        return primitive_name(self.few)
 
     @property
     def params(self) -> dict[str, Any]:

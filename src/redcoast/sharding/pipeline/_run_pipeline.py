@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...core._jaxpr import scan_operands
 from ...distributed._mesh import PIPE
 from ._row_states import SUM
 from ._stages import Pipeline, Pipelined, Place
@@ -129,8 +128,8 @@ def run_pipeline(
 
     `specs` are the shardings of the inputs of one layer without those over the batch.
     """
-    _, carry_rows, _ = scan_operands(scan.equation, scan.inputs)
-    _, carry, _ = scan_operands(scan.equation, operands)
+    _, carry_rows, _ = scan.loop.split(scan.inputs)
+    _, carry, _ = scan.loop.split(operands)
     run = _run_stages(scan, deal, operands, layer, specs)
     stages, count = deal.pipeline.stages, deal.pipeline.microbatches
     carry, keys = _key_data(carry)
@@ -162,9 +161,9 @@ def _run_stages(
 ) -> Callable[[Arrays, Any], tuple[Arrays, Arrays]]:
     """A function `run(carry, at)` of all stages at once; `at` are their microbatches."""
     # Only carries are sums.
-    const_rows, _, x_rows = scan_operands(scan.equation, cast(Any, scan.inputs))
-    const_specs, _, x_specs = scan_operands(scan.equation, specs)
-    parts = [_key_data(one) for one in scan_operands(scan.equation, operands)]
+    const_rows, _, x_rows = scan.loop.split(cast(tuple[int | None, ...], scan.inputs))
+    const_specs, _, x_specs = scan.loop.split(specs)
+    parts = [_key_data(arrays) for arrays in scan.loop.split(operands)]
     (consts, const_keys), (_, keys), (xs, x_keys) = parts
     # An array that all rows share needs copies only for its gradient.
     pairs = zip(consts, const_rows, strict=True)
@@ -172,9 +171,8 @@ def _run_stages(
     each = zip(consts, const_rows, const_specs, shared, strict=True)
     consts = [x if one else deal.constant(x, rows, spec) for x, rows, spec, one in each]
     xs = list(map(deal.layers, xs, x_rows, x_specs))
-    params = scan.equation.params
-    length = params["length"] // deal.pipeline.stages
-    unroll = min(params["unroll"], length)
+    length = scan.loop.length // deal.pipeline.stages
+    unroll = min(scan.loop.unroll, length)
     take = lambda x, rows, at: x if rows is None else jax.lax.dynamic_index_in_dim(x, at, 0, False)
 
     def stage(consts: Arrays, xs: Arrays, carry: Arrays, at: Any, part: Any) -> Any:

@@ -9,7 +9,8 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from ...core._jaxpr import CHECKPOINTS, called_jaxpr, is_inexact, scan_operands
+from ...core._control_flow import Call, CallKind, Scan, control_flow
+from ...core._jaxpr import is_inexact
 from ...core._pytree import abstract_arrays, join, split
 from ...distributed._mesh import PIPE
 from ..program._trace import trace_over
@@ -22,10 +23,19 @@ from ._row_states import SUM, Mixed, Rows, RowSum, State, differing
 
 # The dimension of an array that counts rows, if any.
 Place = int | Literal[RowSum.SUM] | None
-Scan = tuple[JaxprEqn, Scope, Scope]  # a scan over layers, its body, and the scope that it is in
 
 # Pipelined so often, a batch has less than a tenth of its time in the bubble.
 _PER_STAGE = 9
+
+
+@dataclass(frozen=True)
+class LayerScan:
+    """A scan over layers, with its body and the scope that it is in."""
+
+    equation: JaxprEqn
+    loop: Scan
+    body: Scope
+    outside: Scope
 
 
 class NoPipeline(ValueError):
@@ -36,12 +46,13 @@ class NoPipeline(ValueError):
 class Pipelined:
     """A scan over layers that is run as a pipeline.
 
-    `body` is the layer, traced for the rows of one microbatch on one device. `inputs` and `outputs`
-    are the dimensions of rows of the scan's operands and results, or None, or `SUM`. `draws` are
-    the random numbers for rows.
+    `loop` is the scan of all rows. `body` is the layer, traced for the rows of one microbatch on
+    one device. `inputs` and `outputs` are the dimensions of rows of the scan's operands and
+    results, or None, or `SUM`. `draws` are the random numbers for rows.
     """
 
     equation: JaxprEqn
+    loop: Scan
     body: Scope
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
@@ -70,21 +81,21 @@ def stage_program(program: Program, pipeline: Pipeline) -> Program:
     outside = follow_program(program.traced, trainable, frozenset(scans))
     carried = returned = 0
     for one in scans.values():
-        _, carry, _ = scan_operands(one.equation, one.equation.invars)
-        _, places, _ = scan_operands(one.equation, one.inputs)
+        _, carry, _ = one.loop.split(one.equation.invars)
+        _, places, _ = one.loop.split(one.inputs)
         pairs = zip(carry, places, strict=True)
         for aval in (x.aval for x, place in pairs if isinstance(place, int)):
             size = aval.size * aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
             carried += size
             returned += size * is_inexact(aval)
-    layers = tuple(one.equation.params["length"] // pipeline.stages for one in scans.values())
+    layers = tuple(one.loop.length // pipeline.stages for one in scans.values())
     # The arrays of the model whose first dimension counts layers of a scan.
     classes, count = Classes(program.graph, 1), pipeline.microbatches
     over = classes.of(
-        scope.values[x].dims[0]
-        for equation, _, scope in layer_scans(program)
-        for x in scan_operands(equation, equation.invars)[2]
-        if x in scope.values
+        scan.outside.values[x].dims[0]
+        for scan in layer_scans(program)
+        for x in scan.loop.split(scan.equation.invars)[2]
+        if x in scan.outside.values
     )
     arrays = enumerate(program.parameters)
     places = frozenset(i for i, x in arrays if x.dims and classes[x.dims[0]] in over)
@@ -133,20 +144,21 @@ def pipeline_of(
     few = checked if each > 1 and each < rows else trace_rows(each)
     found = {}
     pairs = zip(scans, _same_scans(scans, checked), _same_scans(scans, few), strict=True)
-    for (equation, *_), (other, *_), (small, body, _) in pairs:
+    for whole, other, small in pairs:
         try:
-            inputs, outputs = _find_rows(equation, other)
-            bodies = [one.params["jaxpr"] for one in (small, other, equation)]
-            draws = find_draws(bodies[0], bodies[1], bodies[2], rows)
+            inputs, outputs = _find_rows(whole, other)
+            draws = find_draws(small.loop.body, other.loop.body, whole.loop.body, rows)
         except Mixed as error:
             raise NoPipeline(
                 f"Its layers cannot work on a part of the batch at a time, because {error}."
             ) from None
-        found[id(equation)] = Pipelined(equation, body, inputs, outputs, draws)
+        found[id(whole.equation)] = Pipelined(
+            whole.equation, whole.loop, small.body, inputs, outputs, draws
+        )
     return Pipeline(found, few, stages, count, shards, rows)
 
 
-def _scans_in_stages(program: Program, stages: int) -> list[Scan]:
+def _scans_in_stages(program: Program, stages: int) -> list[LayerScan]:
     """The scans over layers of a program, which have to divide over the stages."""
     scans = list(layer_scans(program))
     if not scans:
@@ -156,14 +168,14 @@ def _scans_in_stages(program: Program, stages: int) -> list[Scan]:
         )
     if not program.batch.given:
         raise NoPipeline("It has no batch: the first argument has no array with a dimension.")
-    for equation, *_ in scans:
-        layers = equation.params["length"]
+    for scan in scans:
+        layers = scan.loop.length
         if layers % stages:
             fits = " or ".join(str(n) for n in range(2, layers + 1) if layers % n == 0)
             raise NoPipeline(
                 f"Its {layers} layers do not divide over pipe={stages}; {fits} stages would fit."
             )
-        if equation.params["reverse"]:
+        if scan.loop.reverse:
             raise NoPipeline("Its scan over layers is reversed (`reverse=True`).")
     return scans
 
@@ -193,56 +205,57 @@ def _of_rows(
     return follow_program(traced, [value.grad for value in program.parameters])
 
 
-def _same_scans(scans: Sequence[Scan], program: Program) -> list[Scan]:
+def _same_scans(scans: Sequence[LayerScan], program: Program) -> list[LayerScan]:
     found = list(layer_scans(program))
-    key = lambda one: [one[0].params[k] for k in ("length", "num_consts", "num_carry")]
+    key = lambda scan: (scan.loop.length, scan.loop.consts, scan.loop.carry)
     if list(map(key, scans)) != list(map(key, found)):
         raise NoPipeline("Its scans over layers depend on the number of rows of the batch.")
     return found
 
 
-def layer_scans(program: Program) -> Iterator[Scan]:
+def layer_scans(program: Program) -> Iterator[LayerScan]:
     """Yields the scans over arrays of the model that are not in other loops."""
     classes = Classes(program.graph, 1)
     held = classes.of(node for value in program.parameters for node in value.dims[:1])
 
-    def search(scope: Scope) -> Iterator[Scan]:
+    def search(scope: Scope) -> Iterator[LayerScan]:
         for index, inner in scope.inner.items():
             equation = scope.jaxpr.eqns[index]
-            if equation.primitive.name == "scan":
-                _, _, xs = scan_operands(equation, equation.invars)
-                values = [scope.values[x] for x in xs if x in scope.values]
-                if any(classes[v.dims[0]] in held for v in values if v.dims):
-                    yield equation, inner[0], scope
-            elif called_jaxpr(equation) is not None or equation.primitive.name in CHECKPOINTS:
-                yield from search(inner[0])
+            match control_flow(equation):
+                case Scan() as loop:
+                    _, _, xs = loop.split(equation.invars)
+                    values = [scope.values[x] for x in xs if x in scope.values]
+                    if any(classes[v.dims[0]] in held for v in values if v.dims):
+                        yield LayerScan(equation, loop, inner[0], scope)
+                case Call(kind=kind) if kind is not CallKind.OWN_RULES:
+                    yield from search(inner[0])
 
     return search(program.scope)
 
 
-def _find_rows(equation: JaxprEqn, other: JaxprEqn) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+def _find_rows(whole: LayerScan, other: LayerScan) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """The dimensions of rows of a scan's operands and results, from two traces of it."""
     states: list[State] = []
-    for one, two in zip(other.invars, equation.invars, strict=True):
+    for one, two in zip(other.equation.invars, whole.equation.invars, strict=True):
         dims = differing(one.aval, two.aval)
         if len(dims) > 1:
             raise Mixed("an array has rows in several dimensions")
         states.append(Rows(dims[0]) if dims else None)
-    consts, carry, xs = scan_operands(equation, states)
+    consts, carry, xs = whole.loop.split(states)
     if not any(carry):
         raise NoPipeline(
             "The carry of its scan over layers has no batch dimension, so there is nothing to "
             "pass from stage to stage."
         )
     inside = [in_layer(state, "the scan goes over rows") for state in xs]
-    body = other.params["jaxpr"], equation.params["jaxpr"]
+    body = other.loop.body, whole.loop.body
     count = len(carry)
     try:
         found = follow_rows(*body, [*consts, *carry, *inside])
     except Mixed:
         # Sums over rows start with an array that all rows share.
-        _, given, _ = scan_operands(equation, equation.invars)
-        pairs = list(zip(carry, given, strict=True))
+        _, carried, _ = whole.loop.split(whole.equation.invars)
+        pairs = list(zip(carry, carried, strict=True))
         carry = [SUM if x is None and is_inexact(var.aval) else x for x, var in pairs]
         if SUM not in carry:
             raise

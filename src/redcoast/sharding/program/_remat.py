@@ -4,9 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ...core._jaxpr import CHECKPOINTS, CUSTOM_DERIVATIVES, is_inexact, scan_operands, variables
+from ...core._control_flow import (
+    Call,
+    CallKind,
+    Cond,
+    Manual,
+    Scan,
+    control_flow,
+    inner_jaxprs,
+    open_jaxpr,
+    primitive_name,
+    saves,
+)
+from ...core._jaxpr import is_inexact, variables
 
 # The derivatives of these need no operands except indices and masks.
 _LINEAR = frozenset(
@@ -37,11 +49,7 @@ class Region:
 
     def keeps(self, equation: JaxprEqn) -> bool:
         """Whether the policy saves the results of an equation."""
-        if self.policy is None:
-            return False
-        avals = [atom.aval for atom in equation.invars]
-        found = self.policy(equation.primitive, *avals, **equation.params)
-        return found is not False and type(found).__name__ != "RecomputeType"
+        return self.policy is not None and saves(self.policy, equation)
 
 
 @dataclass(frozen=True)
@@ -91,63 +99,72 @@ def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Any]:
 
 def _needs_no_results(equation: JaxprEqn) -> bool:
     """Whether the derivative of an equation needs none of its results."""
-    name = equation.primitive.name
-    calls = name not in CUSTOM_DERIVATIVES and any(True for _ in jaxprs_in_params(equation.params))
-    return name in _LINEAR or name in _PRODUCTS or calls
+    name = primitive_name(equation)
+    return name in _LINEAR or name in _PRODUCTS or _differentiates_inside(equation)
+
+
+def _differentiates_inside(equation: JaxprEqn) -> bool:
+    """Whether the derivative of an equation is that of the jaxprs in it."""
+    flow = control_flow(equation)
+    has_own = isinstance(flow, Call) and flow.has_derivative
+    return not has_own and len(inner_jaxprs(equation)) > 0
 
 
 def _derived(equation: JaxprEqn, has_grad: Sequence[bool]) -> list[bool]:
     """Which operands the derivative of an equation needs, beside those of the jaxprs in it."""
-    name = equation.primitive.name
+    name = primitive_name(equation)
     if name in _LINEAR:
         return [not is_inexact(atom.aval) for atom in equation.invars]
     if name in _PRODUCTS:
         return [any(has_grad[:i]) or any(has_grad[i + 1 :]) for i in range(len(has_grad))]
-    calls = _needs_no_results(equation) and name not in CHECKPOINTS
-    return [not calls] * len(has_grad)
+    flow = control_flow(equation)
+    is_remat = isinstance(flow, Call) and flow.kind is CallKind.REMAT
+    needs_none = _differentiates_inside(equation) and not is_remat
+    return [not needs_none] * len(has_grad)
 
 
 def _called(
     equation: JaxprEqn, region: Region, has_grad: Sequence[bool]
 ) -> tuple[dict[Jaxpr, Region], list[bool]]:
     """The region of each jaxpr that an equation calls, and which operands of it are needed."""
-    name = equation.primitive.name
-    jaxprs = list(jaxprs_in_params(equation.params))
-    if name == "scan":
-        seen, found = _scan(equation, jaxprs[0], region, has_grad)
-        return {jaxprs[0]: seen}, list(found.inputs)
-    if name == "cond":
-        each = [find_needed(one, region, has_grad[1:]) for one in jaxprs]
-        needed = [any(each) for each in zip(*(one.inputs for one in each), strict=True)]
-        index = any(needed) or any(region.wanted) or region.derived
-        return dict.fromkeys(jaxprs, region), [index, *needed]
-    if (
-        len(jaxprs) == 1
-        and len(jaxprs[0].invars) == len(has_grad)
-        and name not in CUSTOM_DERIVATIVES
-    ):
-        # A rematerialised region keeps its operands and recomputes what its derivatives need.
-        if name in CHECKPOINTS:
-            region = replace(region, derived=False)
-        return {jaxprs[0]: region}, list(find_needed(jaxprs[0], region, has_grad).inputs)
+    jaxprs = inner_jaxprs(equation)
+    match control_flow(equation):
+        case Scan() as scan:
+            body = open_jaxpr(scan.body)
+            seen, needed_of_body = _scan(scan, body, region, has_grad)
+            return {body: seen}, list(needed_of_body.inputs)
+        case Cond():
+            branches = [find_needed(jaxpr, region, has_grad[1:]) for jaxpr in jaxprs]
+            needed = [any(uses) for uses in zip(*(one.inputs for one in branches), strict=True)]
+            index = any(needed) or any(region.wanted) or region.derived
+            return dict.fromkeys(jaxprs, region), [index, *needed]
+        case Call() as call if not call.has_derivative:
+            body = open_jaxpr(call.jaxpr)
+            # A rematerialised region keeps its operands and recomputes what its derivatives need.
+            if call.kind is CallKind.REMAT:
+                region = replace(region, derived=False)
+            return {body: region}, list(find_needed(body, region, has_grad).inputs)
+        case Manual() as manual:
+            body = open_jaxpr(manual.body)
+            return {body: region}, list(find_needed(body, region, has_grad).inputs)
     # All operands and results are needed, or none.
     wanted = any(region.wanted)
-    full = lambda one: Region((wanted,) * len(one.outvars), region.derived, None)
+    full = lambda jaxpr: Region((wanted,) * len(jaxpr.outvars), region.derived, None)
     needed = wanted or (region.derived and bool(jaxprs))
-    return {one: full(one) for one in jaxprs}, [needed] * len(has_grad)
+    return {jaxpr: full(jaxpr) for jaxpr in jaxprs}, [needed] * len(has_grad)
 
 
 def _scan(
-    equation: JaxprEqn, body: Jaxpr, region: Region, has_grad: Sequence[bool]
+    scan: Scan, body: Jaxpr, region: Region, has_grad: Sequence[bool]
 ) -> tuple[Region, Needed]:
     """The region of the body: what the next iteration needs of the carry is wanted of this one."""
-    consts, carry, xs = scan_operands(equation, has_grad)
+    consts, carry, xs = scan.split(has_grad)
     grads = [*consts, *[any(has_grad)] * len(carry), *xs]
     while True:
-        found = find_needed(body, region, grads)
-        _, needed, _ = scan_operands(equation, found.inputs)
+        needed_of_body = find_needed(body, region, grads)
+        _, needed, _ = scan.split(needed_of_body.inputs)
         needed = (*needed, *[False] * (len(region.wanted) - len(carry)))
         wanted = tuple(a or b for a, b in zip(region.wanted, needed, strict=True))
         if wanted == region.wanted:
-            return region, found
+            return region, needed_of_body
         region = replace(region, wanted=wanted)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ...core._control_flow import AnyJaxpr
 from ...core._pytree import Static, join, split
 from ...core._tracing import traced_over
 
@@ -25,7 +25,7 @@ class Traced:
     model that a loss returns as its third result.
     """
 
-    jaxpr: ClosedJaxpr
+    jaxpr: AnyJaxpr
     arrays: int
     batch: int
     output: Static
@@ -34,7 +34,8 @@ class Traced:
     @property
     def trains(self) -> bool:
         """Whether the function is a loss: its first result is a floating point scalar."""
-        first = self.jaxpr.out_avals[0] if self.jaxpr.out_avals else None
+        results: list[Any] = self.jaxpr.out_avals
+        first = results[0] if results else None
         return first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.floating)
 
 

@@ -5,15 +5,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from ...core._jaxpr import (
-    CHECKPOINTS,
-    called_jaxpr,
+from ...core._control_flow import (
+    AnyJaxpr,
+    Call,
+    CallKind,
+    Cond,
+    LinearSolve,
+    Scan,
+    While,
     consts_of,
+    control_flow,
+    inner_jaxprs,
     open_jaxpr,
-    scan_operands,
-    while_operands,
+    primitive_name,
 )
 from ...core._sequence_parts import gathered_dimension
 from . import _contractions as contractions
@@ -102,7 +108,7 @@ class Scope:
 Walked = tuple[list[Value], list[Scope]]  # the results of an equation, and the scopes inside it
 
 
-def walk(graph: Graph, closed: ClosedJaxpr | Jaxpr, inputs: Sequence[Value]) -> Scope:
+def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
     """Propagates the dimensions of `inputs` through a jaxpr, and records them in the graph."""
     jaxpr = open_jaxpr(closed)
     scope = Scope(jaxpr, consts_of(closed))
@@ -136,7 +142,7 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
 
 
 def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
-    name = equation.primitive.name
+    name = primitive_name(equation)
     if name in _RULES:
         results = _RULES[name](graph, equation, inputs)
         if name in CONSTRAINED:
@@ -147,26 +153,38 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
             for value in (*inputs, *results):
                 graph.move(value)
         return results, []
-    if name in _LOOPS:
-        return _LOOPS[name](graph, equation, inputs)
     if (d := gathered_dimension(equation)) is not None:
         return special.gathered(graph, equation, inputs, d), []
-    body = called_jaxpr(equation)
-    if body is None:
-        return special.opaque(graph, equation, inputs), []
+    match control_flow(equation):
+        case Scan() as scan:
+            return _scan(graph, equation, scan, inputs)
+        case While() as loop:
+            return _while(graph, loop, inputs)
+        case Cond() as cond:
+            return _cond(graph, equation, cond, inputs)
+        case Call() as call:
+            return _call(graph, equation, call, inputs)
+        case LinearSolve() as solve:
+            # Without a scope, the equation is re-bound unchanged.
+            scope = _walk_called(graph, solve.solve, [inputs[place] for place in solve.places])
+            return outputs_of(graph, scope), []
+    return special.opaque(graph, equation, inputs), []
+
+
+def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value]) -> Walked:
     # A loop with a derivative of its own, such as attention in blocks, keeps its results and
     # computes what happens inside of it again.
-    recomputes = name == "custom_vjp_call" and any(
-        one.primitive.name in ("scan", "while")
-        for jaxpr in jaxprs_in_params(equation.params)
-        for one in jaxpr.eqns
+    recomputes = call.kind is CallKind.CUSTOM_VJP and any(
+        isinstance(control_flow(inner), Scan | While)
+        for jaxpr in inner_jaxprs(equation)
+        for inner in jaxpr.eqns
     )
     wanted = (False,) * len(equation.outvars)
     regions = [Region(wanted)] if recomputes else []
-    if name in CHECKPOINTS:
-        regions = [Region(wanted, True, equation.params.get("policy"))]
+    if call.kind is CallKind.REMAT:
+        regions = [Region(wanted, True, call.policy)]
     before = len(graph.works)
-    scope = _walk_called(graph, body, inputs, *regions)
+    scope = _walk_called(graph, call.jaxpr, inputs, *regions)
     results = outputs_of(graph, scope)
     if recomputes:
         # The scores are half of the products.
@@ -178,9 +196,7 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
     return results, [scope]
 
 
-def _walk_called(
-    graph: Graph, jaxpr: ClosedJaxpr | Jaxpr, inputs: Sequence[Value], *regions: Region
-) -> Scope:
+def _walk_called(graph: Graph, jaxpr: AnyJaxpr, inputs: Sequence[Value], *regions: Region) -> Scope:
     """Walks through a jaxpr that an equation calls, perhaps as a rematerialised region."""
     outside = graph.regions, graph.inner, graph.forwards, graph.kept
     graph.regions = (*(seen[open_jaxpr(jaxpr)] for seen in graph.inner), *regions)
@@ -197,11 +213,11 @@ def _repeated(graph: Graph, times: int | float) -> Iterator[None]:
     graph.times = before
 
 
-def _scan(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
-    body, length = equation.params["jaxpr"], equation.params["length"]
-    consts, carry, xs = scan_operands(equation, inputs)
-    const_vars, _, x_vars = scan_operands(equation, body.jaxpr.invars)
-    hoisted = lambda var: graph.times if can_hoist_gradient_sum(body.jaxpr, var) else None
+def _scan(graph: Graph, equation: JaxprEqn, scan: Scan, inputs: Sequence[Value]) -> Walked:
+    body, length = open_jaxpr(scan.body), scan.length
+    consts, carry, xs = scan.split(inputs)
+    const_vars, _, x_vars = scan.split(body.invars)
+    hoisted = lambda var: graph.times if can_hoist_gradient_sum(body, var) else None
     consts = [_copy(x, x.grad, hoisted(var)) for x, var in zip(consts, const_vars, strict=True)]
     # A carry whose initial value has no gradient may have one after the first iteration.
     grad = any(value.grad for value in inputs)
@@ -214,7 +230,7 @@ def _scan(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     with _repeated(graph, 0 if id(equation) in graph.skipped else length):
         for value in carry:
             graph.save(value)
-        scope = _walk_called(graph, body, [*consts, *carry, *slices])
+        scope = _walk_called(graph, scan.body, [*consts, *carry, *slices])
     outputs = outputs_of(graph, scope)
     _link(graph, carry, outputs[: len(carry)])
     results = []
@@ -235,22 +251,22 @@ def _link(graph: Graph, some: Sequence[Value], others: Sequence[Value]) -> None:
         graph.link_all(one.dims, other.dims)
 
 
-def _while(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
-    cond_consts, body_consts, carry = while_operands(equation, inputs)
+def _while(graph: Graph, loop: While, inputs: Sequence[Value]) -> Walked:
+    cond_consts, body_consts, carry = loop.split(inputs)
     grad = any(value.grad for value in (*body_consts, *carry))
     carry = [_copy(value, grad) for value in carry]
     cond_consts, body_consts = (
         [_copy(value, value.grad) for value in consts] for consts in (cond_consts, body_consts)
     )
     with _repeated(graph, ASSUMED_TRIPS):
-        cond = _walk_called(graph, equation.params["cond_jaxpr"], [*cond_consts, *carry])
-        body = _walk_called(graph, equation.params["body_jaxpr"], [*body_consts, *carry])
+        cond = _walk_called(graph, loop.cond, [*cond_consts, *carry])
+        body = _walk_called(graph, loop.body, [*body_consts, *carry])
     _link(graph, carry, outputs_of(graph, body))
     return carry, [cond, body]
 
 
-def _cond(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
-    scopes = [_walk_called(graph, one, inputs[1:]) for one in equation.params["branches"]]
+def _cond(graph: Graph, equation: JaxprEqn, cond: Cond, inputs: Sequence[Value]) -> Walked:
+    scopes = [_walk_called(graph, branch, inputs[1:]) for branch in cond.branches]
     outputs = [outputs_of(graph, scope) for scope in scopes]
     for other in outputs[1:]:
         _link(graph, outputs[0], other)
@@ -259,19 +275,3 @@ def _cond(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
         for var, values in zip(equation.outvars, zip(*outputs, strict=True), strict=True)
     ]
     return results, scopes
-
-
-def _linear_solve(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
-    """Walks through the solver; the other jaxprs of the equation are for derivatives.
-
-    Without a scope, the equation is re-bound unchanged.
-    """
-    lengths = equation.params["const_lengths"]
-    start = lengths.matvec + lengths.vecmat
-    right = start + lengths.solve + lengths.transpose_solve
-    operands = [*inputs[start : start + lengths.solve], *inputs[right:]]
-    scope = _walk_called(graph, equation.params["jaxprs"].solve, operands)
-    return outputs_of(graph, scope), []
-
-
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond, "custom_linear_solve": _linear_solve}

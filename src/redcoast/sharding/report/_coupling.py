@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
-from ...core._jaxpr import is_inexact, scan_operands, variables, while_operands
+from ...core._jaxpr import is_inexact, variables
 from ..program._graph import Value
 from ..program._walk import REDUCTIONS, Scope
 from ..solver._strategy import Program, batch_dims
@@ -147,15 +148,15 @@ def _used(jaxpr: Jaxpr, needed: Sequence[Any]) -> list[int]:
 
 def _nested(search: _Search, equation: JaxprEqn, inner: list[Scope], origins: Origins) -> Origins:
     """The origins of the results of loops, branches and calls."""
-    name = equation.primitive.name
-    if name == "cond":
-        branches = [_follow(search, scope, origins[1:]) for scope in inner]
-        return [_merged([origins[0], *results]) for results in zip(*branches, strict=True)]
-    if name == "scan":
-        return _loop(search, inner[0], *scan_operands(equation, origins))
-    if name == "while":
-        condition, consts, carry = while_operands(equation, origins)
-        return [_merged([x, *condition]) for x in _loop(search, inner[1], consts, carry, [])]
+    match control_flow(equation):
+        case Cond():
+            branches = [_follow(search, scope, origins[1:]) for scope in inner]
+            return [_merged([origins[0], *results]) for results in zip(*branches, strict=True)]
+        case Scan() as scan:
+            return _loop(search, inner[0], *scan.split(origins))
+        case While() as loop:
+            condition, consts, carry = loop.split(origins)
+            return [_merged([x, *condition]) for x in _loop(search, inner[1], consts, carry, [])]
     return _follow(search, inner[0], origins)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
 
+from ...core._control_flow import open_jaxpr
 from ..program._constants import Constant, find_constants
 from ..program._graph import Graph, Value
 from ..program._remat import Region
@@ -119,7 +120,7 @@ def follow_program(
         used = (*used[traced.moved :], *(not trained for trained in trainable))
     regions = Region(used), Region(differentiated)
     graph = Graph(regions=regions, skipped=skipped)
-    jaxpr = traced.jaxpr.jaxpr
+    jaxpr = open_jaxpr(traced.jaxpr)
     grads = [*trainable, *(False for _ in jaxpr.invars[traced.arrays :])]
     pairs = zip(jaxpr.invars, grads, strict=True)
     inputs = [graph.value(var.aval, grad=grad and traced.trains) for var, grad in pairs]

@@ -1,0 +1,366 @@
+"""How each version of JAX lays out loops, branches and calls in a jaxpr.
+
+`control_flow(equation)` returns what an equation runs, in one form for all versions. Nothing else
+in redcoast reads the parameters of such equations. Three layouts exist:
+
+- JAX 0.10 and 0.11.0: `scan` counts its operands in `num_consts` and `num_carry`, and a jaxpr with
+  constants is a `ClosedJaxpr`.
+- From JAX 0.11.2: `scan` has trees of its operands and results (`ft_in`, `ft_out`), and a `Jaxpr`
+  has its own constants.
+- With `JAX_REMAT3`, `JAX_CUSTOM_VJP3` or `JAX_CUSTOM_JVP3`: rematerialisation and custom
+  derivatives are `call_hi_primitive` equations, whose parameter `_prim` has the jaxpr. Some
+  operations of `jax.numpy` and `jax.lax.custom_root` are such equations from JAX 0.11.2 on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import jax
+import jax.extend.core
+from jax._src.ad_checkpoint import name_p
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from ._versions import own_version, versions_tested
+
+if TYPE_CHECKING:
+    AnyJaxpr = jax.extend.core.ClosedJaxpr | Jaxpr
+else:
+    AnyJaxpr = getattr(jax.extend.core, "ClosedJaxpr", Jaxpr) | Jaxpr
+Items = TypeVar("Items", bound=Sequence[Any])
+
+
+class UnknownLayout(RuntimeError):
+    """Raised if the installed JAX lays out an equation in a way that redcoast does not know."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A `scan`. The operands are `consts` constants, `carry` carried values and the scanned."""
+
+    body: AnyJaxpr
+    length: int
+    reverse: bool
+    unroll: int
+    consts: int
+    carry: int
+
+    def split(self, items: Items) -> tuple[Items, Items, Items]:
+        """Splits items, one for each operand, into those of the constants, carry and scanned."""
+        scanned = self.consts + self.carry
+        parts = items[: self.consts], items[self.consts : scanned], items[scanned:]
+        return cast(tuple[Items, Items, Items], parts)
+
+
+@dataclass(frozen=True)
+class While:
+    """A `while`. The operands are the constants of the condition and of the body, and the carry."""
+
+    cond: AnyJaxpr
+    body: AnyJaxpr
+    cond_consts: int
+    body_consts: int
+
+    def split(self, items: Items) -> tuple[Items, Items, Items]:
+        """Splits items, one for each operand, into those of the two constants and the carry."""
+        carry = self.cond_consts + self.body_consts
+        parts = items[: self.cond_consts], items[self.cond_consts : carry], items[carry:]
+        return cast(tuple[Items, Items, Items], parts)
+
+
+@dataclass(frozen=True)
+class Cond:
+    """A `cond` or `switch`. The first operand is the index of the branch that runs."""
+
+    branches: tuple[AnyJaxpr, ...]
+
+
+class CallKind(Enum):
+    """What an equation does with the jaxpr that it calls, beside calling it."""
+
+    PLAIN = "runs it"
+    REMAT = "computes it again in the backward pass"
+    CUSTOM_JVP = "replaces its forward-mode derivative"
+    CUSTOM_VJP = "replaces its reverse-mode derivative"
+    OWN_RULES = "replaces any of its transformations"
+
+
+@dataclass(frozen=True)
+class Call:
+    """An equation that runs a jaxpr once, with its own operands and results.
+
+    `policy` and `prevent_cse` are those of a rematerialised call.
+    """
+
+    jaxpr: AnyJaxpr
+    kind: CallKind
+    policy: Any = None
+    prevent_cse: bool | tuple[bool, ...] = True
+
+    @property
+    def has_derivative(self) -> bool:
+        """Whether the derivative of the call is not that of its jaxpr."""
+        return self.kind not in (CallKind.PLAIN, CallKind.REMAT)
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """A `custom_linear_solve`, whose `solve` runs on the operands in `places`."""
+
+    solve: AnyJaxpr
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A `pallas_call`, which runs `body` once for each of `points` of its grid."""
+
+    body: AnyJaxpr
+    points: tuple[Any, ...]  # the sizes of the grid, some of which may depend on data
+
+
+@dataclass(frozen=True)
+class Manual:
+    """A `shard_map`, which runs `body` on the shards of its operands.
+
+    `axes` are those over which an operand or a result is sharded.
+    """
+
+    body: AnyJaxpr
+    mesh: Any
+    axes: frozenset[str]
+
+
+ControlFlow = Scan | While | Cond | Call | LinearSolve | Kernel | Manual
+
+_CALLS = {
+    "checkpoint": CallKind.REMAT,
+    "remat": CallKind.REMAT,
+    "remat2": CallKind.REMAT,
+    "custom_jvp_call": CallKind.CUSTOM_JVP,
+    "custom_vjp_call": CallKind.CUSTOM_VJP,
+}
+# If these have a jaxpr, it does not run once on the operands as they are.
+_NOT_CALLS = frozenset(["custom_call", "ffi_call", "io_callback", "pure_callback"])
+_HIGH_LEVEL = "call_hi_primitive"
+_NAMED = "name"  # the primitive of `checkpoint_name`
+
+
+def control_flow(equation: JaxprEqn) -> ControlFlow | None:
+    """Returns what an equation runs, or None for an operation.
+
+    Raises `UnknownLayout`, with the versions, if the equation lacks what all tested versions of JAX
+    give it.
+    """
+    name = equation.primitive.name
+    with _layout(name, equation.params):
+        if name in _READERS:
+            return _READERS[name](equation)
+        if name in _NOT_CALLS:
+            return None
+        if name == _HIGH_LEVEL:
+            flow = _high_level(equation.params["_prim"])
+            return flow if isinstance(flow, Call) else None
+        return _call(equation, _CALLS.get(name, CallKind.PLAIN))
+
+
+def _scan(equation: JaxprEqn) -> Scan:
+    params = equation.params
+    if "ft_in" in params:
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+    options = params["length"], params["reverse"], params["unroll"]
+    return Scan(params["jaxpr"], *options, consts, carry)
+
+
+def _while(equation: JaxprEqn) -> While:
+    params = equation.params
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
+
+
+def _cond(equation: JaxprEqn) -> Cond:
+    return Cond(tuple(equation.params["branches"]))
+
+
+def _linear_solve(equation: JaxprEqn) -> LinearSolve:
+    # The other jaxprs are for derivatives.
+    lengths = equation.params["const_lengths"]
+    consts = lengths.matvec + lengths.vecmat
+    right_side = consts + lengths.solve + lengths.transpose_solve
+    places = (*range(consts, consts + lengths.solve), *range(right_side, len(equation.invars)))
+    return LinearSolve(equation.params["jaxprs"].solve, places)
+
+
+def _kernel(equation: JaxprEqn) -> Kernel:
+    return Kernel(equation.params["jaxpr"], tuple(equation.params["grid_mapping"].grid))
+
+
+def _manual(equation: JaxprEqn) -> Manual:
+    params = equation.params
+    axes = set()
+    for spec in (*params["in_specs"], *params["out_specs"]):
+        for entry in spec:
+            axes.update((entry,) if isinstance(entry, str) else entry or ())
+    return Manual(params["jaxpr"], params["mesh"], frozenset(axes))
+
+
+_READERS = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_linear_solve": _linear_solve,
+    "pallas_call": _kernel,
+    "shard_map": _manual,
+}
+
+
+def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
+    jaxprs = (equation.params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    body = next((jaxpr for jaxpr in jaxprs if isinstance(jaxpr, AnyJaxpr)), None)
+    if body is None:
+        if kind is not CallKind.PLAIN:
+            raise KeyError("jaxpr")
+        return None
+    inner = open_jaxpr(body)
+    operands, results = len(equation.invars), len(equation.outvars)
+    if (len(inner.invars), len(inner.outvars)) != (operands, results):
+        return None
+    if kind is CallKind.REMAT:
+        return Call(body, kind, equation.params["policy"], equation.params["prevent_cse"])
+    return Call(body, kind)
+
+
+def primitive_name(equation: JaxprEqn) -> str:
+    """Returns the name of an equation's primitive, the same in all layouts."""
+    name = equation.primitive.name
+    is_named = name == _HIGH_LEVEL and _high_level(equation.params["_prim"]) == _NAMED
+    return _NAMED if is_named else name
+
+
+def saves(policy: Callable[..., Any], equation: JaxprEqn) -> bool:
+    """Returns whether a rematerialisation policy keeps the results of an equation."""
+    primitive, params = equation.primitive, equation.params
+    if primitive.name == _HIGH_LEVEL and primitive_name(equation) == _NAMED:
+        # JAX asks its policies about names as in the older layout.
+        primitive, params = name_p, {"name": params["_prim"].name}
+    decision = policy(primitive, *[atom.aval for atom in equation.invars], **params)
+    return decision is not False and type(decision).__name__ != "RecomputeType"
+
+
+def _high_level(prim: Any) -> Call | str | None:
+    """The call of a `jax.experimental.hijax.HiPrim`, or the name of a primitive that it stands for.
+
+    None if it has no jaxpr.
+    """
+    # Kept with the operation, so that all readers of a program see the same jaxpr.
+    if _READ not in vars(prim):
+        setattr(prim, _READ, _read_high_level(prim))
+    return getattr(prim, _READ)
+
+
+def _read_high_level(prim: Any) -> Call | str | None:
+    kind = _high_level_kind(type(prim))
+    if kind is CallKind.REMAT:
+        return Call(prim.jaxpr, kind, prim.policy, prim.prevent_cse)
+    if kind in (CallKind.CUSTOM_JVP, CallKind.CUSTOM_VJP):
+        return Call(prim.traced.jaxpr, kind)
+    if kind == _NAMED:
+        return _NAMED
+
+    def expand(*operands: Any) -> list[Any]:
+        results = prim.expand(*jax.tree.unflatten(prim.in_tree, operands))
+        return jax.tree.leaves(results)
+
+    try:
+        return Call(jax.make_jaxpr(expand)(*prim.in_avals_flat), CallKind.OWN_RULES)
+    except Exception:  # its operands or its operations are of a kind that has no jaxpr
+        return None
+
+
+def _high_level_kind(cls: type) -> CallKind | str | None:
+    """Which of JAX's own classes of high-level operations this is.
+
+    They have no public names, so a function of each kind is traced and its class is read.
+    """
+    for kind, fn in _PROBES.items():
+        # A probe has the class that JAX's flags choose now, which are those of the program.
+        (equation,) = jax.make_jaxpr(fn)(1.0).eqns
+        if type(equation.params.get("_prim")) is cls:
+            return kind
+    return None
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+_with_jvp = jax.custom_jvp(_identity)
+_with_jvp.defjvp(lambda primals, tangents: (*primals, *tangents))
+_with_vjp = jax.custom_vjp(_identity)
+_with_vjp.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent,))
+_PROBES = {
+    CallKind.REMAT: jax.checkpoint(_identity),
+    CallKind.CUSTOM_JVP: _with_jvp,
+    CallKind.CUSTOM_VJP: _with_vjp,
+    _NAMED: lambda x: checkpoint_name(x, "probe"),
+}
+_READ = "_redcoast_call"
+
+
+@contextmanager
+def _layout(name: str, params: dict[str, Any]) -> Iterator[None]:
+    """Turns a missing parameter or attribute into an error that names the versions of JAX."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnknownLayout(
+            f"JAX {jax.__version__} describes the operation `{name}` by the parameters "
+            f"{', '.join(sorted(params))}, in a way that redcoast {own_version()} cannot read. It "
+            f"was tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, or "
+            "a newer version of redcoast."
+        ) from error
+
+
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
+    """Returns the jaxpr without its constants."""
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
+
+
+def consts_of(jaxpr: AnyJaxpr) -> Sequence[Any]:
+    """Returns the constants of a closed jaxpr; an open one has none."""
+    return getattr(jaxpr, "consts", ())
+
+
+def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> AnyJaxpr:
+    """Returns the jaxpr with values for its constants."""
+    if hasattr(jaxpr, "consts"):
+        return jaxpr.replace(consts=list(consts))
+    return jax.extend.core.ClosedJaxpr(jaxpr, list(consts))
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
+    """Returns all jaxprs that an equation has, those for derivatives too, without constants."""
+    if equation.primitive.name != _HIGH_LEVEL:
+        return list(jaxprs_in_params(equation.params))
+    call = control_flow(equation)
+    return [open_jaxpr(call.jaxpr)] if isinstance(call, Call) else []
+
+
+def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> JaxprEqn:
+    """Returns the equation with each of its parameters, jaxprs included, replaced.
+
+    The jaxpr of an operation with derivatives of its own is left as it is.
+    """
+    if equation.primitive.name != _HIGH_LEVEL:
+        params = {name: replace(value) for name, value in equation.params.items()}
+        return equation.replace(params=params)
+    prim, call = equation.params["_prim"], control_flow(equation)
+    if not isinstance(call, Call) or call.kind is not CallKind.REMAT:
+        return equation
+    inner = type(prim)(replace(call.jaxpr), call.policy, call.prevent_cse)
+    return equation.replace(params={"_prim": inner})

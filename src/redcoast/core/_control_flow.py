@@ -249,7 +249,7 @@ def saves(policy: Callable[..., Any], equation: JaxprEqn) -> bool:
         # JAX asks its policies about names as in the older layout.
         primitive, params = name_p, {"name": params["_prim"].name}
     decision = policy(primitive, *[atom.aval for atom in equation.invars], **params)
-    return decision is not False and type(decision).__name__ != "RecomputeType"
+    return decision is not False and decision is not _RECOMPUTE
 
 
 def _high_level(prim: Any) -> Call | str | None:
@@ -310,6 +310,13 @@ _PROBES = {
     _NAMED: lambda x: checkpoint_name(x, "probe"),
 }
 _READ = "_redcoast_call"
+# What policies that also offload return for what is computed again.
+_RECOMPUTE = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[],
+    offload_src="device",
+    offload_dst="pinned_host",
+)(None)
 
 
 @contextmanager
@@ -320,8 +327,8 @@ def _layout(name: str, params: dict[str, Any]) -> Iterator[None]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownLayout(
             f"JAX {jax.__version__} describes the operation `{name}` by the parameters "
-            f"{', '.join(sorted(params))}, in a way that redcoast {own_version()} cannot read. It "
-            f"was tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, or "
+            f"{', '.join(sorted(params))}, which redcoast {own_version()} cannot read. It was "
+            f"tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, or "
             "a newer version of redcoast."
         ) from error
 

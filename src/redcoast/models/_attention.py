@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from ..core._sequence_parts import gather_sequence, sequence_parts
+from ..core._markers import gather_sequence
+from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout

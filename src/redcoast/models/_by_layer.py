@@ -14,6 +14,10 @@ from jaxtyping import Array, PyTree
 from ..core._target import target
 
 
+class StackedLayers(eqx.Module):
+    """The arrays of several layers, stacked along the first dimension."""
+
+
 class ByLayer(eqx.Module):
     """One array for each layer, in place of an array that is stacked over layers."""
 
@@ -30,13 +34,9 @@ def by_layer(model: PyTree) -> PyTree:
     tracing = isinstance(jnp.zeros(()), Tracer)  # then there is no memory to view
     if tracing or target().platform != "cpu":
         return model
-    split = lambda x: jax.tree.map(_views, x) if _is_stack(x) else x
-    return jax.tree.map(split, model, is_leaf=_is_stack)
-
-
-def _is_stack(x: Any) -> bool:
-    kind = type(x)
-    return kind.__name__.endswith("Layers") and kind.__module__.startswith(f"{__package__}.")
+    is_stack = lambda x: isinstance(x, StackedLayers)
+    split = lambda x: jax.tree.map(_views, x) if is_stack(x) else x
+    return jax.tree.map(split, model, is_leaf=is_stack)
 
 
 def _views(x: Any) -> Any:

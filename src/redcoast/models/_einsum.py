@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ..core._low_rank import AbstractLowRank
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
 from ._attention import wide
 from ._basic import ACTIVATIONS, activate_gated, normal
 
 
-class LowRank(eqx.Module):
+class LowRank(AbstractLowRank):
     """A weight with a low-rank adapter, `weight + scale * a b`
     (LoRA, Hu et al., 2021, <https://arxiv.org/abs/2106.09685>).
 

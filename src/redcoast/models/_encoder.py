@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import Visible, attend
 from ._basic import ACTIVATIONS, layer_norm, small_normal
+from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, product, queries
 from ._scan_layers import scan_layers
 
 
-class EncoderLayers(eqx.Module):
+class EncoderLayers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]
@@ -91,7 +92,7 @@ def pre_norm_layers(
     return layer_norm(x, part.norm, part.norm_shift, c.norm_eps)
 
 
-class CrossLayers(eqx.Module):
+class CrossLayers(StackedLayers):
     """The parameters of all layers of the encoder or decoder, stacked along their first
     dimension."""
 

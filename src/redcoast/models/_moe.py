@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core._most_of_rows import most_of_rows
+from ..core._markers import most_of_rows
 from ._attention import wide
 from ._basic import activate_gated
 from ._einsum import product

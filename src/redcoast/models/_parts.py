@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..core._sequence_parts import gather_sequence, sequence_parts
+from ..core._markers import gather_sequence
+from ..core._sequence_parts import sequence_parts
 from ._blockwise import KEPT
 from ._relative import RelativeBias
 from ._view import View

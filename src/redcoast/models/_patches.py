@@ -4,7 +4,6 @@ and DINOv3, and maps of their patches."""
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import attend, full_view, wide
 from ._basic import activate_gated, layer_norm, small_normal
+from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, outputs, product, queries
 from ._rotary import rotate
@@ -46,7 +46,7 @@ def embed_any_size(
     return embed_patches(pixels, self.patch_embed, self.patch_bias)
 
 
-class ScaledLayers(eqx.Module):
+class ScaledLayers(StackedLayers):
     """The parameters of all layers of DINOv2 or DINOv3, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, initial_tables, look_up, normal, output_scale, rms_norm
+from ._by_layer import StackedLayers
 from ._cache import Cache, extend
 from ._check_config import check_config
 from ._dropout import split_key
@@ -138,7 +139,7 @@ def _check_routing(c: DeepseekV3Config) -> None:
         )
 
 
-class DeepseekV3Layers(eqx.Module):
+class DeepseekV3Layers(StackedLayers):
     """The parameters of layers with experts or of layers without, stacked along their first
     dimension. The feed-forward network of layers without experts has no dimension `experts`."""
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, attend_near, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_local
 from ._einsum import gated_feed_forward, product
@@ -97,7 +98,7 @@ class GemmaConfig:
         check_local(self)
 
 
-class GemmaLayers(eqx.Module):
+class GemmaLayers(StackedLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

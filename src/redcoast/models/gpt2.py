@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import layer_norm, look_up, output_scale, small_normal
+from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_config, check_heads, check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
@@ -79,7 +80,7 @@ class GPT2Config:
         check_heads(self)
 
 
-class GPT2Layers(eqx.Module):
+class GPT2Layers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
     attention: Projections

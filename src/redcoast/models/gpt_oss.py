@@ -21,6 +21,7 @@ from ._basic import (
     recomputed,
     rms_norm,
 )
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads, check_local
 from ._einsum import keys_values, outputs, product, queries
@@ -107,7 +108,7 @@ class GptOssConfig:
             raise ValueError(f"`limit` must be positive, but is {self.limit}.")
 
 
-class GptOssLayers(eqx.Module):
+class GptOssLayers(StackedLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import layer_norm, look_up, output_scale
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
@@ -81,7 +82,7 @@ class GPTJConfig:
             )
 
 
-class GPTJLayers(eqx.Module):
+class GPTJLayers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
     norm: Float[Array, "layers width"]

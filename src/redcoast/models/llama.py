@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._einsum import gated_feed_forward, keys_values, product, queries
@@ -96,7 +97,7 @@ class LlamaConfig:
             )
 
 
-class LlamaLayers(eqx.Module):
+class LlamaLayers(StackedLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Mask, as_array, real_tokens, wide
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
+from ._by_layer import StackedLayers
 from ._check_config import check_config
 from ._einsum import product
 from ._scan_layers import Remat, scan_layers
@@ -96,7 +97,7 @@ class Mamba2Cache(eqx.Module):
         return Mamba2Cache(*(jnp.take(x, rows, axis=1) for x in (self.state, self.before)))
 
 
-class Mamba2Layers(eqx.Module):
+class Mamba2Layers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension.
 
     `x`, `b` and `c` are the projections to the inputs of the heads, and of the inputs to the states

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads
 from ._einsum import product
@@ -95,7 +96,7 @@ class MixtralConfig:
         check_chosen(self)
 
 
-class MixtralLayers(eqx.Module):
+class MixtralLayers(StackedLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

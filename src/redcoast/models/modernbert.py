@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import Mask, attend_near, count_positions, full_view, real_tokens, wide
 from ._basic import ACTIVATIONS, activate_gated, layer_norm, look_up, output_scale, small_normal
+from ._by_layer import StackedLayers
 from ._check_config import check_config, check_heads, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
@@ -113,7 +114,7 @@ def all_but_every(nth: int, layers: int) -> tuple[bool, ...]:
     return tuple(i % nth > 0 for i in range(layers))
 
 
-class ModernBertLayers(eqx.Module):
+class ModernBertLayers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
     wq: Float[Array, "layers width heads head_dim"]

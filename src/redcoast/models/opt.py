@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._basic import layer_norm, look_up, output_scale
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
@@ -91,7 +92,7 @@ class OPTConfig:
 _OFFSET = 2
 
 
-class OPTLayers(eqx.Module):
+class OPTLayers(StackedLayers):
     """The parameters of all layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"] | None

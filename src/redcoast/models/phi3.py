@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
@@ -99,7 +100,7 @@ class Phi3Config:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
-class Phi3Layers(eqx.Module):
+class Phi3Layers(StackedLayers):
     """The parameters of all decoder layers, stacked along their first dimension."""
 
     attention_norm: Float[Array, "layers width"]

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, count_positions
 from ._basic import ACTIVATIONS, activate_gated, look_up, normal, rms_norm
+from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
@@ -97,7 +98,7 @@ class T5Config:
         return self.tied if self.scale_head is None else self.scale_head
 
 
-class T5Layers(eqx.Module):
+class T5Layers(StackedLayers):
     """The parameters of all layers of the encoder or decoder, stacked along their first
     dimension."""
 

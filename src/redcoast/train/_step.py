@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
 from ..core._frames import hide_frames
 from ..core._pytree import join, partition_trainable, show_path, split
+from ..core._train_state import AbstractTrainState
 from ..core._user_functions import calling
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
@@ -23,7 +24,7 @@ from ._precision import check_compute_dtype, widen
 from ._skip_nonfinite import guarded_update
 
 
-class TrainState(eqx.Module):
+class TrainState(AbstractTrainState):
     """The state that a training step updates.
 
     - `model`: any PyTree.

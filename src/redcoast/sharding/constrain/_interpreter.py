@@ -22,8 +22,8 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._jaxpr import bind_again, evaluate_jaxpr, iter_equations
+from ...core._markers import gathered_dimension
 from ...core._pytree import ARRAYS, join
-from ...core._sequence_parts import gathered_dimension
 from ..pipeline._draws import draw_rows
 from ..pipeline._run_pipeline import Deal, run_pipeline
 from ..pipeline._stages import Pipeline

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from ...core._low_rank import AbstractLowRank
 from ..tree._leaves import LARGE, Leaf, Node, flat_leaves, is_inexact_leaf, leaves_below, to_nodes
 from ..tree._overrides import Override, apply_overrides
 from ..tree._plan_rows import OVERRIDE, STORED, Reason, Row, trim_spec
@@ -98,16 +99,12 @@ def _loose(leaf: Leaf, owner: Any, stack: int, vocabularies: set[int], n: int) -
     return Split(None, "norm scale" if any(map(_NORM.search, leaf.path[-2:])) else "vector")
 
 
-_LORA = ["weight", "a", "b"]
-
-
 def _without_lora(node: Node, layers: list[Node]) -> Node:
     """Returns the tree with each LoRA layer replaced by its weight, and appends it to `layers`."""
     children: dict[str, Node | Leaf] = {}
     for name, child in node.children.items():
         if isinstance(child, Node):
-            # A `LowRank`, which is not imported because all models would be imported with it.
-            lora = list(child.children) == _LORA and hasattr(child.owner, "outputs_first")
+            lora = isinstance(child.owner, AbstractLowRank)
             layers += [child] if lora else []
             child = child.children["weight"] if lora else _without_lora(child, layers)
         children[name] = child

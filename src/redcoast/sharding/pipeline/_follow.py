@@ -20,7 +20,7 @@ from ...core._control_flow import (
     control_flow,
     open_jaxpr,
 )
-from ...core._most_of_rows import is_most
+from ...core._markers import is_most
 from ._row_rules import apply_rule
 from ._row_states import Mixed, Pair, Rows, State, States, differing, join_rows
 

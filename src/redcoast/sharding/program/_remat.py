@@ -25,9 +25,9 @@ _LINEAR = frozenset(
     """
     add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum
     device_put dynamic_slice dynamic_update_slice expand_dims gather imag name neg
-    optimization_barrier pad psum psum_invariant pvary real reduce_precision reduce_sum reshape rev
-    scatter-add scatter_add select_n sharding_constraint slice split squeeze stack stop_gradient
-    sub tile transpose unstack
+    optimization_barrier pad psum psum_invariant pvary real redcoast_mark reduce_precision
+    reduce_sum reshape rev scatter-add scatter_add select_n sharding_constraint slice split
+    squeeze stack stop_gradient sub tile transpose unstack
     """.split()  # noqa: SIM905
 )
 # The derivatives of these need an operand if a gradient flows into the other one.

@@ -21,7 +21,7 @@ from ...core._control_flow import (
     open_jaxpr,
     primitive_name,
 )
-from ...core._sequence_parts import gathered_dimension
+from ...core._markers import gathered_dimension
 from . import _contractions as contractions
 from . import _indexing as indexing
 from . import _shaping as shaping
@@ -143,6 +143,8 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
 
 def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     name = primitive_name(equation)
+    if (d := gathered_dimension(equation)) is not None:
+        return special.gathered(graph, equation, inputs, d), []
     if name in _RULES:
         results = _RULES[name](graph, equation, inputs)
         if name in CONSTRAINED:
@@ -153,8 +155,6 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
             for value in (*inputs, *results):
                 graph.move(value)
         return results, []
-    if (d := gathered_dimension(equation)) is not None:
-        return special.gathered(graph, equation, inputs, d), []
     match control_flow(equation):
         case Scan() as scan:
             return _scan(graph, equation, scan, inputs)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ._leaves import Leaf, children_of, flat_leaves, key_name
+from ...core._train_state import AbstractTrainState
+from ._leaves import Leaf, flat_leaves
 
 Kind = Literal["tensor-parallel", "fsdp", "replicated", "follows", "override", "pipeline"]
 Role = Literal["parameter", "optimizer state", "other"]
@@ -92,8 +93,7 @@ def plan_rows(tree: Any, model: list[Row]) -> list[Row]:
 
 def model_of(tree: Any) -> Any:
     """The model of a training state, or the tree itself if it is not a training state."""
-    parts = {key_name(key): child for key, child in children_of(tree) if key is not None}
-    return parts["model"] if {"model", "opt_state"} <= set(parts) else tree
+    return tree.model if isinstance(tree, AbstractTrainState) else tree
 
 
 def _follow(state: Leaf, by_path: Mapping[tuple[str, ...], Row]) -> tuple[P, Reason]:

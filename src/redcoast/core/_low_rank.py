@@ -1,0 +1,12 @@
+"""A weight with a low-rank adapter, as the rules on the structure of trees know it."""
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+
+class AbstractLowRank(eqx.Module):
+    """A weight, and two matrices whose product is added to it."""
+
+    weight: eqx.AbstractVar[Float[Array, "..."]]
+    a: eqx.AbstractVar[Float[Array, "..."]]
+    b: eqx.AbstractVar[Float[Array, "..."]]

@@ -1,0 +1,70 @@
+"""Marks in a traced program, by which redcoast's models tell the planner what it cannot see.
+
+A mark is an identity with a primitive of its own, so that nothing that a user names is taken for
+one.
+"""
+
+from enum import Enum
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Shaped
+
+from ._control_flow import Call, control_flow, open_jaxpr
+
+
+class Mark(Enum):
+    """What is said of a marked array."""
+
+    WHOLE_SEQUENCE = "its sequence is needed as a whole from here on"
+    ONLY_LARGEST = "only its largest element is used, and only to skip needless work"
+
+
+_mark_p = Primitive("redcoast_mark")
+_mark_p.def_impl(lambda x, *, mark: x)
+_mark_p.def_abstract_eval(lambda aval, *, mark: aval)
+mlir.register_lowering(_mark_p, lambda context, x, *, mark: [x])
+batching.defvectorized(_mark_p)
+ad.deflinear2(_mark_p, lambda cotangent, x, *, mark: [cotangent])
+
+
+def gather_sequence(x: Array) -> Array:
+    """Returns `x`, and marks it in a program: its sequence is needed as a whole from here on.
+
+    The sequence is the third dimension from the last of (batch, keys, heads, head_dim), and the
+    last of (batch, keys).
+    """
+    return _mark_p.bind(x, mark=Mark.WHOLE_SEQUENCE)
+
+
+def gathered_dimension(equation: JaxprEqn) -> int | None:
+    """The dimension that an equation marks with `gather_sequence`, if it does."""
+    if _mark_of(equation) is not Mark.WHOLE_SEQUENCE:
+        return None
+    rank = len(equation.invars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return rank - 3 if rank >= 4 else rank - 1
+
+
+@jax.jit
+def most_of_rows(x: Shaped[Array, "..."]) -> Shaped[Array, ""]:
+    """Returns the largest element of `x`, and marks it: results do not depend on it.
+
+    A pipeline, which computes with some of the rows at a time, may take the largest element of
+    these instead.
+    """
+    return jnp.max(_mark_p.bind(x, mark=Mark.ONLY_LARGEST))
+
+
+def is_most(equation: JaxprEqn) -> bool:
+    """Whether an equation is a call of `most_of_rows`."""
+    call = control_flow(equation)
+    if not isinstance(call, Call):
+        return False
+    inside = open_jaxpr(call.jaxpr).eqns
+    return len(inside) > 0 and _mark_of(inside[0]) is Mark.ONLY_LARGEST
+
+
+def _mark_of(equation: JaxprEqn) -> Mark | None:
+    return equation.params["mark"] if equation.primitive is _mark_p else None

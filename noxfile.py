@@ -1,10 +1,15 @@
 """The checks of this repository: `nox --list` names them."""
 
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
+
+sys.path.append(str(Path(__file__).parent / "tests" / "helpers"))
+from pythons import pythons
 
 nox.options.sessions = ["lint", "tests", "docs"]
 REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
@@ -29,6 +34,55 @@ def tests(session: nox.Session) -> None:
     install(session, "tests", pip=("--no-compile",))
     bytecode = {"PYTHONDONTWRITEBYTECODE": ""}
     session.run("pytest", *WORKERS, *session.posargs, env=bytecode)
+
+
+# What the suite is run with on the newest Python, beside the defaults: JAX's next defaults.
+NEXT_DEFAULTS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3")
+
+
+@nox.session
+def versions(session: nox.Session) -> None:
+    """The default suite on every Python there is, with the lowest versions of all that
+    pyproject.toml requires, and with JAX's next defaults. Arguments go to pytest."""
+    interpreters = pythons()
+    oldest, newest = min(interpreters), max(interpreters)
+    tmp = Path(session.create_tmp()).resolve()
+    lowest = tmp / "lowest.txt"
+    lowest.write_text("\n".join(lower_bounds("tests", extras=("experiments", "serve"))), "utf-8")
+    runs = [("lowest versions", oldest, ("--constraint", str(lowest)), {})]
+    runs += [("newest versions", minor, (), {}) for minor in interpreters]
+    runs += [(f"{flag}=1", newest, (), {flag: "1"}) for flag in NEXT_DEFAULTS]
+    failed = []
+    for name, minor, constraint, flags in runs:
+        session.log(f"Python 3.{minor}, {name}")
+        environment = tmp / f"3.{minor}{'-lowest' * bool(constraint)}"
+        if not flags:
+            shutil.rmtree(environment, ignore_errors=True)
+            session.run(interpreters[minor], "-m", "venv", str(environment), external=True)
+            packages = nox.project.dependency_groups(PROJECT, "tests")
+            pip = (str(environment / "bin" / "pip"), "install", "--no-compile", *constraint)
+            session.run(*pip, "-e", ".[experiments,serve]", *packages, external=True)
+        pytest = str(environment / "bin" / "pytest")
+        ran = session.run(
+            pytest, *WORKERS, *session.posargs, env=flags, external=True, success_codes=[0, 1]
+        )
+        if not ran:
+            failed.append(f"Python 3.{minor}, {name}")
+    if failed:
+        session.error(f"Tests failed with: {'; '.join(failed)}.")
+
+
+def lower_bounds(group: str, *, extras: tuple[str, ...]) -> list[str]:
+    """The lowest version of each package that the project, its extras and a group require."""
+    project = PROJECT["project"]
+    requirements = [*project["dependencies"], *nox.project.dependency_groups(PROJECT, group)]
+    for extra in extras:
+        requirements += project["optional-dependencies"][extra]
+    bounds = {}
+    for requirement in requirements:
+        name, version = re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement).groups()
+        bounds[name] = f"{name}=={version}"
+    return list(bounds.values())
 
 
 @nox.session

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from redcoast.core._versions import installed_versions, untested
 from redcoast.tracking._wandb import has_account
 
 from ._options import DoctorCommand
@@ -17,7 +18,7 @@ PACKAGES = ("redcoast", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint",
 # What uses it, the modules of which it needs one, and the extra that installs it.
 OPTIONAL = (
     ("Dry runs for TPUs by their compiler", ("libtpu",), "tpu"),
-    ("NVIDIA GPUs, and dry runs for them", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda12"),
+    ("NVIDIA GPUs, and dry runs for them", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda13"),
     (".gguf files", ("gguf",), "gguf"),
     ("TensorBoard", ("tensorboardX",), "tensorboard"),
     ("The experiments", ("sklearn",), "experiments"),
@@ -29,6 +30,7 @@ def main(c: DoctorCommand) -> None:
     lines = [
         f"{'Python':<18}{platform.python_version()} ({sys.executable})",
         *(f"{name:<18}{version(name)}" for name in PACKAGES),
+        f"{'Tested together':<18}{tested_together()}",
         *devices(),
         *(f"{'Memory':<18}{text}" for text in host_memory()),
         f"{'W&B':<18}{wandb_mode()}",
@@ -43,6 +45,12 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return f'missing: pip install "{package}"'
+
+
+def tested_together() -> str:
+    """Whether redcoast was tested with the installed versions, or which ones it was not."""
+    names = untested(installed_versions())
+    return f"no: {', '.join(names)}" if names else "yes"
 
 
 def devices() -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 import redcoast as rc
 import redcoast_cli
+from redcoast.core._versions import TESTED
 from redcoast.models import LlamaConfig
 from redcoast.pretrained._registry import write_config
 from redcoast_cli import _doctor_command
@@ -102,6 +103,17 @@ def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):
     assert "8 x cpu (cpu)" in out
     assert 'missing: pip install "redcoast[tpu]"' in out
     assert 'missing: pip install "wandb"' in out
+
+
+def test_doctor_says_which_versions_were_not_tested_together(capsys, monkeypatch):
+    tested = dict(TESTED[-1])
+    monkeypatch.setattr(_doctor_command, "installed_versions", lambda: tested)
+    run("doctor")
+    assert "Tested together   yes" in capsys.readouterr().out
+    tested["jax"] = "99.0"
+    run("doctor")
+    wanted = f"Tested together   no: jax 99.0 (tested: {TESTED[-1]['jax']})"
+    assert wanted in capsys.readouterr().out
 
 
 def test_doctor_says_how_wandb_runs(monkeypatch):

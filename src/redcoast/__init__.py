@@ -12,6 +12,7 @@ from .checkpoint._saver import CheckpointNotSaved as CheckpointNotSaved
 from .checkpoint._tree import CheckpointMismatch as CheckpointMismatch
 from .checkpoint._tree import load_checkpoint as load_checkpoint
 from .checkpoint._tree import save_checkpoint as save_checkpoint
+from .core._control_flow import UnsupportedJaxVersion as UnsupportedJaxVersion
 from .core._decoding import Decoding as Decoding
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches

@@ -14,7 +14,7 @@ from redcoast.core._control_flow import (
     LinearSolve,
     Manual,
     Scan,
-    UnknownLayout,
+    UnsupportedJaxVersion,
     While,
     consts_of,
     control_flow,
@@ -175,7 +175,9 @@ def test_unknown_layouts_are_reported_with_versions(name):
             self.name = name
 
     equation = scan.replace(primitive=Primitive(name), params={"of_the_future": 1})
-    with pytest.raises(UnknownLayout, match=rf"`{name}` by the parameters of_the_future") as caught:
+    with pytest.raises(
+        UnsupportedJaxVersion, match=rf"`{name}` by the parameters of_the_future"
+    ) as caught:
         control_flow(equation)
     message = str(caught.value)
     assert jax.__version__ in message

@@ -64,6 +64,7 @@ def test_there_are_many_and_of_every_public_function():
         "CheckpointMismatch",
         "CheckpointNotSaved",
         "ProcessLost",
+        "UnsupportedJaxVersion",
         "lora.LowRank",
         "lora.merge",
     }

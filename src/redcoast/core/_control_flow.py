@@ -33,8 +33,20 @@ else:
 Items = TypeVar("Items", bound=Sequence[Any])
 
 
-class UnknownLayout(RuntimeError):
-    """Raised if the installed JAX lays out an equation in a way that redcoast does not know."""
+class UnsupportedJaxVersion(RuntimeError):
+    """Raised if redcoast cannot read the traced programs of the installed version of JAX.
+
+    !!! Example
+
+        ```python
+        try:
+            plan = rc.plan_shardings(model, mesh, fn=loss_fn, args=(batch, key))
+        except rc.UnsupportedJaxVersion as error:
+            print(f"Install another version: {error}")
+        ```
+    """
+
+    __module__ = "redcoast"
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,7 @@ _NAMED = "name"  # the primitive of `checkpoint_name`
 def control_flow(equation: JaxprEqn) -> ControlFlow | None:
     """Returns what an equation runs, or None for an operation.
 
-    Raises `UnknownLayout`, with the versions, if the equation lacks what all tested versions of JAX
+    Raises `UnsupportedJaxVersion`, with the versions, if the equation lacks what all tested versions of JAX
     give it.
     """
     name = equation.primitive.name
@@ -325,7 +337,7 @@ def _layout(name: str, params: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnknownLayout(
+        raise UnsupportedJaxVersion(
             f"JAX {jax.__version__} describes the operation `{name}` by the parameters "
             f"{', '.join(sorted(params))}, which redcoast {own_version()} cannot read. It was "
             f"tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, or "

@@ -157,9 +157,11 @@ def _run(
         return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
         return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
-    if name == "layout_constraint":
-        # XLA would gather its operand: it knows no sharding of a layout.
-        local = lambda x: bind_again(equation, [x])[0]
+    if name in ("layout_constraint", "fft"):
+        # XLA would gather the operand: it knows no sharding of a layout, nor, before JAX 0.11, of a
+        # Fourier transform. No dimension that is transformed is sharded.
+        # Inside of `jax.shard_map` the mesh is another than the equation's.
+        local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
     if name == "sharding_constraint":
         sharding, mesh = equation.params["sharding"], shardings.mesh

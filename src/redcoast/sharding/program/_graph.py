@@ -106,7 +106,6 @@ class Graph:
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     stacks: set[int] = field(default_factory=set)  # blocked nodes that count a scan's layers
-    only_rows: set[int] = field(default_factory=set)  # blocked nodes that the batch may be
     made: set[int] = field(default_factory=set)  # nodes of no input: noise, zeros, copies
     held: set[int] = field(default_factory=set)  # nodes of parameters and constants
     # The axes that the program itself constrains a dimension to; () if it is to be replicated.

@@ -75,13 +75,13 @@ def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) 
 
 
 def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """No dimension is tensor-parallel, and transformed dimensions are never sharded."""
+    """Transformed dimensions are never sharded. Each device transforms its part along the others,
+    which the constrained program asks for (`_interpreter.py`): some versions of XLA gather it."""
     operand, count = inputs[0], len(equation.params["fft_lengths"])
     kept = len(operand.dims) - count
     aval = output(equation)
     new = tuple(graph.node(size, blocked=True) for size in aval.shape[kept:])
-    graph.blocked.update(operand.dims)
-    graph.only_rows.update(operand.dims[:kept])
+    graph.blocked.update(operand.dims[kept:])
     return [graph.value(aval, (*operand.dims[:kept], *new), grad=operand.grad)]
 
 

@@ -96,7 +96,7 @@ def _free(graph: Graph, arrays: Sequence[Value], leading: dict[int, int]) -> dic
 
 def _never_rows(graph: Graph, classes: Classes) -> frozenset[int]:
     """The classes of parameters, constants and dimensions that cannot be sharded."""
-    return classes.of(graph.held | (graph.blocked - graph.only_rows))
+    return classes.of(graph.held | graph.blocked)
 
 
 def made_rows(graph: Graph, given: Collection[int]) -> tuple[int, ...]:

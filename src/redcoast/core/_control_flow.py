@@ -164,8 +164,7 @@ _NAMED = "name"  # the primitive of `checkpoint_name`
 def control_flow(equation: JaxprEqn) -> ControlFlow | None:
     """Returns what an equation runs, or None for an operation.
 
-    Raises `UnsupportedJaxVersion`, with the versions, if the equation lacks what all tested versions of JAX
-    give it.
+    Raises `UnsupportedJaxVersion` if the equation lacks what all tested versions of JAX give it.
     """
     name = equation.primitive.name
     with _layout(name, equation.params):

@@ -97,7 +97,7 @@ class Shardings:
         return self._with_spec(x, P(*entries[:d], None, *entries[d + 1 :]))
 
     def run_local(self, fn: Callable[[Any], Any], x: Any, value: Value) -> Any:
-        """Applies a function that keeps the sharded dimensions to each device's part of an array."""
+        """Applies a function that keeps the sharded dimensions to the part on each device."""
         spec = self.spec(value)
         return jax.shard_map(fn, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 

@@ -23,7 +23,8 @@ ELEMENTWISE = frozenset(
 # The derivatives of these need their results. XLA recomputes other elementwise results.
 _KEPT = frozenset(
     """
-    cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square tanh
+    cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square
+    tanh
     """.split()  # noqa: SIM905
 )
 # Each result is the operand at the same position. The operands are independent of each other.

@@ -212,3 +212,28 @@ def test_a_batch_that_is_not_split_over_fsdp_is_gathered(sizes):
     (cause,) = (x for x in plan.report.program.traffic if "the batch, which is given" in x.cause)
     assert cause.axes == ("fsdp",)
     assert abs(priced - sent) < 0.02 * sent, str(plan)
+
+
+def spectral(model, batch, key):
+    """A layer in the frequencies of each row, as in a Fourier neural operator."""
+    modes = jnp.einsum("btd,tde->bte", jnp.fft.rfft(batch, axis=1), model["modes"])
+    return jnp.mean((jnp.fft.irfft(modes, n=batch.shape[1], axis=1) @ model["out"]) ** 2)
+
+
+def images(model, batch, key):
+    """A transform of two dimensions of each row, under `vmap`."""
+    row = lambda x: jnp.abs(jnp.fft.fft2(x @ model["out"], axes=(0, 1)))
+    return jnp.mean(jax.vmap(row)(batch.reshape(len(batch), 4, 4, -1)))
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 1, 4)])
+@pytest.mark.parametrize("fn", [spectral, images])
+def test_fourier_transforms_gather_nothing(fn, sizes):
+    """Neither the rows of the batch, nor channels that are tensor-parallel."""
+    shape = jax.ShapeDtypeStruct((9, 64, 64), jnp.complex64)
+    model = {"modes": shape, "out": array(64, 64)}
+    if fn is images:
+        del model["modes"]
+    priced, sent, plan = planned_and_sent(fn, model, array(32, 16, 64), real_mesh(*sizes))
+    assert plan.report.program.batch_axes == ("data",)
+    assert abs(priced - sent) < 0.02 * sent, str(plan)

@@ -195,7 +195,7 @@ class PlanReport:
         `text`), `role`, `parts`, `bytes` and `bytes_per_device`.
     - `totals`: The number of `arrays`, the `bytes` and the `bytes_per_device` of `all` of them and
         of the `parameters`, the `optimizer_state` and `other` arrays.
-    - `program_or_none`: The same as `program`, and `None` for a plan made without a function.
+    - `program_or_none`: The same as `program`, and `None` where that raises an error.
 
     !!! example
 
@@ -223,13 +223,15 @@ class PlanReport:
     def program(self) -> ProgramReport:
         """What was inferred from the program of a function: `memory`, `traffic` and more.
 
-        A plan made without a function has no such figures, and raises `ValueError`.
+        A plan made without a function, or by a training function for a mesh of one device, has no
+        such figures, and raises `ValueError`.
         """
         if self.program_or_none is None:
             raise ValueError(
-                "The plan was made without a function, so it has no estimates of memory, "
-                "arithmetic and communication. Pass `fn` and `args` to `plan_shardings`, or use "
-                "`program_or_none`."
+                "The plan has no estimates of memory, arithmetic and communication. Either it was "
+                "made without a function: pass `fn` and `args` to `plan_shardings`. Or `fit`, "
+                "`prepare` or `plan_step` made it for a mesh of one device, where there is nothing "
+                "to choose: call `plan_shardings(state, mesh, fn=loss_fn, args=(batch, key))`."
             )
         return self.program_or_none
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ def map_in_threads(
     errors: list[Exception] = []
     try:
         for item in _until_error(items, errors):
-            pending.append(pool.submit(make, item))
+            pending.append(pool.submit(copy_context().run, make, item))
             if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:

@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree, UInt64
 from ..core._errors import check_functions, check_integer, check_key, listed, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
+from ..core._owned import copied
 from ..distributed._arrays import own_rows
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
@@ -70,9 +71,11 @@ class Batches:
         steps: int | None,
     ):
         self.batch_size, self.mesh = batch_size, mesh
-        self._examples, self.collate_fn = examples, collate_fn
+        self.collate_fn = collate_fn
         self._epochs, self._steps = epochs, steps
-        self.length = None if is_stream(examples) else by_epoch(examples)[1]
+        self._examples, self.length = examples, None
+        if not is_stream(examples):
+            self._examples, self.length = by_epoch(examples)
         self._state: dict[str, Any] = {}
         self._loading: Iterator[tuple[Loaded, bool]] | None = None
         self._threads = contextlib.ExitStack()
@@ -115,14 +118,15 @@ class Batches:
         own = own_rows(self.mesh, self.batch_size)
         if self.length is None:
             state = self._examples.get_state()
-            found = [x for _, x in zip(range(self.batch_size), self._examples, strict=False)]
+            read = zip(range(self.batch_size), self._examples, strict=False)
+            found = [copied(x) for _, x in read]
             self._examples.set_state(state)
             if not found:
                 raise ValueError(_EMPTY)
             found = [found[i % len(found)] for i in own]
         else:
-            of_epoch, length = by_epoch(self._examples)
-            found = fetch(of_epoch(0), [i % length for i in own])
+            with self._examples.using(0) as dataset:
+                found = fetch(dataset, [i % self.length for i in own])
         rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
         return collate(self.collate_fn, found, own, rngs)
 

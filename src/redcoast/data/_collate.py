@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..core._errors import listed
+from ..core._owned import copied, held_elsewhere
 from ..core._pytree import show_path
 from ..core._user_functions import calling
 from ..distributed._heartbeat import doing
+from ._in_turn import InTurn
 
 CollateFn = Callable[..., PyTree]
 ARRAYS = (np.ndarray, jax.Array)
@@ -19,9 +21,30 @@ MOST = 8  # indices in a note
 
 
 def collate(
+    collate_fn: CollateFn,
+    examples: list[Any],
+    indices: list[int],
+    rngs: Callable[[], Any],
+    in_turn: InTurn | None = None,
+) -> PyTree:
+    """Calls `collate_fn`, and checks that it returned a batch with one row for each example.
+
+    Arrays that it may write into at its next call are copied. `in_turn` is that of the loop that
+    makes the batches.
+    """
+
+    def call(reuses: bool) -> tuple[PyTree, bool]:
+        leaves, structure = jax.tree.flatten(_call(collate_fn, examples, indices, rngs))
+        held = held_elsewhere(leaves)
+        owned = [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)]
+        return structure.unflatten(owned), any(held)
+
+    return (in_turn or InTurn())(call)
+
+
+def _call(
     collate_fn: CollateFn, examples: list[Any], indices: list[int], rngs: Callable[[], Any]
 ) -> PyTree:
-    """Calls `collate_fn`, and checks that it returned a batch with one row for each example."""
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
     where = f" for the examples with indices {listed(indices, MOST)}"
     with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):

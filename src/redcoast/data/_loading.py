@@ -9,9 +9,11 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
 from ..core._iterate import map_in_threads
+from ..core._owned import copied
 from ..distributed._arrays import own_rows, place_rows
 from ..distributed._mesh import batch_shards
 from ._collate import CollateFn, check_alike, collate
+from ._in_turn import InTurn
 from ._permutation import batch_indices, example_generators
 from ._sources import by_epoch, encode_stream_state, fetch
 
@@ -42,6 +44,7 @@ def training_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
+    reading, collating = InTurn(), InTurn()
 
     def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
         begin, *parts = batch
@@ -51,9 +54,11 @@ def training_batches(
         found: list[Any] = []
         for epoch in dict.fromkeys(epochs):
             first = epochs.index(epoch)
-            found += fetch(of_epoch(epoch), indices[first : first + epochs.count(epoch)])
+            of_one = indices[first : first + epochs.count(epoch)]
+            with of_epoch.using(epoch) as dataset:
+                found += fetch(dataset, of_one, reading)
         rngs = lambda: example_generators(epochs, indices, seed)
-        arrays = collate(collate_fn, found, indices, rngs)
+        arrays = collate(collate_fn, found, indices, rngs, collating)
         return Loaded(place_rows(arrays, mesh, rows), rows, begin + rows)
 
     positions = range(start, stop, batch_size)
@@ -74,11 +79,14 @@ def stream_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields the batches of a stream from its current state, each with the state after it."""
 
+    collating = InTurn()
+
     def read() -> Iterator[tuple[int, list[Any], Any]]:
         position = start
         while stop is None or position < stop:
             wanted = batch_size if stop is None else min(batch_size, stop - position)
-            found = [x for _, x in zip(range(wanted), stream, strict=False)]
+            # The stream may write into an example when it is asked for the next one.
+            found = [copied(x) for _, x in zip(range(wanted), stream, strict=False)]
             if not found:
                 return
             position += len(found)
@@ -89,7 +97,7 @@ def stream_batches(
         own = own_rows(mesh, len(found))
         indices = [position - len(found) + i for i in own]
         rngs = lambda: example_generators([0] * len(own), indices, seed)
-        arrays = collate(collate_fn, [found[i] for i in own], indices, rngs)
+        arrays = collate(collate_fn, [found[i] for i in own], indices, rngs, collating)
         return Loaded(place_rows(arrays, mesh, len(found)), len(found), position, state)
 
     return check_alike(prefetch(make, read()))
@@ -100,11 +108,13 @@ def ordered_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields batches of all examples once, in order, for evaluation and prediction."""
     of_epoch, length = by_epoch(examples, name=name)
+    reading, collating = InTurn(), InTurn()
 
     def make(bounds: tuple[int, int]) -> Loaded:
         begin, end = bounds
         indices = [begin + i for i in own_rows(mesh, end - begin)]
-        arrays = collate(collate_fn, fetch(of_epoch(0), indices), indices, lambda: None)
+        found = fetch(of_epoch(0), indices, reading)
+        arrays = collate(collate_fn, found, indices, lambda: None, collating)
         return Loaded(place_rows(arrays, mesh, end - begin), end - begin, end)
 
     return prefetch(make, chunks(length, batch_size, batch_shards(mesh)))

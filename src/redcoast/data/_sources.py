@@ -1,13 +1,19 @@
 """Sources of examples: sequences, functions of the epoch, and streams."""
 
 import base64
+import collections
+import contextlib
 import copy
-import functools as ft
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..core._errors import listed, noting
+from ..core._owned import copied, held_elsewhere
 from ..distributed._heartbeat import doing
+from ._in_turn import InTurn
 
 
 def is_stream(examples: Any) -> bool:
@@ -15,8 +21,74 @@ def is_stream(examples: Any) -> bool:
     return all(hasattr(examples, name) for name in ("__next__", "get_state", "set_state"))
 
 
-def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], Any], int]:
-    """Returns a function from the epoch to its examples, and the number of examples in an epoch."""
+class Epochs:
+    """The examples of each epoch; called with an epoch, it returns them.
+
+    **Attributes:**
+
+    - `length`: the number of examples in an epoch.
+    """
+
+    def __init__(self, examples: Any, length: int):
+        self._examples, self.length = examples, length
+
+    def __call__(self, epoch: int) -> Any:
+        with self.using(epoch) as examples:
+            return examples
+
+    @contextlib.contextmanager
+    def using(self, epoch: int) -> Iterator[Any]:
+        """Gives the examples of an epoch, which do not change until the context ends."""
+        yield self._examples
+
+
+class _EpochsOfFunction(Epochs):
+    """The examples that a function of the epoch returns.
+
+    It may return one object for all epochs and change it, as datasets with a `set_epoch` do. So the
+    function is not called while examples of another epoch are read, and called again for an epoch
+    whose object it returned for another one since.
+    """
+
+    def __init__(self, make: Callable[[int], Any], name: str):
+        first = make(0)
+        # Those of the last two epochs are kept, because a batch may span both.
+        super().__init__({0: first}, _length(first, f"{name}(0)"))
+        self._make, self._name = make, name
+        self._readers: collections.Counter[int] = collections.Counter()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def using(self, epoch: int) -> Iterator[Any]:
+        with self._changed:
+            if epoch not in self._examples:
+                self._changed.wait_for(lambda: not self._readers.total())
+                if epoch not in self._examples:
+                    self._load(epoch)
+            examples = self._examples[epoch]
+            self._readers[epoch] += 1
+        try:
+            yield examples
+        finally:
+            with self._changed:
+                self._readers[epoch] -= 1
+                self._changed.notify_all()
+
+    def _load(self, epoch: int) -> None:
+        found = self._make(epoch)
+        if len(found) != self.length:
+            raise ValueError(
+                f"`{self._name}({epoch})` has {len(found)} examples, but `{self._name}(0)` has "
+                f"{self.length}. Every epoch must have the same number."
+            )
+        others = [(e, x) for e, x in self._examples.items() if x is not found]
+        self._examples = dict([*others[-1:], (epoch, found)])
+
+
+def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
+    """Returns the examples of each epoch, and the number of examples in an epoch."""
+    if isinstance(examples, Epochs):
+        return examples, examples.length
     if isinstance(examples, Mapping):
         raise TypeError(
             f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
@@ -28,7 +100,8 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             f"which are columns. Its items must be examples, as in `list(zip(*{name}))`."
         )
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
-        return lambda epoch: examples, _length(examples, name)
+        length = _length(examples, name)
+        return Epochs(examples, length), length
     if is_stream(examples):
         raise TypeError(
             f"`{name}` is of type {type(examples).__name__}, a stream, which has no number of "
@@ -42,20 +115,8 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Callable[[int], 
             "an iterator with `get_state` and `set_state`, such as Grain's."
             + _alternative(examples, name)
         )
-    make: Callable[[int], Any] = examples
-    length = _length(make(0), f"{name}(0)")
-
-    @ft.lru_cache(maxsize=2)  # a batch may span two epochs
-    def of_epoch(epoch: int) -> Any:
-        found = make(epoch)
-        if len(found) != length:
-            raise ValueError(
-                f"`{name}({epoch})` has {len(found)} examples, but `{name}(0)` has {length}. "
-                "Every epoch must have the same number."
-            )
-        return found
-
-    return of_epoch, length
+    found = _EpochsOfFunction(examples, name)
+    return found, found.length
 
 
 def _are_columns(examples: tuple[Any, ...]) -> bool:
@@ -84,13 +145,34 @@ def _length(examples: Any, name: str) -> int:
     return len(examples)
 
 
-def fetch(examples: Any, indices: list[int]) -> list[Any]:
-    """Returns the examples with the given indices, fetched in one call if possible."""
+def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> list[Any]:
+    """Returns the examples with the given indices, fetched in one call if possible.
+
+    They are copied if the dataset may write into them later. `in_turn` is that of the loop that
+    reads the dataset.
+    """
     note = noting(lambda _: [f"Raised by the examples with indices {listed(indices)}."])
     with note, doing("reading examples"):
-        if hasattr(examples, "__getitems__"):  # faster for datasets on disk
-            return list(examples.__getitems__(indices))
-        return [examples[i] for i in indices]
+        if type(examples) in _SEQUENCES or isinstance(examples, np.ndarray):
+            return [examples[i] for i in indices]
+        return (in_turn or InTurn())(lambda reuses: _read(examples, indices, reuses))
+
+
+_SEQUENCES = (list, tuple, range)  # they call no function of the user
+
+
+def _read(examples: Any, indices: list[int], reuses: bool) -> tuple[list[Any], bool]:
+    """The examples, and whether they were copied because the dataset may write into them."""
+    if hasattr(examples, "__getitems__"):  # faster for datasets on disk
+        found = list(examples.__getitems__(indices))
+        held = reuses or any(held_elsewhere(found))
+        return (list(map(copied, found)) if held else found), held
+    if not reuses:
+        found = [examples[i] for i in indices]
+        if not any(held_elsewhere(found)):
+            return found, False
+    # Each is copied before the next is read into the same memory.
+    return [copied(examples[i]) for i in indices], True
 
 
 def encode_stream_state(state: Any) -> Any:

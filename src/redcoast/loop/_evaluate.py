@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._errors import check_functions, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
+from ..core._owned import copied, held_elsewhere
 from ..core._reuse import reuse
 from ..core._user_functions import calling
 from ..data._collate import CollateFn
@@ -360,7 +361,10 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
     if output_fn is None:
         return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
     with calling("output_fn", {"predictions": predictions}):
-        outputs = output_fn(predictions)
+        returned = [output_fn(predictions)]
+    if any(held_elsewhere(returned, known=jax.tree.leaves(predictions))):
+        returned = copied(returned)  # `output_fn` may write into it for the next batch
+    outputs = returned[0]
     if not hasattr(outputs, "__len__") or len(outputs) != rows:
         found = len(outputs) if hasattr(outputs, "__len__") else type(outputs).__name__
         raise ValueError(

@@ -1,0 +1,124 @@
+"""What a function of the user returned and may write again, such as a buffer that it fills anew.
+
+Such memory is copied before the function is called again. It need not be where the references to it
+show that nobody else has it.
+"""
+
+import copy
+import functools as ft
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bool]:
+    """Whether others may have the memory of each array, or of the arrays in each container.
+
+    They may if more refers to an array, to one that it is a view of, or to a dict or list, than
+    `objects`; if the memory is not NumPy's, as that of a memory map; and if it is a JAX array on
+    the CPU, which may be a view of a NumPy array.
+
+    **Arguments:**
+
+    - `objects`: arrays, dicts, lists and tuples, to which the caller refers only by this sequence.
+        All else is taken to be immutable.
+    - `known`: arrays that nobody writes.
+    """
+    seen: dict[int, Any] = {}
+    references: dict[int, int] = {}
+    for x in objects:
+        _visit(x, seen, references)
+    x = None  # it is a reference, too
+    held = {key for key in seen if _references(seen, key) > references[key] + _ALONE}
+    safe = {id(array) for array in known}
+    return [_is_held(x, held, safe) for x in objects]
+
+
+@ft.cache
+def _kind(cls: type) -> type | None:
+    """Which of the types that can be written a class is; `isinstance` takes longer."""
+    kinds = (np.ndarray, dict, list, tuple, jax.Array)
+    return next((kind for kind in kinds if issubclass(cls, kind)), None)
+
+
+def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
+    """Counts a reference to an object, and those of the object to others."""
+    kind = _kind(type(x))
+    if kind is None:
+        return
+    key = id(x)
+    references[key] = references.get(key, 0) + 1
+    if key in seen:
+        return
+    seen[key] = x
+    if kind is np.ndarray:
+        if x.base is not None:
+            _visit(x.base, seen, references)
+    elif kind is not jax.Array:
+        for part in _parts(x, kind):
+            _visit(part, seen, references)
+
+
+def _parts(x: Any, kind: type) -> Iterable[Any]:
+    if kind is dict:
+        return x.values()
+    # A list of numbers is not looked through.
+    return x if x and _kind(type(x[0])) is not None else ()
+
+
+def _references(seen: dict[int, Any], key: int) -> int:
+    return sys.getrefcount(seen[key])
+
+
+# What is counted for an object that only `seen` refers to; it depends on the interpreter.
+_ALONE = _references({0: object()}, 0)
+
+
+def _is_held(x: Any, held: set[int], safe: set[int]) -> bool:
+    kind = _kind(type(x))
+    if kind is None:
+        return False
+    if kind is np.ndarray:
+        return _is_array_held(x, held, safe)
+    if kind is jax.Array:
+        return any(device.platform == "cpu" for device in x.devices())
+    if kind is not tuple and id(x) in held:
+        return True
+    return any(_is_held(part, held, safe) for part in _parts(x, kind))
+
+
+def _is_array_held(x: Any, held: set[int], safe: set[int]) -> bool:
+    if id(x) in safe:
+        return False
+    if id(x) in held:
+        return True
+    if x.base is None:
+        return not x.flags.owndata
+    return _kind(type(x.base)) is not np.ndarray or _is_array_held(x.base, held, safe)
+
+
+def copied(x: Any) -> Any:
+    """Copies the arrays and the containers of a tree; all else is taken to be immutable."""
+    kind = _kind(type(x))
+    if kind is None:
+        return x
+    if kind is np.ndarray:
+        return x.copy()
+    if kind is jax.Array:
+        return jnp.copy(x).block_until_ready()
+    if not (parts := _parts(x, kind)):
+        return x if kind is tuple else copy.copy(x)
+    if kind is tuple:
+        parts = map(copied, parts)
+        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+    result = copy.copy(x)  # of the same class
+    if kind is dict:
+        for name, part in x.items():
+            result[name] = copied(part)
+    else:
+        result[:] = map(copied, x)
+    return result

@@ -93,6 +93,31 @@ def test_accumulate_must_divide_the_batch():
         stepper(accumulate=5)(start(), BATCH)
 
 
+def contrastive(model, batch, key):
+    logits = batch["x"] @ model["w"] @ batch["others"].T
+    return jnp.mean(jax.nn.logsumexp(logits, -1))
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [((48, 16), r"others of size 48; x of size 24"), ((), "which others does not have")],
+)
+def test_accumulate_refuses_arrays_of_other_sizes(others, words):
+    # Each microbatch would have a part of the negatives, and another loss.
+    batch = {"x": BATCH["x"], "others": np.ones(others, np.float32)}
+    init_fn, optimizer = lambda key: {"w": jnp.eye(16)}, optax.sgd(0.1)
+    prepare = ft.partial(rc.prepare, init_fn, optimizer, contrastive, batch, key=KEY)
+    state = rc.init_state(init_fn, optimizer, key=KEY)
+    with pytest.raises(ValueError, match=f"`accumulate=2` splits.*{words}"):
+        rc.train_step(state, batch, loss_fn=contrastive, optimizer=optimizer, accumulate=2)
+    with pytest.raises(ValueError, match=f"`accumulate=2` splits.*{words}"):
+        prepare(accumulate=2)
+    if len(others) > 1:  # without `accumulate`, the loss is that of all rows
+        state, step, _ = prepare()
+        want = contrastive({"w": jnp.eye(16)}, batch, None)
+        np.testing.assert_allclose(step(state, batch)[1]["loss"], want, rtol=1e-5)
+
+
 def test_bfloat16_compute_keeps_float32_state():
     step = eqx.filter_jit(stepper(compute_dtype=jnp.bfloat16))
     state, metrics = step(start(), BATCH)

@@ -11,13 +11,14 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._errors import check_functions, check_integer
 from ..core._frames import hide_frames, warn
+from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
 from ._coupled import find_coupled
 from ._loss import LossFn, evaluate_loss
 from ._precision import check_compute_dtype
-from ._step import TrainState
+from ._step import TrainState, refuse_other_rows
 
 
 @hide_frames
@@ -66,13 +67,17 @@ def plan_step(
     check_functions(loss_fn=loss_fn)
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype)
+    if accumulate > 1:
+        refuse_other_rows(batch, accumulate)
     mesh = ambient_or_default(mesh)
     if mesh.size == 1:
         return plan_shardings(state, mesh, overrides=overrides)
 
     def part(x: Any) -> jax.ShapeDtypeStruct:  # of a microbatch, if `accumulate` divides
-        rows = x.shape[0] // (1 if x.shape[0] % accumulate else accumulate)
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+        x = abstract_array(x)
+        if accumulate == 1 or x.shape[0] % accumulate:
+            return x
+        return jax.ShapeDtypeStruct((x.shape[0] // accumulate, *x.shape[1:]), x.dtype)
 
     return plan_shardings(
         state,

@@ -10,7 +10,14 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from ..core._errors import check_functions, check_integer, check_key, check_kind, check_optimizer
+from ..core._errors import (
+    check_functions,
+    check_integer,
+    check_key,
+    check_kind,
+    check_optimizer,
+    several,
+)
 from ..core._frames import hide_frames
 from ..core._pytree import join, partition_trainable, show_path, split
 from ..core._train_state import AbstractTrainState
@@ -195,8 +202,9 @@ def train_step(
     **Raises:**
 
     `ValueError` or `TypeError`, at tracing time, if `loss_fn` returns anything else, if
-    `accumulate` does not divide the batch size, if `compute_dtype` is not floating, or if the
-    optimizer is not that of the state or needs the gradient of each example.
+    `accumulate` does not divide the batch size, or an array has another first dimension, if
+    `compute_dtype` is not floating, or if the optimizer is not that of the state or needs the
+    gradient of each example.
 
     !!! Example
 
@@ -364,21 +372,42 @@ def loss_and_grads(
 
 def split_rows(batch: PyTree, count: int) -> PyTree:
     """Reshapes the batch dimension, of size b, to `(count, b // count)`."""
+    refuse_other_rows(batch, count)
 
     def split_leaf(path: Any, x: Any) -> Array:
-        rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
-        if rows == 0 or rows % count:
+        if x.shape[0] % count:
             where = show_path(path, "the batch")
             raise ValueError(
                 f"`accumulate={count}` does not divide the batch dimension of {where}, of shape "
-                f"{jnp.shape(x)}. The first dimension of every array of a batch must be a multiple "
-                "of `accumulate`."
+                f"{x.shape}. The batch size must be a multiple of `accumulate`."
             )
         # Microbatch i has the rows i, i + count, ..., so each device already has its share of
         # every microbatch, and no communication is needed.
-        return jnp.swapaxes(jnp.reshape(x, (rows // count, count, *x.shape[1:])), 0, 1)
+        return jnp.swapaxes(jnp.reshape(x, (-1, count, *x.shape[1:])), 0, 1)
 
     return jax.tree_util.tree_map_with_path(split_leaf, batch)
+
+
+def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
+    """Raises `ValueError` if the arrays of a batch cannot be split alike into microbatches."""
+    rows: dict[Any, list[str]] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        size = next(iter(jnp.shape(x)), 0)
+        rows.setdefault(size, []).append(show_path(path, "the batch"))
+    if 0 in rows:
+        raise ValueError(
+            f"`accumulate={accumulate}` splits the batch dimension, which {several(rows[0], 3)} "
+            "does not have. The first dimension of every array must be the batch."
+        )
+    if len(rows) > 1:
+        sizes = [f"{several(names, 3)} of size {size}" for size, names in rows.items()]
+        raise ValueError(
+            f"`accumulate={accumulate}` splits the first dimension of every array of a batch, "
+            f"which must be the batch. Here it differs: {several(sizes, 4, separator='; ')}. "
+            "Arrays that are not one row for each example, such as a bank of negatives, the "
+            "weights of classes or the nodes of graphs, cannot be split. Leave out `accumulate`; "
+            "or hold such arrays in the model, not trained, or in a closure of `loss_fn`."
+        )
 
 
 def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:

@@ -107,13 +107,11 @@ class Batches:
     @ft.cached_property
     def spec(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of a full batch. The first use collates a batch, as `peek` does."""
-        abstract = lambda x: jax.ShapeDtypeStruct(
-            (self.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-        )
+        abstract = lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype)
         return jax.tree.map(abstract, self.peek())
 
     @hide_frames
-    def peek(self) -> PyTree[np.ndarray]:
+    def peek(self) -> PyTree[np.ndarray | jax.Array]:
         """Collates this process's rows of a first batch on the host, without advancing."""
         own = own_rows(self.mesh, self.batch_size)
         if self.length is None:

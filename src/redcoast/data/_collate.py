@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import listed
 from ..core._owned import copied, held_elsewhere
 from ..core._pytree import show_path
@@ -37,7 +38,8 @@ def collate(
         leaves, structure = jax.tree.flatten(_call(collate_fn, examples, indices, rngs))
         held = held_elsewhere(leaves)
         owned = [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)]
-        return structure.unflatten(owned), any(held)
+        arrays = structure.unflatten(owned)
+        return tree_to_jax_dtypes(arrays, "what `collate_fn` returned"), any(held)
 
     return (in_turn or InTurn())(call)
 
@@ -93,10 +95,12 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         where = show_path(path, "the batch")
         if not _is_numeric(leaf):
-            what = leaf.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
+            is_array = isinstance(leaf, np.ndarray)
+            what = leaf.dtype if is_array else type(leaf).__name__
+            advice = dtype_advice(leaf.dtype) if is_array else ""
             raise TypeError(
                 f"`collate_fn` returned {what} at {where}. It must return a PyTree of numeric "
-                "NumPy arrays, batch dimension first."
+                f"NumPy arrays, batch dimension first.{advice}"
             )
         if leaf.shape[:1] != (rows,):
             raise ValueError(
@@ -106,7 +110,7 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, ARRAYS) and leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, ARRAYS) and (isinstance(leaf, jax.Array) or has_numbers(leaf.dtype))
 
 
 def check_alike(batches: Iterator[Any]) -> Generator[Any, None, None]:

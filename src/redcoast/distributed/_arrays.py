@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._donation import refuse_deleted
+from ..core._dtypes import to_jax_dtype, tree_to_jax_dtypes
 from ..core._frames import hide_frames
 from ..core._pytree import ARRAYS, abstract_array, show_path
 from ._mesh import ambient_or_default, batch_sharding, batch_shards
@@ -43,6 +44,8 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
     place_of = {row: i for i, row in enumerate(own_rows(mesh, rows))}
 
     def place(x: Any) -> jax.Array:
+        if _is_key(x):
+            return _wrap(place(jax.random.key_data(x)), x)
         host = _on_host(x)
 
         def part(index: Any) -> np.ndarray:
@@ -145,11 +148,12 @@ def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None
 
 def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
     """Places an array with a sharding; all processes pass the complete array, with equal values."""
+    if isinstance(x, np.ndarray):
+        x = to_jax_dtype(x, "An array")
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not _is_local(x)):
         return jax.device_put(x, sharding, may_alias=may_alias)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if _is_key(x):
+        return _wrap(put(jax.random.key_data(x), sharding), x)
     # Not `device_put`, which compares the values of all processes each time.
     host = _on_host(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -162,6 +166,7 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
         "The model, or the state that it is a part of,",
         "Pass that of the state that the last step returned, or a copy made before the step.",
     )
+    tree = tree_to_jax_dtypes(tree, "the model or state")
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(shardings)
     alias = False if copy else None
@@ -181,8 +186,16 @@ def whole(x: Any) -> np.ndarray:
 
 
 def _on_host(x: Any) -> np.ndarray:
-    host = np.asarray(x)
-    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return to_jax_dtype(np.asarray(x), "An array")
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _wrap(data: jax.Array, keys: jax.Array) -> jax.Array:
+    """Makes keys of the same kind as others of their data."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
 def _is_local(x: Any) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import PyTree
 
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, check_optimizer
-from ..core._pytree import show_path
+from ..core._pytree import abstract_array, show_path
 from ..core._tracing import abstract_key, traced_over
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
@@ -94,11 +94,6 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
                 f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
                 "`jax.ShapeDtypeStruct`s."
             )
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise TypeError(
-                f"{name} in the batch has dtype {x.dtype}. A batch must hold numbers; keys are "
-                "made in the step."
-            )
         if not x.shape:
             raise ValueError(
                 f"{name} in the batch is a scalar. Its first dimension must be the batch."
@@ -109,8 +104,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
         raise ValueError(f"The arrays of the batch differ in their number of rows: {counts}.")
-    canonical = jax.dtypes.canonicalize_dtype
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)), batch)
+    return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch"))
 
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
@@ -88,6 +89,7 @@ def evaluate(
         ```
     """
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    model = tree_to_jax_dtypes(model, "the model")
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
     loss = lambda *args: evaluated(*args)[0]["loss"]
     plan, batches, key = _plan(loss, model, examples, collate_fn, batch_size, mesh, key)
@@ -143,6 +145,7 @@ def predict_examples(
         ```
     """
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
+    model = tree_to_jax_dtypes(model, "the model")
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     plan, batches, key = _plan(predicted, model, examples, collate_fn, batch_size, mesh, key)
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)

@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._policy import Checkpoints
 from ..core._donation import refuse_deleted
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_kind, noting, several
 from ..core._pytree import ARRAYS, leaf_paths, partition_trainable
 from ..data._batches import Batches
@@ -37,6 +38,7 @@ def starting_state(
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
     """The abstract state of the run, its key, and a function that makes it with given shardings."""
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
     if isinstance(model_or_state, TrainState):
         if key is not None:
             raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from ..core._control_flow import AnyJaxpr, Manual, consts_of, control_flow
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, several
 from ..core._frames import hide_frames
 from ..core._jaxpr import iter_equations
@@ -130,6 +131,7 @@ class CompiledStep:
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
+        args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, own = self._split_state(state)
         jitted = self._jitted(program, constants)
@@ -171,6 +173,7 @@ class CompiledStep:
 
     def trace(self, state: PyTree, /, *args: PyTree) -> jax.stages.Traced:
         """Traces the step, like the method of a jitted function."""
+        args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, _ = self._split_state(state)
         traced = self._jitted(program, constants).trace(
@@ -193,6 +196,7 @@ class CompiledStep:
             parts, program = self._last
             if (arrays := _known_arrays(parts, program.outer, state)) is not None:
                 return arrays, program, True
+        state = tree_to_jax_dtypes(state, "the state")
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
         if static not in self._programs:

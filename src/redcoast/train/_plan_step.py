@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer
 from ..core._frames import hide_frames, warn
 from ..core._pytree import abstract_array
@@ -67,6 +68,7 @@ def plan_step(
     check_functions(loss_fn=loss_fn)
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype)
+    batch = tree_to_jax_dtypes(batch, "the batch")
     if accumulate > 1:
         refuse_other_rows(batch, accumulate)
     mesh = ambient_or_default(mesh)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
@@ -54,7 +55,7 @@ def predict(
     check_compute_dtype(compute_dtype)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
-    given = cast_floating(batch, compute_dtype)
+    given = cast_floating(tree_to_jax_dtypes(batch, "the batch"), compute_dtype)
     with calling("predict_fn", {"batch": given}):
         predictions = predict_fn(model, given, key)
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import (
     check_functions,
     check_integer,
@@ -116,6 +117,7 @@ def state_of(
     trainable: PyTree,
 ) -> TrainState:
     """Creates the state at step 0 for a given model."""
+    model = tree_to_jax_dtypes(model, "the model")
     params, _ = partition_trainable(model, trainable)
     if not jax.tree.leaves(params):
         refuse_untrainable(model)

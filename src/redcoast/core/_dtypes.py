@@ -1,0 +1,109 @@
+"""NumPy arrays in the dtypes that JAX computes with, where that changes no value."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ._pytree import show_path
+
+_KINDS = "biufc"  # booleans, integers, floating and complex numbers
+# Of more than 64 bits on some machines.
+_DOUBLE = {
+    np.dtype(np.longdouble): np.dtype(np.float64),
+    np.dtype(np.clongdouble): np.dtype(np.complex128),
+}
+_DOUBLE = {wide: dtype for wide, dtype in _DOUBLE.items() if wide != dtype}
+_X64 = "JAX computes with 32 bits unless `jax_enable_x64` is set"
+
+
+def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
+    """Converts a NumPy array to a dtype of JAX; it is returned as it is if it has one.
+
+    Big-endian numbers become those of this machine, and 64-bit numbers 32-bit ones, unless JAX is
+    set to 64 bits.
+
+    **Arguments:**
+
+    - `what`: the array in messages, such as "The array at x".
+
+    **Raises:**
+
+    `TypeError` if JAX has no such dtype. `ValueError` if an integer does not fit, or if a finite
+    number would become infinite.
+    """
+    if is_jax_dtype(x.dtype):
+        return x
+    if not x.dtype.isnative:
+        return to_jax_dtype(x.astype(x.dtype.newbyteorder("=")), what)
+    if x.dtype in _DOUBLE:
+        double = x.astype(_DOUBLE[x.dtype])
+        if np.array_equal(double, x, equal_nan=True):
+            return to_jax_dtype(double, what)
+    if not has_numbers(x.dtype) or x.dtype in _DOUBLE:
+        raise TypeError(
+            f"{what} has the dtype {x.dtype}, which JAX does not have.{dtype_advice(x.dtype)}"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    with np.errstate(over="ignore"):
+        narrow = x.astype(dtype)
+    if x.dtype.kind in "iu":
+        changed = narrow != x
+        advice = (
+            "Map the numbers to a smaller range on the host, such as rows of a table by "
+            "`x % rows`, or pass their upper and lower 32 bits."
+        )
+    else:
+        changed = np.isinf(narrow)
+        changed = changed & np.isfinite(x) if np.any(changed) else changed
+        advice = "Scale the numbers; where infinity is meant, pass `np.inf`."
+    if np.any(changed):
+        value = x[changed].flat[0]
+        raise ValueError(
+            f"{what} has the dtype {x.dtype} and the value {value}, which {dtype.name} cannot "
+            f"hold: {_X64}. {advice}"
+        )
+    return narrow
+
+
+def has_numbers(dtype: Any) -> bool:
+    """Whether a dtype of NumPy holds numbers or booleans."""
+    # JAX's own, such as bfloat16, float8 and int4, are void to NumPy.
+    return dtype.kind in _KINDS or (dtype.kind == "V" and hasattr(jnp, dtype.name))
+
+
+def is_jax_dtype(dtype: Any) -> bool:
+    """Whether JAX computes with a dtype of NumPy as it is."""
+    if not (has_numbers(dtype) and dtype.isnative) or dtype in _DOUBLE:
+        return False
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def dtype_advice(dtype: Any) -> str:
+    """A sentence on how to convert an array of a dtype that JAX does not have."""
+    if dtype.kind in "mM":
+        return " Convert it to numbers, such as `(x - start) / np.timedelta64(1, 's')`."
+    if dtype.kind in "OSUT":
+        return " Convert it to numbers; labels become indices into a list."
+    return " Convert it to numbers of at most 64 bits."
+
+
+def tree_to_jax_dtypes(tree: PyTree, root: str) -> PyTree:
+    """Converts the NumPy arrays of a tree, which is called `root` in messages."""
+
+    def convert(path: Any, x: Any) -> Any:
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
+        where = show_path(path)
+        return to_jax_dtype(np.asarray(x), f"The array at {where} of {root}" if where else root)
+
+    # The paths take longer than all else.
+    if all(map(_is_jax_leaf, jax.tree.leaves(tree))):
+        return tree
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def _is_jax_leaf(x: Any) -> bool:
+    return not isinstance(x, np.ndarray | np.generic) or is_jax_dtype(x.dtype)

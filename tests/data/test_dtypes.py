@@ -1,0 +1,201 @@
+"""What a batch may hold: numbers that JAX can represent, big-endian ones, and typed keys."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import redcoast as rc
+from redcoast.core._dtypes import to_jax_dtype, tree_to_jax_dtypes
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+KEY, SGD = jax.random.key(0), optax.sgd(0.1)
+LARGE = np.full(16, 2**40 + 7)
+
+
+def init_fn(key):
+    return {"w": jnp.eye(4)}
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean((batch["x"] @ model["w"] - 1) ** 2)
+
+
+def predict_fn(model, batch, key):
+    return batch["x"] @ model["w"]
+
+
+def collate_with(extra):
+    return lambda examples: {"x": np.stack(examples), "id": extra[: len(examples)]}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (LARGE, r"int64 and the value 1099511627783, which int32 cannot"),
+        (-LARGE, r"int64 and the value -1099511627783, which int32 cannot"),
+        (LARGE.astype(np.uint64), "uint64 and the value 1099511627783, which uint32 cannot"),
+        (LARGE.astype(">i8"), "int64 and the value 1099511627783"),
+        (np.full(16, 1e300), r"float64 and the value 1e\+300, which float32 cannot"),
+        (np.full(16, 1e300j), "complex64 cannot"),
+    ],
+)
+def test_numbers_that_would_change_are_refused(values, words):
+    data = rc.batches(X, collate_with(values), batch_size=8, key=KEY, steps=2)
+    with pytest.raises(ValueError, match=f"at id of what `collate_fn` returned .*{words}"):
+        next(data)
+
+
+def step_of(model):
+    state = rc.init_state(lambda key: model, SGD, key=KEY)
+    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=SGD)
+    return state, rc.compile_step(step, rc.infer_shardings(state, rc.make_mesh()))
+
+
+BATCH = {"x": X, "id": LARGE}
+LOOP = {"collate_fn": lambda examples: {"x": np.stack(examples)}, "batch_size": 8}
+PLACES = {
+    "train_step": (
+        lambda: rc.train_step(step_of(init_fn(KEY))[0], BATCH, loss_fn=loss_fn, optimizer=SGD),
+        "at id of the batch",
+    ),
+    "predict": (
+        lambda: rc.predict(init_fn(KEY), BATCH, predict_fn=predict_fn),
+        "at id of the batch",
+    ),
+    "a compiled step": (
+        lambda: (lambda state, step: step(state, BATCH))(*step_of(init_fn(KEY))),
+        "at 0/id of the arguments",
+    ),
+    "a number": (
+        lambda: (lambda state, step: step(state, BATCH | {"id": LARGE[0]}))(*step_of(init_fn(KEY))),
+        "at 0/id of the arguments",
+    ),
+    "prepare": (
+        lambda: rc.prepare(init_fn, SGD, loss_fn, BATCH, key=KEY),
+        "at id of the batch",
+    ),
+    "init_fn": (lambda: step_of(init_fn(KEY) | {"id": LARGE}), "at id of the model"),
+    "a model": (
+        lambda: rc.fit({"w": jnp.eye(4), "id": LARGE}, SGD, X, loss_fn=loss_fn, steps=1, **LOOP),
+        "at id of the model",
+    ),
+    "an evaluated model": (
+        lambda: rc.evaluate(init_fn(KEY) | {"id": LARGE}, X, loss_fn=loss_fn, **LOOP),
+        "at id of the model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), PLACES.values(), ids=PLACES)
+def test_they_are_refused_wherever_arrays_of_numpy_come_in(call, words):
+    with pytest.raises(ValueError, match=f"{words}.* the value 1099511627783, which int32 cannot"):
+        call()
+
+
+EXACT = {
+    "ends of int32": np.array([-(2**31), 2**31 - 1]),
+    "end of uint32": np.array([2**32 - 1], np.uint64),
+    "infinity": np.array([np.inf, -np.inf, np.nan, 2.0**127]),
+    "big-endian": np.array([1.5, -2], ">f4"),
+    "big-endian integers": np.array([1, 2**31 - 1], ">i8"),
+    "longdouble": np.array([0.5], np.longdouble),
+    "bfloat16": np.ones(2, ml_dtypes.bfloat16),
+    "int4": np.ones(2, ml_dtypes.int4),
+    "boolean": np.ones(2, bool),
+    "nothing": np.zeros((2, 0), np.int64),
+}
+
+
+@pytest.mark.parametrize("x", EXACT.values(), ids=EXACT)
+def test_what_stays_the_same_is_converted(x):
+    found = to_jax_dtype(x, "x")
+    np.testing.assert_array_equal(np.asarray(found, x.dtype), x)
+    assert jnp.asarray(found).dtype == found.dtype
+    assert to_jax_dtype(found, "x") is found
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.zeros(2, "datetime64[s]"),
+        np.zeros(2, ">m8[s]"),
+        np.array(["a"]),
+        np.array([b"a"]),
+        np.array([None]),
+        np.zeros(2, [("a", "i4")]),
+        np.zeros(2, "V4"),
+        np.array(["0.1"]).astype(np.longdouble),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+def test_what_jax_cannot_hold_is_refused_by_name(x):
+    collate_fn = lambda examples: {"x": {"inner": np.repeat(x[:1], len(examples))}}
+    with pytest.raises(
+        TypeError, match=r"`collate_fn` returned.*x/inner|x/inner of what `collate_fn`"
+    ):
+        next(rc.batches(X, collate_fn, batch_size=8, key=KEY, steps=1))
+
+
+def test_with_64_bits_integers_stay():
+    with jax.enable_x64(True):
+        assert tree_to_jax_dtypes({"id": LARGE}, "x")["id"] is LARGE
+
+
+def test_big_endian_files_train_as_their_copies():
+    run = {"loss_fn": loss_fn, "batch_size": 8, "steps": 2, "log": False}
+    run["mesh"] = rc.make_mesh(devices=jax.devices()[:1])
+    trained = [
+        rc.fit(init_fn, SGD, X, collate_fn=lambda e, t=t: {"x": np.stack(e).astype(t)}, **run)
+        for t in ("<f4", ">f4")
+    ]
+    np.testing.assert_array_equal(*(state.model["w"] for state in trained))
+
+
+def with_keys(examples):
+    return {"x": np.stack(examples), "key": jax.random.split(KEY, len(examples))}
+
+
+def masked(model, batch):
+    one = lambda x, key: x * jax.random.uniform(key, x.shape)
+    return jax.vmap(one)(batch["x"], batch["key"]) @ model["w"]
+
+
+def masked_loss(model, batch, key):
+    return jnp.mean((masked(model, batch) - 1) ** 2)
+
+
+def test_a_batch_may_hold_a_key_for_each_example():
+    model, batch = init_fn(KEY), with_keys(X)
+    want, rows = masked_loss(model, batch, None), masked(model, batch)
+    given = {"collate_fn": with_keys, "batch_size": 16, "mesh": rc.make_mesh(fsdp=2)}
+    found = rc.evaluate(model, X, loss_fn=masked_loss, **given)
+    np.testing.assert_allclose(found["loss"], want, rtol=1e-6)
+    predict_fn = lambda model, batch, key: {"rows": masked(model, batch), "key": batch["key"]}
+    outputs = rc.predict_examples(model, X, predict_fn=predict_fn, **given)
+    np.testing.assert_allclose([x["rows"] for x in outputs], rows, rtol=1e-6)
+    assert outputs[3]["key"] == batch["key"][3]
+    for accumulate in (1, 2):
+        state, step, _ = rc.prepare(
+            init_fn, SGD, masked_loss, batch, key=KEY, mesh=given["mesh"], accumulate=accumulate
+        )
+        np.testing.assert_allclose(step(state, batch)[1]["loss"], want, rtol=1e-6)
+
+
+def test_keys_in_the_batches_of_fit():
+    given = {"collate_fn": with_keys, "batch_size": 8, "steps": 3, "log": False}
+    evaluation = rc.Evaluation(X)
+    states = [
+        rc.fit(init_fn, SGD, X, loss_fn=masked_loss, mesh=mesh, evaluation=evaluation, **given)
+        for mesh in (rc.make_mesh(), rc.make_mesh(devices=jax.devices()[:1]))
+    ]
+    np.testing.assert_allclose(*(state.model["w"] for state in states), rtol=1e-5)
+
+
+def test_keys_in_the_batch_of_a_dry_run():
+    run = rc.dry_run(init_fn, masked_loss, with_keys(X), SGD, target="cpu:8")
+    assert run.fits

@@ -10,6 +10,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -421,3 +422,15 @@ def test_errors_of_evaluate_and_predict_examples_are_noted_too():
         )
     assert "`output_fn`" in notes(error.value)
     assert "indices 16 to 23" in notes(error.value)
+
+
+@pytest.mark.parametrize("axis", [{}, {"axis_name": "devices"}])
+def test_pmap_in_a_loss_says_what_to_use(axis):
+    def loss_fn(model, batch, key):
+        rows = batch["x"].reshape(8, 1, -1)
+        return jnp.mean(jax.pmap(jax.vmap(model), **axis)(rows))
+
+    options = {"collate_fn": collate_fn, "batch_size": 8}
+    with pytest.raises(ValueError, match="mesh") as error:
+        rc.evaluate(make_model(), EXAMPLES[:8], loss_fn=loss_fn, **options)
+    assert "Replace `jax.pmap` by `jax.vmap`" in notes(error.value)

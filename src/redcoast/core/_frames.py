@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from ._static_arrays import explain_static_arrays
+
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 _HIDDEN = (
@@ -46,7 +48,12 @@ def hide_frames(fn: Fn) -> Fn:
         except Exception as error:
             if isinstance(error, TypeError):
                 _suggest(fn, error)
+            explained = None
+            if isinstance(error, TypeError | ValueError):
+                explained = explain_static_arrays(fn, error, args, kwargs)
             tidy(error)
+            if explained is not None:
+                raise explained from error
             raise  # without arguments, which adds no frame
 
     return call  # pyright: ignore[reportReturnType]

@@ -76,6 +76,13 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
             f"`{name}` is compiled before the values of its arrays are known. In place of `if`, "
             "`float(x)` and `x.item()`, use `jnp.where` or `jax.lax.cond`, and return arrays."
         ]
+    if "pmap" in str(error) or "mesh passed to shard_map" in str(error):
+        return [
+            f"`{name}` is one program over all devices of the mesh, and its batch is split over "
+            "them. So it cannot use `jax.pmap`, or `jax.shard_map` with another mesh. Replace "
+            "`jax.pmap` by `jax.vmap`, and means over devices, such as `jax.lax.pmean`, by those "
+            "over the batch; leave out the `mesh` of `jax.shard_map`."
+        ]
     if isinstance(error, RuntimeError) and "requires a key" in str(error):  # `eqx.nn.Dropout`
         return [
             f"`{name}` gets a `key`. Split it into one for each example and pass those, as in "

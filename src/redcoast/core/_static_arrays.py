@@ -1,0 +1,74 @@
+"""Explains the errors of JAX about arrays in the static fields of modules, which name no field."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._errors import several
+from ._pytree import show_path
+
+# What JAX and NumPy say, in any version, when such fields are compared or hashed.
+_COMPARED = re.compile(r"metadata fields|truth value of an array|__eq__|hash")
+_INIT_FN = ("init_fn", "model_or_state")  # arguments that are functions of a key
+
+
+def static_arrays(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The fields of dataclasses in a tree that hold arrays and are no children of their PyTree."""
+    inner = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    if any(child is tree for _, child in inner):  # a leaf
+        return
+    if dataclasses.is_dataclass(tree):
+        children = {id(child) for _, child in inner}
+        for field in dataclasses.fields(tree):
+            value = getattr(tree, field.name, None)
+            if id(value) not in children and _holds_array(value):
+                where = show_path((*path, jax.tree_util.GetAttrKey(field.name)))
+                yield f"{where} (field `{field.name}` of {type(tree).__name__})"
+    for key, child in inner:
+        yield from static_arrays(child, (*path, *key))
+
+
+def _holds_array(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_array, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_array, value))
+    return isinstance(value, np.ndarray | jax.Array) and value.size != 1
+
+
+def explain_static_arrays(
+    fn: Callable[..., Any], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ValueError | None:
+    """The error to raise in place of one of `fn(*args, **kwargs)`, if static arrays caused it."""
+    texts = [str(each) for each in (error, error.__cause__, error.__context__)]
+    if not any(map(_COMPARED.search, texts)):
+        return None
+    try:
+        given = inspect.signature(fn).bind_partial(*args, **kwargs).arguments
+        names = list(static_arrays(list(map(_model_of, given, given.values()))))
+    except Exception:  # nothing may hide the error itself
+        return None
+    if not names:
+        return None
+    names = list(dict.fromkeys(name.split("/", 1)[1] for name in names))
+    return ValueError(
+        f"An array is in a static field: {several(names, 3)}. JAX compares static fields to find "
+        "out whether it has compiled a function for them, and arrays have no single truth value. "
+        "Remove `static=True`, and keep the array from being trained with `trainable`, or with "
+        "`jax.lax.stop_gradient` where it is used; or store a tuple of numbers, such as "
+        "`tuple(array.tolist())`."
+    )
+
+
+def _model_of(name: str, value: Any) -> Any:
+    """An argument; of a function that creates a model, the model."""
+    if name not in _INIT_FN or not callable(value) or jax.tree.leaves(value) != [value]:
+        return value
+    models: list[Any] = []
+    jax.eval_shape(lambda key: models.append(value(key)), jax.random.key(0))
+    return models[-1]

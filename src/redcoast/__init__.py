@@ -17,6 +17,7 @@ from .core._decoding import Decoding as Decoding
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches
+from .data._per_batch import per_batch as per_batch
 from .distributed._arrays import batch_shardings as batch_shardings
 from .distributed._initialize import initialize as initialize
 from .distributed._kv_store import ProcessLost as ProcessLost

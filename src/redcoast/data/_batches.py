@@ -3,7 +3,7 @@
 import contextlib
 import functools as ft
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,11 @@ from ..core._errors import check_functions, check_integer, check_key, listed, no
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied
-from ..distributed._arrays import own_rows
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
-from ._collate import CollateFn, collate
-from ._loading import Loaded, stream_batches, training_batches
+from ._collate import CollateFn
+from ._loading import Collating, Loaded, stream_batches, training_batches
+from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
 from ._sources import by_epoch, decode_stream_state, encode_stream_state, fetch, is_stream
 
@@ -104,29 +104,48 @@ class Batches:
         end = self._end()[1]
         return None if end is None else max(0, end - self._state["position"])
 
-    @ft.cached_property
+    @property
     def spec(self) -> PyTree[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of a full batch. The first use collates a batch, as `peek` does."""
-        abstract = lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype)
-        return jax.tree.map(abstract, self.peek())
+        return without_marks(self._marked_spec)
+
+    @property
+    def per_batch(self) -> bool:
+        """Whether some arrays do not have one row for each example: [`redcoast.per_batch`][]."""
+        return has_per_batch(self._marked_spec)
+
+    @ft.cached_property
+    def _marked_spec(self) -> PyTree:
+        def abstract(part: Any) -> Any:
+            if is_per_batch(part):  # the sizes of other batches may differ
+                return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), part)
+            return jax.ShapeDtypeStruct((self.batch_size, *part.shape[1:]), part.dtype)
+
+        return jax.tree.map(abstract, self._peek(), is_leaf=is_per_batch)
 
     @hide_frames
     def peek(self) -> PyTree[np.ndarray | jax.Array]:
         """Collates this process's rows of a first batch on the host, without advancing."""
-        own = own_rows(self.mesh, self.batch_size)
-        if self.length is None:
-            state = self._examples.get_state()
-            read = zip(range(self.batch_size), self._examples, strict=False)
-            found = [copied(x) for _, x in read]
-            self._examples.set_state(state)
-            if not found:
-                raise ValueError(_EMPTY)
-            found = [found[i % len(found)] for i in own]
-        else:
+        return without_marks(self._peek())
+
+    def _peek(self) -> PyTree:
+        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+            rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
+            return self._first_examples(own), own, rngs
+
+        return Collating(self.collate_fn, self.mesh).host_batch(self.batch_size, read)
+
+    def _first_examples(self, rows: list[int]) -> list[Any]:
+        if self.length is not None:
             with self._examples.using(0) as dataset:
-                found = fetch(dataset, [i % self.length for i in own])
-        rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
-        return collate(self.collate_fn, found, own, rngs)
+                return fetch(dataset, [i % self.length for i in rows])
+        state = self._examples.get_state()
+        read = zip(range(self.batch_size), self._examples, strict=False)
+        found = [copied(x) for _, x in read]
+        self._examples.set_state(state)
+        if not found:
+            raise ValueError(_EMPTY)
+        return [found[i % len(found)] for i in rows]
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state after the last returned batch, which can be stored as JSON."""

@@ -15,6 +15,7 @@ from ..core._pytree import show_path
 from ..core._user_functions import calling
 from ..distributed._heartbeat import doing
 from ._in_turn import InTurn
+from ._per_batch import is_per_batch
 
 CollateFn = Callable[..., PyTree]
 ARRAYS = (np.ndarray, jax.Array)
@@ -30,7 +31,8 @@ def collate(
 ) -> PyTree:
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example.
 
-    Arrays that it may write into at its next call are copied. `in_turn` is that of the loop that
+    Arrays that are marked as `per_batch` may have any shape, and keep the mark. Arrays that
+    `collate_fn` may write into at its next call are copied. `in_turn` is that of the loop that
     makes the batches.
     """
 
@@ -92,6 +94,8 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
         )
     if all(_is_numeric(leaf) and leaf.shape[:1] == (rows,) for leaf in leaves):
         return
+    parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
+    of_rows = {path for path, part in parts if not is_per_batch(part)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         where = show_path(path, "the batch")
         if not _is_numeric(leaf):
@@ -102,10 +106,12 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
                 f"`collate_fn` returned {what} at {where}. It must return a PyTree of numeric "
                 f"NumPy arrays, batch dimension first.{advice}"
             )
-        if leaf.shape[:1] != (rows,):
+        if leaf.shape[:1] != (rows,) and path in of_rows:
             raise ValueError(
                 f"`collate_fn` was given {rows} examples and returned an array of shape "
-                f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows."
+                f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows. If "
+                "it belongs to the batch as a whole, such as the nodes of all graphs, mark it with "
+                "`redcoast.per_batch`."
             )
 
 

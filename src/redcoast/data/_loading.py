@@ -4,16 +4,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
 from ..core._iterate import map_in_threads
 from ..core._owned import copied
-from ..distributed._arrays import own_rows, place_rows
+from ..distributed._arrays import own_rows, place_batch, place_rows
 from ..distributed._mesh import batch_shards
 from ._collate import CollateFn, check_alike, collate
 from ._in_turn import InTurn
+from ._per_batch import has_per_batch, without_marks
 from ._permutation import batch_indices, example_generators
 from ._sources import by_epoch, encode_stream_state, fetch
 
@@ -30,6 +32,42 @@ class Loaded(NamedTuple):
     rows: int
     position: int
     stream: Any = None  # the encoded state of the stream after this batch
+    per_batch: bool = False  # whether some arrays do not have one row for each example
+
+
+# Of some rows of a batch: their examples, the indices of these, and their generators.
+ReadRows = Callable[[list[int]], tuple[list[Any], list[int], Callable[[], Any]]]
+
+
+class Collating:
+    """Makes the batches of a loop on the host, and places them on the devices of a mesh.
+
+    Each process collates only the rows of its own devices, unless `collate_fn` marks arrays that
+    belong to the whole batch.
+    """
+
+    def __init__(self, collate_fn: CollateFn, mesh: Mesh):
+        self._collate_fn, self._mesh = collate_fn, mesh
+        self._in_turn, self._whole = InTurn(), False
+
+    def host_batch(self, rows: int, read: ReadRows) -> PyTree:
+        """The batch of so many rows that `collate_fn` returned, with its marks."""
+        own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
+        found, indices, rngs = read(own)
+        batch = collate(self._collate_fn, found, indices, rngs, self._in_turn)
+        if len(own) < rows and has_per_batch(batch):
+            self._whole = True
+            return self.host_batch(rows, read)
+        return batch
+
+    def __call__(self, rows: int, position: int, read: ReadRows, stream: Any = None) -> Loaded:
+        batch = self.host_batch(rows, read)
+        arrays, per_batch = without_marks(batch), has_per_batch(batch)
+        if per_batch:
+            placed = place_batch(arrays, self._mesh, kinds=(np.ndarray, jax.Array))
+        else:
+            placed = place_rows(arrays, self._mesh, rows)
+        return Loaded(placed, rows, position, stream, per_batch)
 
 
 def training_batches(
@@ -44,22 +82,23 @@ def training_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
-    reading, collating = InTurn(), InTurn()
+    reading, collating = InTurn(), Collating(collate_fn, mesh)
 
     def make(batch: tuple[int, list[int], list[int]]) -> Loaded:
         begin, *parts = batch
         rows = len(parts[0])
-        own = own_rows(mesh, rows)
-        epochs, indices = ([x[i] for i in own] for x in parts)
-        found: list[Any] = []
-        for epoch in dict.fromkeys(epochs):
-            first = epochs.index(epoch)
-            of_one = indices[first : first + epochs.count(epoch)]
-            with of_epoch.using(epoch) as dataset:
-                found += fetch(dataset, of_one, reading)
-        rngs = lambda: example_generators(epochs, indices, seed)
-        arrays = collate(collate_fn, found, indices, rngs, collating)
-        return Loaded(place_rows(arrays, mesh, rows), rows, begin + rows)
+
+        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+            epochs, indices = ([x[i] for i in own] for x in parts)
+            found: list[Any] = []
+            for epoch in dict.fromkeys(epochs):
+                first = epochs.index(epoch)
+                of_one = indices[first : first + epochs.count(epoch)]
+                with of_epoch.using(epoch) as dataset:
+                    found += fetch(dataset, of_one, reading)
+            return found, indices, lambda: example_generators(epochs, indices, seed)
+
+        return collating(rows, begin + rows, read)
 
     positions = range(start, stop, batch_size)
     indices = batch_indices(start, stop, batch_size, length, seed)
@@ -79,7 +118,7 @@ def stream_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields the batches of a stream from its current state, each with the state after it."""
 
-    collating = InTurn()
+    collating = Collating(collate_fn, mesh)
 
     def read() -> Iterator[tuple[int, list[Any], Any]]:
         position = start
@@ -94,11 +133,13 @@ def stream_batches(
 
     def make(batch: tuple[int, list[Any], Any]) -> Loaded:
         position, found, state = batch
-        own = own_rows(mesh, len(found))
-        indices = [position - len(found) + i for i in own]
-        rngs = lambda: example_generators([0] * len(own), indices, seed)
-        arrays = collate(collate_fn, [found[i] for i in own], indices, rngs, collating)
-        return Loaded(place_rows(arrays, mesh, len(found)), len(found), position, state)
+
+        def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+            indices = [position - len(found) + i for i in own]
+            rngs = lambda: example_generators([0] * len(own), indices, seed)
+            return [found[i] for i in own], indices, rngs
+
+        return collating(len(found), position, of_rows, state)
 
     return check_alike(prefetch(make, read()))
 
@@ -108,14 +149,16 @@ def ordered_batches(
 ) -> Generator[Loaded, None, None]:
     """Yields batches of all examples once, in order, for evaluation and prediction."""
     of_epoch, length = by_epoch(examples, name=name)
-    reading, collating = InTurn(), InTurn()
+    reading, collating = InTurn(), Collating(collate_fn, mesh)
 
     def make(bounds: tuple[int, int]) -> Loaded:
         begin, end = bounds
-        indices = [begin + i for i in own_rows(mesh, end - begin)]
-        found = fetch(of_epoch(0), indices, reading)
-        arrays = collate(collate_fn, found, indices, lambda: None, collating)
-        return Loaded(place_rows(arrays, mesh, end - begin), end - begin, end)
+
+        def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+            indices = [begin + i for i in own]
+            return fetch(of_epoch(0), indices, reading), indices, lambda: None
+
+        return collating(end - begin, end, read)
 
     return prefetch(make, chunks(length, batch_size, batch_shards(mesh)))
 

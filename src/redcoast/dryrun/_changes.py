@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..data._per_batch import has_per_batch
 from ._compile_job import Compiled
 from ._job import Job
 from ._report import Change, DryRun
@@ -78,7 +79,8 @@ def _kinds(now: Settings, job: Job, others: Sequence[dict[str, int]]) -> list[li
     shards = now.mesh["data"] * now.mesh["fsdp"]
     counts = [now.accumulate * 2**n for n in range(1, 4)]
     # Microbatches that do not divide over the devices would be replicated.
-    counts = [count for count in counts if job.rows % (count * shards) == 0]
+    divides = lambda count: job.rows % (count * shards) == 0 and not has_per_batch(job.batch)
+    counts = list(filter(divides, counts))
     found.append([change(now, accumulate=count) for count in counts])
     if now.compute_dtype is None or jnp.dtype(now.compute_dtype).itemsize > 2:
         found.append([change(now, compute_dtype=jnp.bfloat16)])

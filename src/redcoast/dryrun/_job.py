@@ -8,13 +8,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._pytree import abstract_array, show_path
 from ..core._tracing import abstract_key, traced_over
+from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
 from ..sharding._plan import layer_counts
@@ -46,7 +48,9 @@ class Job:
     @property
     def rows(self) -> int:
         """The number of examples in the global batch."""
-        return jax.tree.leaves(self.batch)[0].shape[0]
+        parts = jax.tree.leaves(self.batch, is_leaf=is_per_batch)
+        of_examples = [part for part in parts if not is_per_batch(part)]
+        return jax.tree.leaves(of_examples or parts)[0].shape[0]
 
 
 def make_job(
@@ -82,8 +86,11 @@ def make_job(
 
 
 def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of a batch, whose leaves must all have the same number of rows."""
+    """The shapes and dtypes of a batch, whose leaves must all have the same number of rows, unless
+    they are marked as `per_batch`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
+    parts = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_per_batch)
+    of_examples = {path for path, part in parts if not is_per_batch(part)}
     if not leaves:
         raise ValueError("`batch` has no arrays. Pass arrays or `jax.ShapeDtypeStruct`s.")
     rows: dict[str, int] = {}
@@ -94,6 +101,8 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
                 f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
                 "`jax.ShapeDtypeStruct`s."
             )
+        if path not in of_examples:
+            continue
         if not x.shape:
             raise ValueError(
                 f"{name} in the batch is a scalar. Its first dimension must be the batch."
@@ -103,7 +112,10 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
             raise ValueError(f"{name} in the batch has no rows: its shape is {x.shape}.")
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{count} at {name}" for name, count in rows.items())
-        raise ValueError(f"The arrays of the batch differ in their number of rows: {counts}.")
+        raise ValueError(
+            f"The arrays of the batch differ in their number of rows: {counts}. Mark those that "
+            "belong to the batch as a whole with `redcoast.per_batch`."
+        )
     return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch"))
 
 
@@ -137,10 +149,12 @@ def trace_job(job: Job, plan: Plan, mesh: Mesh) -> jax.stages.Traced:
 
 def split_batch(job: Job, mesh: Mesh) -> PyTree[jax.ShapeDtypeStruct]:
     """The batch with the sharding that `fit` gives it."""
-    sharding = batch_sharding(mesh, job.rows)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), job.batch
-    )
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = batch_sharding(mesh, x.shape[0]) if x.shape else NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, job.batch)
 
 
 def scanned_layers(job: Job) -> list[int]:

@@ -18,6 +18,7 @@ from ..core._errors import check_functions, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
+from ..core._pytree import show_path
 from ..core._reuse import reuse
 from ..core._user_functions import calling
 from ..data._collate import CollateFn
@@ -200,15 +201,15 @@ def _check_coupling(
     compute_dtype: Any,
 ) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
+    first = next(batches)
     if (program := plan.report.program_or_none) is not None:
         coupled = program.coupled
     else:  # nothing is planned for one device
-        first = next(batches)
         given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
         coupled = find_coupled(*given, training=False)
-        batches = _and_rest(first, batches)
-    warn_of_batches(coupled, batch_size)
-    return batches
+    if not first.per_batch:  # nodes depend on each other, and graphs need not
+        warn_of_batches(coupled, batch_size)
+    return _and_rest(first, batches)
 
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
@@ -284,9 +285,9 @@ def run_evaluation(
     sums: dict[str, float] = {}
     total = 0.0
     with contextlib.closing(_one_behind(evaluation, model, batches, key)) as results:
-        for _, result in results:
+        for rows, result in results:
             means, weight = jax.device_get(result)
-            weight = float(weight)
+            weight = float(weight) if "weight" in means else float(rows)
             total += weight
             for name, mean in means.items():
                 share = weight if name == "weight" else weight * float(mean) if weight else 0.0
@@ -317,7 +318,7 @@ def weighted_metrics(
     rows = 0
     for batch in batches:
         (means, _), weight = evaluation.last(model, batch.arrays, _default(key))
-        if float(weight):
+        if "weight" not in means or float(weight):
             return list(means)
         rows += batch.rows
     raise ValueError(
@@ -345,6 +346,8 @@ def run_prediction(
         for rows, predictions in results:
             own = own_rows(prediction.mesh, rows) if gather == "none" else list(range(rows))
             with noting(f"Raised for the examples with indices {begin} to {begin + rows - 1}."):
+                if apart:
+                    _check_rows(predictions, rows, "With several processes and `gather='none'`")
                 outputs = _outputs(read(predictions), output_fn, len(own)) if reads else []
             yield from ((begin + i, output) for i, output in zip(own, outputs, strict=reads))
             begin += rows
@@ -360,8 +363,21 @@ def _own_part(predictions: PyTree) -> PyTree:
     return jax.tree.map(part, predictions)
 
 
+def _check_rows(predictions: PyTree, rows: int, when: str) -> None:
+    """Raises `ValueError` unless each array of the predictions has one row for each example."""
+    for path, x in jax.tree_util.tree_leaves_with_path(predictions):
+        if x.shape[0] != rows:
+            where = f" at {show_path(path)}" if path else ""
+            raise ValueError(
+                f"`predict_fn` returned an array of shape {x.shape}{where} for {rows} examples. "
+                f"{when}, each prediction must have one row for each example. Return such rows, or "
+                "pass an `output_fn` that makes a list with one entry for each example."
+            )
+
+
 def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list[Any]:
     if output_fn is None:
+        _check_rows(predictions, rows, "Without `output_fn`")
         return [jax.tree.map(lambda x, i=i: x[i], predictions) for i in range(rows)]
     with calling("output_fn", {"predictions": predictions}):
         returned = [output_fn(predictions)]

@@ -243,7 +243,8 @@ def warn_if_coupled(
     count, size = count_examples(evaluation.examples, _NAME), evaluation.batch_size
     if evaluation.loss_fn is None or size is None or (count or 0) <= size:
         return
-    if evaluation.collate_fn is data.collate_fn:  # another one makes other batches
+    # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
+    if evaluation.collate_fn is data.collate_fn and not data.per_batch:
         given = (evaluation.loss_fn, model, data.spec, plan.mesh, compute_dtype)
         warn_of_batches(find_coupled(*given, training=False), size)
 

@@ -175,8 +175,10 @@ def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
     """A sentence about what an array of the batch holds in some of its rows."""
     where = f"The batch's array {path}" if path else "The batch"
-    examples = [indices[i] for i in np.flatnonzero(rows)]
-    return f"{where} holds {what} for the examples {listed(examples)}."
+    held = np.flatnonzero(rows).tolist()
+    if np.size(rows) != len(indices):  # it does not have one row for each example
+        return f"{where} holds {what} in the rows {listed(held)}."
+    return f"{where} holds {what} for the examples {listed([indices[i] for i in held])}."
 
 
 def find_first(

@@ -25,7 +25,14 @@ from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan_step import check_coupling
 from ..train._reused_steps import reused_plan as plan_step
-from ..train._step import TrainState, create_split, init_state, state_of, with_loss_scale
+from ..train._step import (
+    TrainState,
+    create_split,
+    init_state,
+    refuse_per_batch,
+    state_of,
+    with_loss_scale,
+)
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
 
 
@@ -120,6 +127,8 @@ def plan_run(
     trainable: PyTree,
 ) -> Plan:
     """The plan that is given, if it fits the state, or else the plan of the step."""
+    if accumulate > 1 and data.per_batch:
+        refuse_per_batch(accumulate)
     if isinstance(plan, Plan):
         if overrides:
             raise ValueError("`plan` holds its overrides already; leave `overrides` out.")

@@ -470,6 +470,8 @@ def by_microbatches(
     compiled = ft.cache(compiled)
 
     def call(state: PyTree, batch: PyTree) -> tuple[PyTree, PackedMetrics]:
+        if accumulate == 1:
+            return compiled(1)(state, batch)
         rows = jax.tree.leaves(batch)[0].shape[0]
         count = microbatches(rows, batch_size=batch_size, accumulate=accumulate)
         return compiled(count)(state, batch)
@@ -479,7 +481,7 @@ def by_microbatches(
 
 def microbatches(rows: int, *, batch_size: int, accumulate: int) -> int:
     """Returns the number of microbatches of a batch."""
-    if rows == batch_size:
+    if rows == batch_size or accumulate == 1:
         return accumulate
     # A short last batch has microbatches that are no larger than those before. Their number must
     # not depend on the mesh, because the random keys of a step depend on it.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._pytree import show_path
 from ..core._user_functions import calling
+from ..data._per_batch import without_marks
 from ._precision import cast_floating, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
@@ -46,7 +47,7 @@ def evaluate_loss(
             jnp.dtype(compute_dtype).name,
         )
     compute_model = cast_floating(model, compute_dtype)
-    batch = tree_to_jax_dtypes(batch, "the batch")
+    batch = tree_to_jax_dtypes(without_marks(batch), "the batch")
     given = cast_floating(batch, compute_dtype)
     with calling("loss_fn", {"batch": given}):
         out = loss_fn(compute_model, given, key)

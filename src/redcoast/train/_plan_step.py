@@ -129,7 +129,9 @@ def verify_step(
             "emulated devices (`emulate_devices`), and leave out `plan` here."
         )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
-    few = jax.tree.map(lambda x: x[:rows], batch)
+    sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
+    # Of arrays that do not have one row for each example, others may hold indices.
+    few = jax.tree.map(lambda x: x[:rows], batch) if len(sizes) == 1 else batch
     low = compute_dtype is not None and jax.numpy.finfo(compute_dtype).bits < 32
     plan.verify(
         _loss(loss_fn, compute_dtype), state.model, few, state.key, tolerance=0.05 if low else 1e-3

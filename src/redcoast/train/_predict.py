@@ -11,6 +11,7 @@ from ..core._errors import check_functions
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..core._user_functions import calling
+from ..data._per_batch import without_marks
 from ._precision import cast_floating, check_compute_dtype
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
@@ -55,6 +56,7 @@ def predict(
     check_compute_dtype(compute_dtype)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
+    batch = without_marks(batch)
     given = cast_floating(tree_to_jax_dtypes(batch, "the batch"), compute_dtype)
     with calling("predict_fn", {"batch": given}):
         predictions = predict_fn(model, given, key)

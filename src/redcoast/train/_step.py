@@ -23,6 +23,7 @@ from ..core._frames import hide_frames
 from ..core._pytree import join, partition_trainable, show_path, split
 from ..core._train_state import AbstractTrainState
 from ..core._user_functions import calling
+from ..data._per_batch import has_per_batch
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
@@ -392,6 +393,8 @@ def split_rows(batch: PyTree, count: int) -> PyTree:
 
 def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
     """Raises `ValueError` if the arrays of a batch cannot be split alike into microbatches."""
+    if has_per_batch(batch):
+        refuse_per_batch(accumulate)
     rows: dict[Any, list[str]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         size = next(iter(jnp.shape(x)), 0)
@@ -410,6 +413,14 @@ def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
             "weights of classes or the nodes of graphs, cannot be split. Leave out `accumulate`; "
             "or hold such arrays in the model, not trained, or in a closure of `loss_fn`."
         )
+
+
+def refuse_per_batch(accumulate: int) -> None:
+    raise ValueError(
+        f"`accumulate={accumulate}` splits a batch along its examples, and some of its arrays are "
+        "marked as `per_batch`, so they cannot be split. Leave out `accumulate`, and use a smaller "
+        "`batch_size`."
+    )
 
 
 def _select(use_new: Array, new: PyTree, old: PyTree) -> PyTree:

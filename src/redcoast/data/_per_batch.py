@@ -1,0 +1,60 @@
+"""Arrays of a batch that do not have one row for each example."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerBatch:
+    """A part of a batch; functions of the user are given its arrays."""
+
+    arrays: PyTree
+
+
+def per_batch(arrays: PyTree) -> PyTree:
+    """Marks arrays of a batch that do not have one row for each example.
+
+    Use it in `collate_fn` for what belongs to the batch as a whole: the nodes and edges of all of
+    its graphs, the points of all of its clouds, a bank of negatives, the weights of classes. All
+    other arrays of the batch have one row for each example.
+
+    **Arguments:**
+
+    - `arrays`: an array, or a PyTree of arrays, of any shapes.
+
+    **Returns:**
+
+    A marked PyTree, as a part of what `collate_fn` returns. `loss_fn` and `predict_fn` are given
+    `arrays` in its place.
+
+    !!! Example
+
+        ```python
+        def collate_fn(graphs):
+            nodes = np.concatenate([graph["nodes"] for graph in graphs])
+            of_graph = np.repeat(np.arange(len(graphs)), [len(graph["nodes"]) for graph in graphs])
+            labels = np.stack([graph["label"] for graph in graphs])
+            return {"graphs": rc.per_batch({"nodes": nodes, "of_graph": of_graph}), "y": labels}
+        ```
+    """
+    return PerBatch(arrays)
+
+
+def is_per_batch(x: Any) -> bool:
+    return isinstance(x, PerBatch)
+
+
+def has_per_batch(batch: PyTree) -> bool:
+    """Whether any arrays of a batch are marked."""
+    return any(map(is_per_batch, jax.tree.leaves(batch, is_leaf=is_per_batch)))
+
+
+def without_marks(batch: PyTree) -> PyTree:
+    """The batch as functions of the user are given it."""
+    return jax.tree.map(
+        lambda x: x.arrays if isinstance(x, PerBatch) else x, batch, is_leaf=is_per_batch
+    )

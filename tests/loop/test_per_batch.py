@@ -1,0 +1,175 @@
+"""Batches with arrays that do not have one row for each example: graphs, and banks of negatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redcoast as rc
+
+SIZES = [5, 3, 6, 2, 4]
+SGD, KEY = optax.sgd(0.05), jax.random.key(0)
+MESHES = {"1 device": 1, "8 devices": 8}
+
+
+def make_graph(seed):
+    rng = np.random.default_rng(seed)
+    nodes = SIZES[seed % len(SIZES)]
+    return {
+        "nodes": rng.normal(size=(nodes, 4)).astype(np.float32),
+        "edges": rng.integers(0, nodes, (2 * nodes, 2)).astype(np.int32),
+        "label": np.float32(rng.normal()),
+    }
+
+
+GRAPHS = [make_graph(seed) for seed in range(10)]
+
+
+def flat_batch(graphs):
+    """All nodes and edges, as PyG and jraph have them."""
+    sizes = [len(graph["nodes"]) for graph in graphs]
+    starts = np.cumsum([0, *sizes[:-1]])
+    edges = [graph["edges"] + start for graph, start in zip(graphs, starts, strict=True)]
+    senders, receivers = np.concatenate(edges).astype(np.int32).T
+    return {
+        "nodes": np.concatenate([graph["nodes"] for graph in graphs]),
+        "senders": senders,
+        "receivers": receivers,
+        "graph": np.repeat(np.arange(len(graphs), dtype=np.int32), sizes),
+    }
+
+
+def collate_fn(graphs):
+    labels = np.stack([graph["label"] for graph in graphs])
+    return {"graphs": rc.per_batch(flat_batch(graphs)), "label": labels}
+
+
+def init_fn(key):
+    return {"w": 0.3 * jax.random.normal(key, (4, 4)), "v": jnp.ones(4) / 4}
+
+
+def node_values(model, graphs):
+    x = graphs["nodes"] @ model["w"]
+    sent = jax.ops.segment_sum(x[graphs["senders"]], graphs["receivers"], len(x))
+    return jax.nn.tanh(x + sent) @ model["v"]
+
+
+def predict_fn(model, batch, key):
+    values = node_values(model, batch["graphs"])
+    return jax.ops.segment_sum(values, batch["graphs"]["graph"], len(batch["label"]))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean((predict_fn(model, batch, key) - batch["label"]) ** 2)
+
+
+def by_hand(model, graph):
+    """The prediction of one graph, with NumPy."""
+    x = graph["nodes"] @ np.asarray(model["w"])
+    sent = np.zeros_like(x)
+    senders, receivers = graph["edges"].T
+    np.add.at(sent, receivers, x[senders])
+    return float(np.sum(np.tanh(x + sent) @ np.asarray(model["v"])))
+
+
+def mesh_of(devices):
+    return rc.make_mesh(devices=jax.devices()[:devices])
+
+
+@pytest.mark.parametrize("devices", MESHES.values(), ids=MESHES)
+def test_graphs_are_evaluated_and_predicted_as_one_by_one(devices):
+    model = init_fn(KEY)
+    want = np.array([by_hand(model, graph) for graph in GRAPHS])
+    given = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(devices)}
+    # The number of examples is the weight, and graphs do not depend on each other: no warning.
+    found = rc.evaluate(model, GRAPHS, loss_fn=loss_fn, **given)
+    errors = want - [graph["label"] for graph in GRAPHS]
+    np.testing.assert_allclose(found["loss"], np.mean(errors**2), rtol=1e-5)
+    outputs = rc.predict_examples(model, GRAPHS, predict_fn=predict_fn, **given)
+    np.testing.assert_allclose(outputs, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", MESHES.values(), ids=MESHES)
+def test_graphs_train_as_by_hand(devices):
+    run = {"collate_fn": collate_fn, "batch_size": 8, "steps": 2}
+    state = rc.fit(init_fn, SGD, GRAPHS, loss_fn=loss_fn, mesh=mesh_of(devices), log=False, **run)
+    model = rc.init_state(init_fn, SGD, key=KEY).model
+    grad = jax.jit(jax.grad(loss_fn))
+    data = rc.batches(GRAPHS, collate_fn, batch_size=8, key=state.key, steps=2, mesh=mesh_of(1))
+    assert data.per_batch
+    for batch in data:  # the arrays come without marks
+        graphs = [GRAPHS[i] for i in data.examples_of(batch)[0]]
+        np.testing.assert_array_equal(batch.arrays["graphs"]["nodes"], flat_batch(graphs)["nodes"])
+        model = jax.tree.map(lambda p, g: p - 0.05 * g, model, grad(model, batch.arrays, KEY))
+    for name, x in model.items():
+        np.testing.assert_allclose(state.model[name], x, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.integration
+def test_graphs_in_a_verified_run_with_evaluations():
+    run = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "epochs": 3}
+    logged = []
+    state = rc.fit(
+        init_fn,
+        SGD,
+        GRAPHS,
+        plan="verify",
+        evaluation=rc.Evaluation(GRAPHS[3:]),
+        log=[rc.progress_logger(False), lambda metrics, step: logged.append(metrics)],
+        **run,
+    )
+    errors = [by_hand(state.model, graph) - graph["label"] for graph in GRAPHS[3:]]
+    np.testing.assert_allclose(logged[-1]["eval/loss"], np.mean(np.square(errors)), rtol=1e-4)
+
+
+def test_marked_batches_in_own_loops():
+    batch = collate_fn(GRAPHS[:8])
+    plain = {"graphs": batch["graphs"].arrays, "label": batch["label"]}
+    state, step, _ = rc.prepare(init_fn, SGD, loss_fn, batch, key=KEY)
+    want = loss_fn(state.model, plain, None)
+    np.testing.assert_allclose(step(state, batch)[1]["loss"], want, rtol=1e-5)
+    assert rc.dry_run(init_fn, loss_fn, batch, SGD, target="cpu:8").fits
+
+
+def test_predictions_of_nodes_need_an_output_fn():
+    model = init_fn(KEY)
+    given = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(8)}
+    of_nodes = lambda model, batch, key: node_values(model, batch["graphs"])
+    with pytest.raises(ValueError, match=r"shape \(34,\) for 8 examples.*`output_fn`"):
+        rc.predict_examples(model, GRAPHS, predict_fn=of_nodes, **given)
+
+    def split(predictions):
+        ends = np.searchsorted(predictions["graph"], np.arange(1, predictions["graph"][-1] + 1))
+        return np.split(predictions["values"], ends)
+
+    both = lambda model, batch, key: {
+        "values": node_values(model, batch["graphs"]),
+        "graph": batch["graphs"]["graph"],
+    }
+    outputs = rc.predict_examples(model, GRAPHS, predict_fn=both, output_fn=split, **given)
+    assert [len(x) for x in outputs] == [len(graph["nodes"]) for graph in GRAPHS]
+    np.testing.assert_allclose(outputs[9].sum(), by_hand(model, GRAPHS[9]), rtol=1e-5, atol=1e-6)
+
+
+def unmarked(graphs):
+    return {**flat_batch(graphs), "label": np.stack([graph["label"] for graph in graphs])}
+
+
+def test_what_cannot_be_done_is_said():
+    data = rc.batches(GRAPHS, unmarked, batch_size=8, key=KEY, steps=1)
+    with pytest.raises(ValueError, match=r"8 examples.* at graph.*`redcoast.per_batch`"):
+        next(data)
+    options = {"loss_fn": loss_fn, "steps": 2, "batch_size": 8, "accumulate": 2}
+    with pytest.raises(ValueError, match=r"`accumulate=2`.*`per_batch`"):
+        rc.fit(init_fn, SGD, GRAPHS, collate_fn=collate_fn, **options)
+    with pytest.raises(ValueError, match=r"`accumulate=2`.*`per_batch`"):
+        rc.prepare(init_fn, SGD, loss_fn, collate_fn(GRAPHS[:8]), key=KEY, accumulate=2)
+    # Arrays without a mark still need one row for each example.
+    wrong = lambda graphs: collate_fn(graphs) | {"label": np.zeros(3, np.float32)}
+    with pytest.raises(ValueError, match=r"\(3,\) at label"):
+        next(rc.batches(GRAPHS, wrong, batch_size=8, key=KEY, steps=1))
+    broken = [graph | {"nodes": np.full_like(graph["nodes"], np.nan)} for graph in GRAPHS]
+    options = {"loss_fn": loss_fn, "steps": 2, "batch_size": 8, "log": False, "mesh": mesh_of(1)}
+    with pytest.raises(ValueError, match=r"graphs/nodes holds NaN .* in the rows \[0, 1, 2"):
+        rc.fit(init_fn, SGD, broken, collate_fn=collate_fn, **options)

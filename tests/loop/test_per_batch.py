@@ -1,67 +1,19 @@
 """Batches with arrays that do not have one row for each example: graphs, and banks of negatives."""
 
+import json
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from graph_problem import GRAPHS, collate_fn, flat_batch, init_fn, loss_fn, node_values, predict_fn
+from paths import HELPERS
+from processes import run_processes
 
 import redcoast as rc
 
-SIZES = [5, 3, 6, 2, 4]
 SGD, KEY = optax.sgd(0.05), jax.random.key(0)
 MESHES = {"1 device": 1, "8 devices": 8}
-
-
-def make_graph(seed):
-    rng = np.random.default_rng(seed)
-    nodes = SIZES[seed % len(SIZES)]
-    return {
-        "nodes": rng.normal(size=(nodes, 4)).astype(np.float32),
-        "edges": rng.integers(0, nodes, (2 * nodes, 2)).astype(np.int32),
-        "label": np.float32(rng.normal()),
-    }
-
-
-GRAPHS = [make_graph(seed) for seed in range(10)]
-
-
-def flat_batch(graphs):
-    """All nodes and edges, as PyG and jraph have them."""
-    sizes = [len(graph["nodes"]) for graph in graphs]
-    starts = np.cumsum([0, *sizes[:-1]])
-    edges = [graph["edges"] + start for graph, start in zip(graphs, starts, strict=True)]
-    senders, receivers = np.concatenate(edges).astype(np.int32).T
-    return {
-        "nodes": np.concatenate([graph["nodes"] for graph in graphs]),
-        "senders": senders,
-        "receivers": receivers,
-        "graph": np.repeat(np.arange(len(graphs), dtype=np.int32), sizes),
-    }
-
-
-def collate_fn(graphs):
-    labels = np.stack([graph["label"] for graph in graphs])
-    return {"graphs": rc.per_batch(flat_batch(graphs)), "label": labels}
-
-
-def init_fn(key):
-    return {"w": 0.3 * jax.random.normal(key, (4, 4)), "v": jnp.ones(4) / 4}
-
-
-def node_values(model, graphs):
-    x = graphs["nodes"] @ model["w"]
-    sent = jax.ops.segment_sum(x[graphs["senders"]], graphs["receivers"], len(x))
-    return jax.nn.tanh(x + sent) @ model["v"]
-
-
-def predict_fn(model, batch, key):
-    values = node_values(model, batch["graphs"])
-    return jax.ops.segment_sum(values, batch["graphs"]["graph"], len(batch["label"]))
-
-
-def loss_fn(model, batch, key):
-    return jnp.mean((predict_fn(model, batch, key) - batch["label"]) ** 2)
 
 
 def by_hand(model, graph):
@@ -173,3 +125,21 @@ def test_what_cannot_be_done_is_said():
     options = {"loss_fn": loss_fn, "steps": 2, "batch_size": 8, "log": False, "mesh": mesh_of(1)}
     with pytest.raises(ValueError, match=r"graphs/nodes holds NaN .* in the rows \[0, 1, 2"):
         rc.fit(init_fn, SGD, broken, collate_fn=collate_fn, **options)
+
+
+@pytest.mark.integration
+def test_each_process_has_all_graphs_of_a_batch():
+    program = HELPERS / "hosts" / "graphs.py"
+    finished = run_processes(program, processes=2, devices=2)
+    assert all(x.returncode == 0 for x in finished), "\n".join(x.output for x in finished)
+    run = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh_of(4)}
+    state = rc.fit(init_fn, SGD, GRAPHS, loss_fn=loss_fn, steps=3, log=False, **run)
+    loss = rc.evaluate(state.model, GRAPHS, loss_fn=loss_fn, **run)["loss"]
+    outputs = rc.predict_examples(state.model, GRAPHS, predict_fn=predict_fn, **run)
+    for x in finished:
+        line = next(line for line in x.output.splitlines() if line.startswith("RESULT "))
+        found = json.loads(line[7:])
+        np.testing.assert_allclose(found["w"], state.model["w"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found["loss"], loss, rtol=1e-4)
+        np.testing.assert_allclose(found["outputs"], outputs, rtol=1e-4, atol=1e-6)
+        assert "one row for each example" in found["refused"]

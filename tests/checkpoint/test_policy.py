@@ -32,10 +32,11 @@ def save(checkpoints, values):
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({}, [5]),
+        ({}, [4, 5]),
+        ({"keep": 1}, [5]),
         ({"keep": 3}, [3, 4, 5]),
         ({"keep": 9}, [1, 2, 3, 4, 5]),
-        ({"best": "loss"}, [2, 5]),
+        ({"best": "loss", "keep": 1}, [2, 5]),
         ({"best": "eval/loss", "keep": 2, "mode": "max"}, [1, 4, 5]),
     ],
 )
@@ -46,7 +47,7 @@ def test_retention(tmp_path, options, kept):
 
 
 def test_the_best_metric_is_kept_across_runs(tmp_path):
-    checkpoints = rc.Checkpoints(tmp_path, every=10, best="loss")
+    checkpoints = rc.Checkpoints(tmp_path, every=10, keep=1, best="loss")
     save(checkpoints, {1: 3.0, 2: 1.0, 3: 2.0})
     with Saver(checkpoints) as saver:
         assert saver.wants(4, {"loss": 0.5}, epoch_ended=False)

@@ -137,7 +137,7 @@ def tree(step):
 
 
 def test_checkpoints_are_deleted_only_after_the_next_is_complete(tmp_path, monkeypatch):
-    checkpoints = rc.Checkpoints(tmp_path)
+    checkpoints = rc.Checkpoints(tmp_path, keep=1)
     with Saver(checkpoints) as saver:
         saver.save(1, tree(1), {"metrics": {}})
         saver._settle()
@@ -199,7 +199,7 @@ def test_only_incomplete_checkpoints_are_removed(tmp_path):
 
 
 def test_deleting_a_checkpoint_does_not_follow_links(tmp_path):
-    checkpoints = rc.Checkpoints(tmp_path / "run")
+    checkpoints = rc.Checkpoints(tmp_path / "run", keep=1)
     with Saver(checkpoints) as saver:
         saver.save(1, tree(1), {"metrics": {}})
     (checkpoints.path / "1").rename(tmp_path / "elsewhere")

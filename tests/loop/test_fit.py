@@ -285,7 +285,7 @@ def steps_in(directory):
 
 
 def test_the_best_is_kept(tmp_path):
-    checkpoints = rc.Checkpoints(tmp_path, every=2, best="target", mode="max")
+    checkpoints = rc.Checkpoints(tmp_path, every=2, keep=1, best="target", mode="max")
     targets = iter([0.0, 1.0, 5.0, 3.0, 2.0])  # the first is the rehearsal's
     fit(
         steps=8,

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from ..core._durable_files import sync_tree
 from ..core._read_json import read_json
 from ._checksums import write_checksums
 
@@ -45,7 +46,7 @@ class CheckpointDamaged(ValueError):
 
 
 def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
-    """Makes an Orbax checkpointer that adds checksums to each checkpoint.
+    """Makes an Orbax checkpointer that adds checksums to each checkpoint and syncs its files.
 
     `barrier(key=..., timeout_ms=...)` replaces Orbax's barrier between processes in the background.
     """
@@ -57,16 +58,23 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(async_options=how)
     )
-    finish = handler.finalize
+    start, finish = handler.async_save, handler.finalize
+
+    async def async_save(directory: Any, args: Any) -> list[Any]:
+        # Each process syncs what it wrote, because it may be in the memory of its host only. The
+        # barrier between the processes comes after these futures.
+        written = await start(directory, args=args) or []
+        return [ocp.future.ChainedFuture(written, lambda: sync_tree(Path(directory)))]
 
     def finalize(directory: Any) -> None:
         # Only process 0 gets here: after all processes have written their files, and before the
         # checkpoint is renamed to its final name.
         finish(directory)
         write_checksums(Path(directory))
+        sync_tree(Path(directory))
 
     # A subclass would have to be registered with Orbax, which writes its name into checkpoints.
-    handler.finalize = finalize
+    handler.async_save, handler.finalize = async_save, finalize
     if background:
         return ocp.AsyncCheckpointer(handler, async_options=how)
     return ocp.Checkpointer(handler)

@@ -32,7 +32,8 @@ class Checkpoints:
         it, and the metrics to `metrics.jsonl`.
     - `every`: the number of steps between checkpoints. By default `fit` saves at each evaluation
         and at the end of each epoch. It always saves at the end of training.
-    - `keep`: the number of newest checkpoints to keep.
+    - `keep`: the number of newest checkpoints to keep. With 1, there is none to fall back on if the
+        newest one is damaged.
     - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept too.
         `fit` then also saves at each evaluation that is the best so far.
     - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is.
@@ -53,7 +54,7 @@ class Checkpoints:
     directory: str | Path
     _: dataclasses.KW_ONLY
     every: int | None = None
-    keep: int = 1
+    keep: int = 2
     best: str | None = None
     mode: Literal["min", "max"] = "min"
     resume: bool = True

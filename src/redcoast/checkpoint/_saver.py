@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from ..core._durable_files import sync_files_in, sync_name
 from ..distributed._kv_store import exchange, get_within, is_main
 from ..distributed._private_jax import key_value_store
 from ._host_copy import can_copy, copy_to_host
@@ -179,14 +180,18 @@ class Saver:
             self._pending = self._thread.submit(self._finish)
 
     def _finish(self) -> Exception | None:
-        """Waits until a checkpoint has its final name, and only then deletes others."""
+        """Waits until a checkpoint is on the disk under its final name, then deletes others."""
         try:
             self._checkpointer.wait_until_finished()
+            if is_main():
+                sync_name(self._checkpoints.path / str(self._last))
         except Exception as error:
             self._together.fail(_reason(error))
             return error
         if is_main():
             path = self._checkpoints.path
+            with contextlib.suppress(OSError):  # metrics are no reason for a save to fail
+                sync_files_in(path.parent)
             try:
                 steps = saved_steps(self._checkpoints)
             except OSError as error:

@@ -15,9 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from ..core._durable_files import sync_name
 from ..core._errors import several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
+from ..distributed._kv_store import is_main
 from ._checksums import ALGORITHM, FILE, find_damage, kind_of_checksums
 from ._orbax import (
     ARRAYS,
@@ -69,8 +71,8 @@ def save_checkpoint(
     """Saves the arrays of a PyTree as a nested dict, with Orbax.
 
     The checkpoint does not depend on the sharding of the arrays, and can be read with Orbax alone.
-    It appears under its name only when it is complete. Leaves that are not arrays (functions,
-    sizes, Python numbers) belong to the code and are not saved.
+    It appears under its name only when it is complete, and its files are synced to the disk. Leaves
+    that are not arrays (functions, sizes, Python numbers) belong to the code and are not saved.
 
     **Arguments:**
 
@@ -97,6 +99,8 @@ def save_checkpoint(
         )
     with make_checkpointer(background=False) as checkpointer:
         checkpointer.save(path, args=orbax_args(*arrays_and_document(tree, metadata or {})))
+    if is_main():
+        sync_name(path)
 
 
 def arrays_and_document(

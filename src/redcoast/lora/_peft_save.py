@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..core._durable_files import sync_name
 from ..core._frames import hide_frames
 from ..core._pytree import show_path
 from ..distributed._arrays import whole
@@ -137,6 +138,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
         text = json.dumps(_settings(modules, modules_to_save), indent=2, sort_keys=True)
         (path / CONFIG).write_text(text + "\n")
+        sync_name(path)
     multihost_utils.sync_global_devices("redcoast.save_adapters")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from ..core._durable_files import sync
 from ._lazy_tensor import Box, Stored
 
 # Bytes to read at once. Mapped pages count as memory of the process until the file is closed.
@@ -83,3 +84,4 @@ def write_safetensors(
     """
     found = {name: np.ascontiguousarray(x) for name, x in zip(shapes, arrays, strict=True)}
     save_file(found, path, metadata={"format": "pt"})  # required by `transformers`
+    sync(path)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from ..core._durable_files import sync_name, sync_tree
 from ..core._pytree import leaf_paths
 from ..core._tracing import abstract_key
 from ..models._einsum import LowRank
@@ -186,7 +187,9 @@ def _finish(
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sizes.total()}, "weight_map": where}
         (work / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    sync_tree(work)
     os.rename(work, path)  # replaces an empty directory
+    sync_name(path)
 
 
 def _json(settings: dict[str, Any]) -> str:

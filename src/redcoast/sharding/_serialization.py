@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..core._durable_files import sync
 from ..core._errors import check_kind, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
@@ -110,7 +111,9 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(text, "utf-8")
+        sync(unfinished)
         os.replace(unfinished, path)
+        sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 

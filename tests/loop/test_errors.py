@@ -1,6 +1,7 @@
 """What comes out when the user's functions raise, a worker dies, or a device has no memory left."""
 
 import io
+import os
 import re
 import sys
 import threading
@@ -380,6 +381,23 @@ def test_the_bar_ends_its_line(monkeypatch):
     with pytest.raises(Broken):
         fit(log=[rc.progress_logger(True), failing(log, 4)])
     assert terminal.getvalue().endswith("\n")
+
+
+def test_output_that_nobody_reads_does_not_end_a_run(monkeypatch, caplog):
+    """Neither what is printed here nor what functions of the user print."""
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    def loss(model, batch, key):
+        jax.debug.print("a line")
+        return loss_fn(model, batch, key)
+
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        patch.setattr(sys, "stderr", pipe)
+        log = [rc.progress_logger(True), rc.console_logger(every=0), lambda m, s: print(s)]
+        assert fit(steps=3, loss_fn=loss, log=log).step == 3
+    assert "cannot be written to" in caplog.text
 
 
 def test_a_logger_is_told_of_a_failure():

@@ -72,6 +72,7 @@ def last_checkpoint(directory):
     [
         pytest.param(signal.SIGTERM, marks=pytest.mark.faults),
         pytest.param(signal.SIGUSR1, marks=pytest.mark.integration),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.faults),
     ],
 )
 def test_a_signal_ends_a_process_with_a_checkpoint_and_the_code_to_run_it_again(tmp_path, number):
@@ -156,14 +157,38 @@ def test_a_signal_that_the_script_handles_stays_its_own():
     assert seen == [1]
 
 
+def test_a_hangup_is_heard_once_and_then_ignored(monkeypatch):
+    """The shell and the kernel each send one, which is not a request to end at once."""
+    monkeypatch.setattr(_signals, "TWICE", 0.0)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with stop_signals() as stopping:
+            signal.raise_signal(signal.SIGHUP)
+            assert stopping()
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stopping:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stopping()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_put_back():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = list(map(signal.getsignal, numbers))
     with stop_signals() as stopping:
         assert not stopping()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stopping()
-        assert list(map(signal.getsignal, numbers)) == before
+        assert list(map(signal.getsignal, numbers[:3])) == before[:3]
     with stop_signals() as stopping:
         assert not stopping()
     assert list(map(signal.getsignal, numbers)) == before

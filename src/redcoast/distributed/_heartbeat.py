@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ..core._output import forgiving
 from ._kv_store import ProcessLost, failures, report_failure, reset_failures
 from ._private_jax import key_value_store
 
@@ -157,7 +158,8 @@ class _Watch:
         self.found.set()
         if not self._ended.wait(GRACE):
             # The main thread waits for ever in a collective, and nothing else can end it.
-            print(f"redcoast: {reason} This process exits.", file=sys.stderr, flush=True)
+            words = f"redcoast: {reason} This process exits."
+            print(words, file=forgiving(sys.stderr), flush=True)
             os._exit(LOST)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import check_integer
 from ..core._frames import hide_frames
+from ..core._output import say
 from ..core._target import compiling_for
 from ..core._tracing import without_ambient_mesh
 from ..distributed._kv_store import exchange
@@ -25,7 +26,6 @@ from ..distributed._mesh import PIPE, make_mesh
 from ..sharding import Hardware
 from ..sharding.solver._memory import FILLED
 from ..sharding.tree._overrides import Override
-from ..tracking._loggers import say
 from ..train._loss import LossFn
 from ..train._step import TrainState
 from ._compile_job import compile_job

@@ -15,6 +15,7 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames
+from ..core._output import forgiving_output
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
 from ..distributed._heartbeat import watching
@@ -143,7 +144,7 @@ def fit(
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
     introduce(saver.directory, quiet=quiet)
-    with watching(), saver.locked(), contextlib.ExitStack() as stack:
+    with forgiving_output(), watching(), saver.locked(), contextlib.ExitStack() as stack:
         abstract, key, create = starting_state(model_or_state, optimizer, key, **given)
         data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
         describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)

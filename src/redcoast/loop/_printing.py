@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from ..core._jaxpr import is_inexact
+from ..core._output import say
 from ..data._batches import Batches
 from ..data._sources import count_examples
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
-from ..tracking._loggers import say, say_once
+from ..tracking._loggers import say_once
 from ..tracking._terminal import show_directory
 from ..train._step import TrainState
 from ._evaluation import Evaluation

@@ -39,7 +39,7 @@ def stop_on_signal(
 ) -> Iterator[Callable[[], bool]]:
     """Stops a loop after the current step when a signal arrives, in all processes at once.
 
-    The loop stops after SIGTERM, SIGINT, SIGUSR1, a preemption notice that JAX receives, or
+    The loop stops after SIGTERM, SIGINT, SIGUSR1, SIGHUP, a preemption notice that JAX receives, or
     `max_seconds`. A second signal ends the process at once. [`redcoast.fit`][] uses this function
     itself; call `fit` inside of `stop_on_signal(max_seconds)` to limit its time.
 
@@ -107,7 +107,7 @@ def _agreed(mesh: Mesh, asked: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def stop_signals(max_seconds: int | float | None = None) -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends the process.
+    """Turns the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP into a flag; a second ends the process.
 
     Gives a function that returns whether this process is asked to stop, to be called once after
     each step. Python handles signals in the main thread only; in others, none is seen.
@@ -146,9 +146,11 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
         yield
         return
     numbers = [signal.SIGTERM, signal.SIGINT]
-    user = getattr(signal, "SIGUSR1", None)
+    user, hangup = getattr(signal, "SIGUSR1", None), getattr(signal, "SIGHUP", None)
     if user and not callable(signal.getsignal(user)):  # the script does not handle it
         numbers.append(user)
+    if hangup and signal.getsignal(hangup) == signal.SIG_DFL:  # `nohup` ignores it
+        numbers.append(hangup)
     before = {number: signal.getsignal(number) for number in numbers}
     received = False
 
@@ -162,6 +164,9 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
         restore()
+        if hangup in before:
+            # The shell and the kernel each send it when a terminal is closed.
+            signal.signal(hangup, signal.SIG_IGN)
 
     def restore() -> None:
         for number, handler in before.items():
@@ -180,7 +185,8 @@ def _tell() -> None:
     # Not `print`: the handler may have interrupted one, whose file is locked then.
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\nStopping after this step. A second Ctrl-C ends the process at once.\n"
-        os.write(2, text.encode())
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, text.encode())
 
 
 def _preemption_notice() -> Callable[[], bool]:

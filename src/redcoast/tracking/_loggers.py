@@ -20,6 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
 
+from ..core._output import say
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
 from ._terminal import BOLD, DIM, columns, styled
@@ -92,14 +93,6 @@ def code_version() -> dict[str, str]:
                 commit, _, dirty = described.partition("-")
                 return versions | {"git_commit": commit, "git_dirty": "true" if dirty else "false"}
     return versions
-
-
-def say(line: str) -> None:
-    """Prints a line to standard output without breaking a progress bar."""
-    # If tqdm has not been imported, there is no bar.
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    (print if tqdm is None else tqdm.write)(line)
-    sys.stdout.flush()
 
 
 @ft.cache

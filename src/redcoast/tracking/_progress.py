@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, SupportsFloat
 
-from ._terminal import Stream, has_colours
+from ..core._output import forgiving
+from ._terminal import Stream, has_colours, is_terminal
 
 logger = logging.getLogger("redcoast")
 
@@ -206,11 +207,11 @@ def progress(
     An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
     also a context manager. `evaluating(batches)` and `advance()` show a bar for an evaluation.
     """
-    file = sys.stderr if file is None else file
+    file = forgiving(sys.stderr if file is None else file)
     if enabled is False or file is None:
         return Progress(total_steps, start, None, None)
     bar = None
-    if enabled or file.isatty():
+    if enabled or is_terminal(file):
         layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
         bar = _bar(
             file,

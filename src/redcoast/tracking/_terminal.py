@@ -7,12 +7,14 @@ from io import TextIOBase
 from pathlib import Path
 from typing import TextIO
 
-Stream = TextIO | TextIOBase
+from ..core._output import ForgivingStream
+
+Stream = TextIO | TextIOBase | ForgivingStream
 BOLD, DIM = "1", "2"
 
 
 def is_terminal(file: Stream | None) -> bool:
-    return file is not None and file.isatty()
+    return file is not None and not file.closed and file.isatty()
 
 
 def columns(file: Stream | None) -> int | None:

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from ._loggers import Metrics, RunInfo, code_version, join_run, say
+from ..core._output import say
+from ._loggers import Metrics, RunInfo, code_version, join_run
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")

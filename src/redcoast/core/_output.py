@@ -1,0 +1,136 @@
+"""Prints what a run shows. A full disk, a closed pipe or a closed terminal does not end a run."""
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger("redcoast")
+
+_NAMES = {"<stdout>": "Standard output", "<stderr>": "Standard error"}
+# The streams that a warning was given for.
+_failed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class ForgivingStream:
+    """A text stream that drops what cannot be written, after one warning.
+
+    It stands for the stream that it wraps, whose attributes it has.
+    """
+
+    def __init__(self, stream: Any):
+        self._wrapped = stream  # tqdm compares streams by this name
+
+    def write(self, text: str) -> int:
+        try:
+            return self._wrapped.write(text)
+        except UnicodeEncodeError as error:
+            plain = text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            return self.write(plain)
+        except (OSError, ValueError) as error:  # a closed file raises `ValueError`
+            self._drop(error)
+            return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._wrapped.flush()
+        except (OSError, ValueError) as error:
+            self._drop(error)
+
+    @property
+    def mode(self) -> str:
+        return getattr(self._wrapped, "mode", "w")  # streams in memory have none
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._wrapped is getattr(other, "_wrapped", other)
+
+    def __hash__(self) -> int:
+        return hash(self._wrapped)
+
+    def _drop(self, error: Exception) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            _discard_buffer(self._wrapped, error)
+        if self._wrapped in _failed:
+            return
+        _failed.add(self._wrapped)
+        name = getattr(self._wrapped, "name", type(self._wrapped).__name__)
+        logger.warning(
+            "%s cannot be written to (%s): lines may be missing from here on. The run continues.",
+            *(_NAMES.get(name, name), error),
+        )
+
+
+def _discard_buffer(stream: Any, error: Exception) -> None:
+    """Empties the buffer of a stream whose file takes nothing.
+
+    Python would try to write it again at exit, and the process would end with exit code 120.
+    """
+    number = stream.fileno()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        if isinstance(error, OSError) and error.errno == errno.EBADF:
+            # The descriptor was closed, and the next file that is opened would get its number.
+            os.dup2(nothing, number)
+            return
+        before = os.dup(number)
+        try:
+            os.dup2(nothing, number)
+            stream.flush()
+        finally:
+            os.dup2(before, number)
+            os.close(before)
+    finally:
+        if nothing != number:
+            os.close(nothing)
+
+
+def forgiving(stream: Any) -> Any:
+    """A stream whose writes do not fail; `None`, which prints nothing, as it is."""
+    if stream is None or isinstance(stream, ForgivingStream):
+        return stream
+    return ForgivingStream(stream)
+
+
+@contextlib.contextmanager
+def forgiving_output() -> Iterator[None]:
+    """Makes standard output and standard error forgiving, also for functions of the user."""
+    output, errors = forgiving(sys.stdout), forgiving(sys.stderr)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = output, errors
+    try:
+        yield
+    finally:
+        for stream in (output, errors):
+            if stream is not None:
+                stream.flush()
+        # Something else may have replaced them meanwhile.
+        if sys.stdout is output:
+            sys.stdout = before[0]
+        if sys.stderr is errors:
+            sys.stderr = before[1]
+
+
+def say(line: str) -> None:
+    """Prints a line to standard output without breaking a progress bar."""
+    stream = forgiving(sys.stdout)
+    if stream is None:
+        return
+    # If tqdm has not been imported, there is no bar.
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None:
+        stream.write(f"{line}\n")
+    else:
+        with contextlib.suppress(OSError, ValueError):  # of a bar in a file that is not forgiving
+            tqdm.write(line, file=stream)
+    stream.flush()

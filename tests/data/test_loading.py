@@ -1,8 +1,11 @@
+import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from problem import Stream, collate_fn, make_examples
 
 import redcoast as rc
 from redcoast.core._iterate import with_last
+from redcoast.data import _batches
 from redcoast.data._loading import (
     chunks,
     ordered_batches,
@@ -348,3 +352,20 @@ def test_a_decorated_collate_fn_gets_rngs():
 
     next(train(make_examples(8), decorated))
     assert len(given[0]) == 4
+
+
+def test_batches_that_end_early_are_an_error(monkeypatch):
+    """A run must not look finished because its loader has stopped."""
+    whole = _batches.training_batches
+
+    def ends_early(*args, **options):
+        batches = whole(*args, **options)
+        with contextlib.closing(batches):
+            yield from itertools.islice(batches, 2)
+
+    monkeypatch.setattr(_batches, "training_batches", ends_early)
+    examples = np.arange(32.0, dtype=np.float32)
+    data = rc.batches(examples, np.stack, batch_size=8, key=jax.random.key(0), steps=4)
+    with pytest.raises(RuntimeError, match="ended after 16 of the 32 examples .* of 4"):
+        list(data)
+    data.close()

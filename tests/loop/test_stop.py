@@ -1,5 +1,6 @@
 """What stops a run: signals, sent to real processes, and the time."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,11 +12,19 @@ import jax
 import optax
 import pytest
 from paths import HELPERS
-from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model
+from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model, predict_fn
 
 import redcoast as rc
 from redcoast.loop import _stop as _signals
-from redcoast.loop._stop import STOPPED, stop_signals
+from redcoast.loop._stop import (
+    GO_ON,
+    INTERRUPT,
+    STOP,
+    STOPPED,
+    StopRequest,
+    agreed,
+    stop_signals,
+)
 
 SCRIPT = """
 import sys, time
@@ -224,7 +233,7 @@ def test_outside_the_main_thread_there_is_the_time(monkeypatch):
     assert found == [False, True]
 
 
-def test_a_notice_of_jax_is_heard(monkeypatch, caplog):
+def test_a_notice_of_jax_is_heard(monkeypatch, caplog, received):
     from jax.experimental import multihost_utils
 
     asked = []
@@ -243,6 +252,107 @@ def test_a_notice_of_jax_is_heard(monkeypatch, caplog):
         raise RuntimeError("not initialized")
 
     asked.clear()
+    received.clear()
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", off)
     assert fit(steps=3).step == 3
     assert asked == [1]
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """Signals that earlier runs of this process received."""
+    monkeypatch.setattr(_signals, "_received", found := [])
+    monkeypatch.setattr(_signals, "TWICE", 0.0)
+    return found
+
+
+def signal_at(step, number):
+    return lambda metrics, now: signal.raise_signal(number) if now == step else None
+
+
+def handled(number):
+    """Gives a signal the effect that it has at the start of Python."""
+    before = signal.getsignal(number)
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+    @contextlib.contextmanager
+    def context():
+        signal.signal(number, default)
+        try:
+            yield
+        finally:
+            signal.signal(number, before)
+
+    return context()
+
+
+def evaluate():
+    options = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8}
+    return rc.evaluate(make_model(), make_examples(16), **options)
+
+
+def predict():
+    options = {"collate_fn": collate_fn, "predict_fn": predict_fn, "batch_size": 8}
+    return rc.predict_examples(make_model(), make_examples(16), **options)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_nothing_begins_after_a_signal_cut_a_run_short(received, caplog, number):
+    """A script that goes on would take the model for a trained one."""
+    with handled(number):
+        state = fit(steps=9, log=signal_at(3, number))
+    assert 3 <= state.step < 9
+    assert f"Training stopped after step {state.step} of 9: {number.name}" in caplog.text
+    others = {"fit": lambda: fit(steps=2), "evaluate": evaluate, "predict": predict}
+    for name, begin in others.items():
+        with pytest.raises(RuntimeError, match=f"{number.name} was received .* of 9, so `{name}"):
+            begin()
+    with rc.stop_on_signal():  # the caller handles signals
+        assert fit(steps=2).step == 2
+        evaluate()
+
+
+def test_a_caller_who_handles_signals_goes_on(received):
+    with handled(signal.SIGTERM), rc.stop_on_signal() as stopping:
+        state = fit(steps=9, log=signal_at(3, signal.SIGTERM))
+        assert stopping()
+    assert state.step < 9
+    assert fit(steps=2).step == 2
+
+
+def test_a_signal_in_the_last_step_lets_that_run_end_and_no_other_begin(received):
+    with handled(signal.SIGTERM):
+        assert fit(steps=3, log=signal_at(3, signal.SIGTERM)).step == 3
+    evaluate()  # the model is fully trained
+    with pytest.raises(RuntimeError, match="SIGTERM was received during an earlier `fit`"):
+        fit(steps=2)
+
+
+@pytest.mark.parametrize("level", [STOP, INTERRUPT])
+def test_processes_agree_on_the_level_one_call_later(level):
+    """As several processes do; here one process fills all parts."""
+    levels = iter([GO_ON, level, GO_ON])
+    request = agreed(rc.make_mesh(), StopRequest(lambda: next(levels), []))
+    assert [request(), request(), request()] == [False, False, True]
+    assert request.level == level
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_an_interrupt_saves_and_is_raised(received, tmp_path, at):
+    with handled(signal.SIGINT), pytest.raises(KeyboardInterrupt, match="after step") as error:
+        fit(
+            steps=9,
+            log=signal_at(at, signal.SIGINT),
+            checkpoints=rc.Checkpoints(tmp_path, every=100),
+        )
+    saved = last_checkpoint(tmp_path)
+    assert saved in ((9,) if at == 9 else (4, 5))
+    assert str(tmp_path / "checkpoints" / str(saved)) in str(error.value)
+    # A notebook goes on after it, with the same run or another one.
+    assert fit(steps=9, checkpoints=rc.Checkpoints(tmp_path)).step == 9
+
+
+def test_a_caller_who_handles_an_interrupt_gets_the_state(received):
+    with handled(signal.SIGINT), rc.stop_on_signal():
+        state = fit(steps=9, log=signal_at(3, signal.SIGINT))
+    assert 3 <= state.step < 9

@@ -235,6 +235,8 @@ class Batches:
             self._check_end()
             raise StopIteration
         loaded, last = found
+        if last:
+            self._check_complete(loaded.position)
         before, length = self._state["position"], self.length
         epoch_end = length is not None and loaded.position // length > before // length
         self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
@@ -276,8 +278,18 @@ class Batches:
     def _seed(self) -> UInt64[np.ndarray, "2"]:
         return np.array(self._state["seed"], np.uint64)
 
+    def _check_complete(self, position: int) -> None:
+        """Raises `RuntimeError` if batches of indexed examples end before the run."""
+        steps, end = self._end()
+        if self.length is not None and end is not None and position < end:
+            raise RuntimeError(
+                f"The batches ended after {position} of the {end} examples of the run, at step "
+                f"{self.step} of {steps}, although nothing stopped it."
+            )
+
     def _check_end(self) -> None:
         """Raises an error if a stream is empty, and warns if it ended before the run."""
+        self._check_complete(self._state["position"])
         if self.length is not None or self.step == self._steps:
             return
         if self.step == 0:

@@ -150,6 +150,8 @@ def put(x: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Arr
     """Places an array with a sharding; all processes pass the complete array, with equal values."""
     if isinstance(x, np.ndarray):
         x = to_jax_dtype(x, "An array")
+    if may_alias is False and isinstance(x, np.ndarray | np.generic):
+        x = np.array(x)  # on CPUs, JAX uses the memory of NumPy arrays whatever `may_alias` says
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not _is_local(x)):
         return jax.device_put(x, sharding, may_alias=may_alias)
     if _is_key(x):

@@ -35,6 +35,7 @@ from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
 from ..train._predict import PredictFn, predict
 from ..train._step import TrainState
+from ._stop import refuse_after_signal
 
 _PROGRAMS: dict[Any, Any] = {}
 OutputFn = Callable[[PyTree], list[Any]]
@@ -79,7 +80,7 @@ def evaluate(
     **Raises:**
 
     `ValueError` or `TypeError` if there are no examples, or if a function returns something of the
-    wrong kind.
+    wrong kind. `RuntimeError` after a signal cut [`redcoast.fit`][] short in this process.
 
     !!! Example
 
@@ -89,6 +90,7 @@ def evaluate(
         )
         ```
     """
+    refuse_after_signal("evaluate", trains=False)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     model = tree_to_jax_dtypes(model, "the model")
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
@@ -135,7 +137,7 @@ def predict_examples(
     **Raises:**
 
     `ValueError` or `TypeError` if there are no examples, or if a function returns something of the
-    wrong kind.
+    wrong kind. `RuntimeError` after a signal cut [`redcoast.fit`][] short in this process.
 
     !!! Example
 
@@ -145,6 +147,7 @@ def predict_examples(
         )
         ```
     """
+    refuse_after_signal("predict_examples", trains=False)
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
     model = tree_to_jax_dtypes(model, "the model")
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)

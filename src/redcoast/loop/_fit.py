@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
-from ..checkpoint._policy import Checkpoints
+from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames
 from ..core._output import forgiving_output
@@ -43,7 +43,7 @@ from ._setup import (
     starting_state,
 )
 from ._steps import Step, training_steps
-from ._stop import stop_on_signal
+from ._stop import StopRequest, end_after_signal, refuse_after_signal, stop_on_signal
 
 logger = logging.getLogger("redcoast")
 
@@ -74,9 +74,10 @@ def fit(
 
     The data is a function of the key and the step: each epoch has its own order, batches continue
     across the ends of epochs, and only the last batch of a run may be short. A run that is stopped
-    and started again resumes bit for bit. SIGTERM, SIGINT and SIGUSR1 end it after the current
-    step, with a checkpoint; a second signal ends the process. To limit its time, call `fit` inside
-    of [`redcoast.stop_on_signal`][].
+    and started again resumes bit for bit. Signals end it after the current step, with a checkpoint:
+    after SIGTERM, SIGUSR1 and SIGHUP it returns, and after Ctrl-C it raises `KeyboardInterrupt`. A
+    second signal ends the process. To limit its time, or to handle signals otherwise, call `fit`
+    inside of [`redcoast.stop_on_signal`][].
 
     **Arguments:**
 
@@ -115,7 +116,8 @@ def fit(
     **Returns:**
 
     The [`redcoast.TrainState`][] at the end. Its `model` is the trained model. If the run was
-    stopped, its `step` is below `steps`.
+    stopped, its `step` is below `steps`, and other calls of `fit`, [`redcoast.evaluate`][] and
+    [`redcoast.predict_examples`][] in this process raise a `RuntimeError`.
 
     **Raises:**
 
@@ -124,7 +126,8 @@ def fit(
     steps in a row: it names the gradients and the examples. An error of one of the functions has
     notes that name the function, the step, the examples and the last checkpoint.
     [`redcoast.CheckpointNotSaved`][] if the final state could not be saved; a failure to save an
-    earlier state is a warning.
+    earlier state is a warning. `KeyboardInterrupt` after Ctrl-C, when the state has been saved.
+    `RuntimeError` if a signal asked an earlier run of this process to end.
 
     !!! Example
 
@@ -135,6 +138,7 @@ def fit(
         )
         ```
     """
+    refuse_after_signal("fit", trains=True)
     check_optimizer(optimizer)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     quiet = not (is_main() and shows_progress(all_loggers(log)))
@@ -173,6 +177,7 @@ def fit(
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
         state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
     conclude(state, data.steps, saver.directory, quiet=quiet)
+    end_after_signal(stopping, int(state.step), data.steps, saved=newest_checkpoint(checkpoints))
     return state
 
 
@@ -183,7 +188,7 @@ def _loop(
     state: TrainState,
     data: Batches,
     step: Callable[..., Any],
-    stopping: Callable[[], bool],
+    stopping: StopRequest,
     reader: MetricsReader,
     explain: Callable[[Step, bool], str],
     measure: CompiledEvaluation | None,
@@ -228,7 +233,10 @@ def _loop(
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)
             if stop:
-                logger.warning("Training stopped after step %d.", number)
+                of_steps = "" if data.steps is None else f" of {data.steps}"
+                logger.warning(
+                    "Training stopped after step %d%s: %s.", *(number, of_steps, stopping.reason)
+                )
                 break
         reader.flush()
     return done.state if done else state

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,103 @@ STOPPED = 75
 TWICE = 0.1
 
 
+# How a loop is asked to stop. After an interrupt (Ctrl-C), `fit` raises `KeyboardInterrupt`.
+GO_ON, STOP, INTERRUPT = 0, 1, 2
+
+
+class Reason(NamedTuple):
+    text: str
+    level: int
+
+
+class StopRequest:
+    """Whether a loop is asked to stop. It is called once after each step.
+
+    **Attributes:**
+
+    - `level`: `STOP` or `INTERRUPT` if it is, in all processes of the run alike.
+    - `reasons`: what asked this process, each with its level.
+    - `of_caller`: whether it belongs to a `stop_on_signal` of the caller, who then decides what
+        follows after the loop.
+    """
+
+    def __init__(self, ask: Callable[[], int], reasons: list[Reason], *, of_caller: bool = False):
+        self._ask, self.reasons, self.of_caller = ask, reasons, of_caller
+        self.level = GO_ON
+
+    def __call__(self) -> bool:
+        self.level = max(self.level, self._ask())
+        return self.level > GO_ON
+
+    @property
+    def reason(self) -> str:
+        """What asked for it, as a sentence without its end."""
+        if self.reasons:
+            return self.reasons[0].text
+        return "Another process of the run was asked to stop"
+
+
 # What an enclosing `stop_on_signal` returns, so that a loop inside it stops too.
-_enclosing: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+_enclosing: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
     "enclosing", default=None
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """A signal that a run of this process received, although the process goes on.
+
+    - `reason`: which signal, as a sentence.
+    - `step`, `steps`: the step after which the run ended, and the number of its steps.
+    """
+
+    reason: str
+    step: int
+    steps: int | None
+    cut_short: bool
+
+
+_received: list[Received] = []
+
+
+def refuse_after_signal(name: str, *, trains: bool) -> None:
+    """Raises `RuntimeError` if a signal asked an earlier run of this process to end.
+
+    A script that does not look at `state.step` would otherwise go on, with a model that is not
+    fully trained. Inside of `stop_on_signal`, the caller handles signals. What only computes with a
+    model is refused if that run was cut short.
+    """
+    if _enclosing.get() is not None:
+        return
+    for signal_of_run in _received:
+        if not (trains or signal_of_run.cut_short):
+            continue
+        of_steps = "" if signal_of_run.steps is None else f" of {signal_of_run.steps}"
+        raise RuntimeError(
+            f"{signal_of_run.reason} during an earlier `fit` of this process, which ended after "
+            f"step {signal_of_run.step}{of_steps}, so `{name}` does not begin. End the script when "
+            "`state.step` is less than the number of steps, or handle signals yourself: call these "
+            "functions inside of `redcoast.stop_on_signal()`."
+        )
+
+
+def end_after_signal(request: StopRequest, step: int, steps: int | None, *, saved: str) -> None:
+    """What follows a signal, after a run has ended and was saved.
+
+    **Raises:**
+
+    `KeyboardInterrupt` after Ctrl-C.
+    """
+    if request.of_caller:
+        return
+    # A signal may have arrived during the last step, or while it was saved.
+    level = highest_level(request.reasons, request.level)
+    if level == INTERRUPT:
+        raise KeyboardInterrupt(f"`fit` was interrupted after step {step}. {saved}")
+    if level == STOP:
+        unfinished = steps is None or step < steps
+        cut_short = request.level > GO_ON and unfinished
+        _received.append(Received(request.reason, step, steps, cut_short))
 
 
 @contextlib.contextmanager
@@ -41,7 +135,9 @@ def stop_on_signal(
 
     The loop stops after SIGTERM, SIGINT, SIGUSR1, SIGHUP, a preemption notice that JAX receives, or
     `max_seconds`. A second signal ends the process at once. [`redcoast.fit`][] uses this function
-    itself; call `fit` inside of `stop_on_signal(max_seconds)` to limit its time.
+    itself; call `fit` inside of `stop_on_signal(max_seconds)` to limit its time. The caller then
+    handles signals: `fit` returns the state after each of them, also after Ctrl-C, and the caller
+    compares `state.step` with the number of steps.
 
     **Arguments:**
 
@@ -75,73 +171,84 @@ def stop_on_signal(
         if jax.process_count() == 1:
             yield asked
         else:
-            yield _refuse if mesh is None else _agreed(mesh, asked)
+            yield _refuse if mesh is None else agreed(mesh, asked)
 
 
 def _refuse() -> bool:
     raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
 
 
-def _agreed(mesh: Mesh, asked: Callable[[], bool]) -> Callable[[], bool]:
-    """A function that returns whether any process is asked to stop, in all at the same step.
+def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
+    """Whether any process is asked to stop, with the same answer in all at the same step.
 
-    Each call dispatches an all-reduce of the processes' flags and reads the result of the call
+    Each call dispatches an all-reduce of the processes' levels and reads the result of the call
     before, which the devices have computed by then, so that no process waits for another.
     """
     everywhere = NamedSharding(mesh, P(mesh.axis_names))
-    # Each process fills its own part, so that an array holds the flags of all processes.
-    of_all = lambda flag: jax.make_array_from_callback(
-        (mesh.size,), everywhere, lambda _: np.full(1, flag, np.int32)
+    # Each process fills its own part, so that an array holds the levels of all processes.
+    of_all = lambda level: jax.make_array_from_callback(
+        (mesh.size,), everywhere, lambda _: np.full(1, level, np.int32)
     )
-    flags = [of_all(0), of_all(1)]
-    count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
-    counted: Any = None
+    levels = [of_all(level) for level in (GO_ON, STOP, INTERRUPT)]
+    highest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+    computed: Any = None
 
-    def agreed() -> bool:
-        nonlocal counted
-        before, counted = counted, count(flags[bool(asked())])
-        return before is not None and int(before) > 0
+    def level() -> int:
+        nonlocal computed
+        asked()
+        before, computed = computed, highest(levels[asked.level])
+        return GO_ON if before is None else int(before)
 
-    return agreed
+    return StopRequest(level, asked.reasons, of_caller=asked.of_caller)
 
 
 @contextlib.contextmanager
-def stop_signals(max_seconds: int | float | None = None) -> Iterator[Callable[[], bool]]:
+def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest]:
     """Turns the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP into a flag; a second ends the process.
 
     Gives a function that returns whether this process is asked to stop, to be called once after
     each step. Python handles signals in the main thread only; in others, none is seen.
     """
-    if (outer := _enclosing.get()) is not None and max_seconds is None:
-        yield outer
+    outer = _enclosing.get()
+    if outer is not None and max_seconds is None:
+        yield StopRequest(lambda: _level_of(outer), outer.reasons, of_caller=True)
         return
-    reasons: list[str] = []
+    reasons: list[Reason] = []
     begin = time.monotonic()
     noticed = _preemption_notice() if outer is None else (lambda: False)
     warned = False
 
-    def stopping() -> bool:
+    def level() -> int:
         nonlocal warned
         if noticed():
-            reasons.append("JAX received a preemption notice")
+            reasons.append(Reason("JAX received a preemption notice", STOP))
         if max_seconds is not None and time.monotonic() - begin >= max_seconds:
-            reasons.append(f"`max_seconds={max_seconds}` have passed")
+            reasons.append(Reason(f"`max_seconds={max_seconds}` have passed", STOP))
         if reasons and not warned:
-            logger.warning("%s: training stops after the current step.", reasons[0])
+            logger.warning("%s: training stops after the current step.", reasons[0].text)
             warned = True
-        return bool(reasons) or (outer is not None and outer())
+        return highest_level(reasons, _level_of(outer))
 
-    token = _enclosing.set(stopping)
+    request = StopRequest(level, reasons)
+    token = _enclosing.set(request)
     try:
         with _flagged(reasons) if outer is None else contextlib.nullcontext():
-            yield stopping
+            yield request
     finally:
         _enclosing.reset(token)
 
 
+def _level_of(outer: StopRequest | None) -> int:
+    return outer.level if outer is not None and outer() else GO_ON
+
+
+def highest_level(reasons: list[Reason], level: int) -> int:
+    return max([level, *(reason.level for reason in reasons)])
+
+
 @contextlib.contextmanager
-def _flagged(reasons: list[str]) -> Iterator[None]:
-    """Appends the name of the first signal that arrives."""
+def _flagged(reasons: list[Reason]) -> Iterator[None]:
+    """Appends the first signal that arrives."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -160,7 +267,8 @@ def _flagged(reasons: list[str]) -> Iterator[None]:
             return
         received = True
         _tell()
-        reasons.append(f"{signal.Signals(number).name} was received")
+        level = INTERRUPT if number == signal.SIGINT else STOP
+        reasons.append(Reason(f"{signal.Signals(number).name} was received", level))
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
         restore()

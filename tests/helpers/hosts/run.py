@@ -125,16 +125,17 @@ def decode(path):
 
 
 predict = {**common, "predict_fn": predict_fn, "output_fn": lambda p: p.tolist()}
-found = {
-    "process": jax.process_index(),
-    "step": int(state.step),
-    "metrics": metrics,
-    "collated": trained,
-    "decoded": decode(asked["weights"]) if "weights" in asked else None,
-    "evaluation": rc.evaluate(state.model, data, loss_fn=loss_fn, **common),
-    **{
-        x: rc.predict_examples(state.model, data, gather=x, **predict)
-        for x in asked.get("gather", [])
-    },
-}
+with rc.stop_on_signal(mesh=mesh):  # also where a signal stopped the run
+    found = {
+        "process": jax.process_index(),
+        "step": int(state.step),
+        "metrics": metrics,
+        "collated": trained,
+        "decoded": decode(asked["weights"]) if "weights" in asked else None,
+        "evaluation": rc.evaluate(state.model, data, loss_fn=loss_fn, **common),
+        **{
+            x: rc.predict_examples(state.model, data, gather=x, **predict)
+            for x in asked.get("gather", [])
+        },
+    }
 print("RESULT " + json.dumps(found), flush=True)

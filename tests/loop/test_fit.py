@@ -285,6 +285,31 @@ def steps_in(directory):
     return sorted(int(p.name) for p in (directory / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_files_stay_together_if_the_working_directory_changes(tmp_path, monkeypatch, removed):
+    start, other = tmp_path / "start", tmp_path / "other"
+    start.mkdir()
+    other.mkdir()
+    monkeypatch.chdir(start)
+
+    def log(metrics, step):
+        if step == 3:
+            os.chdir(other)
+        if step == 5 and removed:
+            other.rmdir()
+
+    fit(
+        steps=8,
+        log=[rc.progress_logger(), log],
+        checkpoints=rc.Checkpoints("runs/one", every=2, keep=9),
+    )
+    monkeypatch.chdir(start)
+    assert steps_in(start / "runs" / "one") == [2, 4, 6, 8]
+    logged = [entry["step"] for entry in rc.read_metrics("runs/one/metrics.jsonl")]
+    assert logged == [*range(1, 9)]
+    assert removed or not list(other.iterdir())
+
+
 def test_the_best_is_kept(tmp_path):
     checkpoints = rc.Checkpoints(tmp_path, every=2, keep=1, best="target", mode="max")
     targets = iter([0.0, 1.0, 5.0, 3.0, 2.0])  # the first is the rehearsal's

@@ -28,7 +28,8 @@ class Checkpoints:
 
     **Arguments:**
 
-    - `directory`: the directory of the run. Checkpoints are written to `checkpoints/<step>` inside
+    - `directory`: the directory of the run. A relative path is resolved at once, so that a later
+        `os.chdir` does not change it. Checkpoints are written to `checkpoints/<step>` inside
         it, and the metrics to `metrics.jsonl`.
     - `every`: the number of steps between checkpoints. By default `fit` saves at each evaluation
         and at the end of each epoch. It always saves at the end of training.
@@ -58,9 +59,12 @@ class Checkpoints:
     best: str | None = None
     mode: Literal["min", "max"] = "min"
     resume: bool = True
+    _path: Path = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_kind("directory", self.directory, (str, Path), "a path")
+        path = Path(self.directory).expanduser().absolute() / "checkpoints"
+        object.__setattr__(self, "_path", path)
         check_integer("Checkpoints.keep", self.keep)
         if self.every is not None:
             check_integer("Checkpoints.every", self.every)
@@ -76,7 +80,8 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        return Path(self.directory).expanduser().absolute() / "checkpoints"
+        """The absolute path of the directory of the checkpoints."""
+        return self._path
 
 
 def saved_steps(checkpoints: Checkpoints) -> list[int]:

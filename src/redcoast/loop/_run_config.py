@@ -84,7 +84,7 @@ def run_info(
         "versions": code_version(),
     }
     return RunInfo(
-        directory=None if directory is None else Path(directory).expanduser().absolute(),
+        directory=None if directory is None else Path(directory),
         resumed=resumed,
         plan=f"{plan}\n\n{plan.table()}",
         config=config,

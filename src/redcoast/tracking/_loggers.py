@@ -53,6 +53,11 @@ class RunInfo:
     steps: int | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        # Loggers write later, when a function of the user may have called `os.chdir`.
+        if self.directory is not None:
+            object.__setattr__(self, "directory", self.directory.expanduser().absolute())
+
 
 @dataclasses.dataclass(frozen=True)
 class _Run:

@@ -79,4 +79,4 @@ def tensorboard_logger(path: str | PathLike[str]) -> TensorboardLogger:
             "`tensorboard_logger` needs the package tensorboardX, which is not installed: "
             'pip install "redcoast[tensorboard]"'
         ) from error
-    return TensorboardLogger(Path(path), writer)
+    return TensorboardLogger(Path(path).expanduser().absolute(), writer)

@@ -37,5 +37,5 @@ def show_directory(directory: Path) -> Path:
     """A directory as a user would type it."""
     try:
         return directory.absolute().relative_to(Path.cwd())
-    except ValueError:
+    except (ValueError, OSError):  # elsewhere, or the working directory is gone
         return directory

@@ -258,3 +258,56 @@ def test_missing_and_newer_checkpoints_raise(tmp_path):
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ValueError, match="format 2"):
         rc.load_checkpoint(tmp_path / "a")
+
+
+STORABLE = [
+    "int2",
+    "int4",
+    "float4_e2m1fn",
+    "float8_e4m3fn",
+    "float8_e3m4",
+    "float8_e8m0fnu",
+    "bfloat16",
+    "bool",
+]
+OTHERS = ["uint2", "uint4", "float8_e4m3"]
+
+
+@pytest.mark.parametrize("name", STORABLE)
+def test_narrow_dtypes_are_saved(tmp_path, name):
+    tree = {"w": jnp.ones(4), "layer": {"q": jnp.ones((8, 16), getattr(jnp, name))}}
+    rc.save_checkpoint(tmp_path / "c", tree)
+    assert eqx.tree_equal(rc.load_checkpoint(tmp_path / "c", tree), tree)
+
+
+@pytest.mark.parametrize("dtype", [*OTHERS, "datetime64[s]", "U3", "V4", "longdouble"])
+def test_dtypes_that_cannot_be_stored_are_refused_with_the_name_of_the_leaf(tmp_path, dtype):
+    dtype = getattr(jnp, dtype) if dtype in OTHERS else np.dtype(dtype)
+    tree = {"w": jnp.ones(4), "layer": {"q": np.zeros((8, 16), dtype)}}
+    with pytest.raises(TypeError, match="layer/q is an array of .*cannot store"):
+        rc.save_checkpoint(tmp_path / "c", tree)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_state_cannot_be_saved_does_not_begin(tmp_path):
+    model = {"w": jnp.ones(4), "q": jnp.ones(4, jnp.uint4)}
+    steps = []
+    with pytest.raises(TypeError, match="model/q is an array of uint4"):
+        rc.fit(
+            model,
+            optax.sgd(0.1),
+            np.ones((8, 4), np.float32),
+            collate_fn=np.stack,
+            loss_fn=lambda m, b, k: jnp.mean((b @ m["w"]) ** 2),
+            batch_size=8,
+            steps=2,
+            checkpoints=rc.Checkpoints(tmp_path, every=1),
+            log=[rc.progress_logger(False), lambda metrics, step: steps.append(step)],
+        )
+    assert not steps
+
+
+def test_the_order_of_bytes_is_no_difference(tmp_path):
+    tree = {"w": np.arange(4, dtype=">f4")}
+    rc.save_checkpoint(tmp_path / "c", tree)
+    np.testing.assert_array_equal(rc.load_checkpoint(tmp_path / "c", tree)["w"], tree["w"])

@@ -120,6 +120,7 @@ def test_a_checkpoint_that_cannot_be_synced_is_not_saved(tmp_path, monkeypatch, 
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(_saver, "WAITS", ())
     with pytest.raises(rc.CheckpointNotSaved, match="Input/output error"):
         save(where, 2)
     assert saved_steps(where) == [1]

@@ -1,15 +1,18 @@
 """Failing saves: training continues, earlier checkpoints are kept, and the end raises an error."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from paths import HELPERS
 
 import redcoast as rc
+from redcoast.checkpoint import _orbax, _saver
 from redcoast.checkpoint._policy import saved_steps
 from redcoast.checkpoint._saver import Saver, remove_unfinished
 
@@ -155,13 +158,24 @@ def test_checkpoints_are_deleted_only_after_the_next_is_complete(tmp_path, monke
     assert [p.name for p in checkpoints.path.iterdir()] == ["3"]
 
 
+def save(checkpoints, step):
+    with Saver(checkpoints) as saver:
+        saver.save(step, tree(step), {"metrics": {}})
+
+
 def save_and_raise(checkpoints):
     with Saver(checkpoints) as saver:
         saver.save(1, tree(1), {"metrics": {}})
         raise KeyError("mine")
 
 
-def test_the_cause_is_kept_and_other_errors_take_precedence(tmp_path, monkeypatch):
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """The final save is tried again at once."""
+    monkeypatch.setattr(_saver, "WAITS", (0, 0))
+
+
+def test_the_cause_is_kept_and_other_errors_take_precedence(tmp_path, monkeypatch, no_waiting):
     def fail(directory):
         raise OSError(28, "No space left on device")
 
@@ -173,6 +187,72 @@ def test_the_cause_is_kept_and_other_errors_take_precedence(tmp_path, monkeypatc
     assert isinstance(error.value.__cause__, OSError)
     with pytest.raises(KeyError, match="mine"):
         save_and_raise(rc.Checkpoints(tmp_path))
+
+
+def test_the_final_state_is_saved_when_there_is_space_again(
+    tmp_path, monkeypatch, caplog, no_waiting
+):
+    """A disk that is full for a while must not cost the state that nothing follows."""
+    write, calls = _orbax.write_checksums, []
+
+    def fail_twice(directory):
+        calls.append(1)
+        if len(calls) <= 2:
+            raise OSError(28, "No space left on device")
+        write(directory)
+
+    monkeypatch.setattr(_orbax, "write_checksums", fail_twice)
+    checkpoints = rc.Checkpoints(tmp_path)
+    with Saver(checkpoints) as saver:
+        saver.save(1, tree(1), {"metrics": {}})
+    assert saved_steps(checkpoints) == [1]
+    assert "It is tried again in" in caplog.text
+    np.testing.assert_array_equal(rc.load_checkpoint(checkpoints.path / "1")["x"], np.ones(3))
+
+
+def test_a_failed_save_is_one_line(tmp_path, monkeypatch, caplog, no_waiting):
+    """Without the tracebacks of every task and thread of Orbax, and not for other errors."""
+
+    def save_and_log(checkpoints):
+        with Saver(checkpoints) as saver:
+            saver.save(1, tree(1), {"metrics": {}})
+            saver._settle()
+            try:
+                raise KeyError("mine")
+            except KeyError:
+                logging.getLogger("absl").exception("of another")
+
+    monkeypatch.setattr(_orbax, "write_checksums", lambda directory: 1 / 0)
+    with pytest.raises(rc.CheckpointNotSaved):
+        save_and_log(rc.Checkpoints(tmp_path))
+    assert [x.getMessage() for x in caplog.records if x.exc_info] == ["of another"]
+    assert "division by zero" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_is_found_before_a_save(tmp_path, monkeypatch, no_waiting):
+    """So that a full disk fails in one place, and leaves nothing behind."""
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(_orbax, "write_checksums", None)  # Orbax is not called
+    with pytest.raises(rc.CheckpointNotSaved, match="No space left"):
+        save(rc.Checkpoints(tmp_path), 1)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_files_with_the_names_of_checkpoints_are_not_checkpoints(tmp_path, caplog):
+    checkpoints = rc.Checkpoints(tmp_path, keep=1)
+    checkpoints.path.mkdir()
+    for name in ("36", "7.deleting"):
+        (checkpoints.path / name).write_text("mine")
+    with Saver(checkpoints) as saver:
+        for step in (1, 2):
+            saver.save(step, tree(step), {"metrics": {}})
+    assert saved_steps(checkpoints) == [2]
+    assert not caplog.records
+    assert (checkpoints.path / "36").read_text() == (checkpoints.path / "7.deleting").read_text()
 
 
 def test_an_unsaved_best_checkpoint_does_not_count(tmp_path, monkeypatch):

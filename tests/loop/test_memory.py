@@ -34,7 +34,7 @@ def out_of_memory(monkeypatch, at):
 def test_out_of_memory_says_what_is_where_and_what_to_try(monkeypatch, tmp_path, sizes):
     out_of_memory(monkeypatch, 3)
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
-        fit(checkpoints=rc.Checkpoints(tmp_path, every=1), mesh=rc.make_mesh(**sizes))
+        fit(checkpoints=rc.Checkpoints(tmp_path, every=1, keep=1), mesh=rc.make_mesh(**sizes))
     text = str(error.value)
     assert text.startswith("RESOURCE_EXHAUSTED: a device ran out of memory.")
     axes = "data 1 x fsdp 1 x model 1" if sizes is ONE else "data 2 x fsdp 2 x model 2"

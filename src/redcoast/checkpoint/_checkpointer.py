@@ -14,6 +14,7 @@ from ..core._frames import hide_frames
 from ._policy import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
+from ._tree import arrays_to_save
 
 
 class Restored(NamedTuple):
@@ -97,7 +98,13 @@ class Checkpointer:
 
         - `like`: a tree of the same structure, which may be abstract.
         - `shardings`: where its arrays go.
+
+        **Raises:**
+
+        `TypeError` if a checkpoint cannot store the dtype of an array; it names the array.
         """
+        if self._checkpoints is not None:
+            arrays_to_save(like)  # raises now what would be raised by the first save
         found = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
         if found is None:
             return None

@@ -89,6 +89,17 @@ def orbax_args(flat: Mapping[Names, Any], document: dict[str, Any]) -> Any:
     )
 
 
+def can_store(dtype: Any) -> bool:
+    """Whether TensorStore, which writes the arrays, has a dtype."""
+    import tensorstore
+
+    native = np.dtype(dtype).newbyteorder("=")
+    try:
+        return tensorstore.dtype(native).numpy_dtype == native
+    except ValueError:
+        return False
+
+
 def saved_arrays(path: Path) -> dict[Names, Any]:
     """The shapes and dtypes of all arrays in a checkpoint."""
     import orbax.checkpoint as ocp

@@ -87,8 +87,9 @@ class Checkpoints:
 def saved_steps(checkpoints: Checkpoints) -> list[int]:
     """The steps that have a checkpoint, oldest first."""
     path = checkpoints.path
-    names = [p.name for p in path.iterdir()] if path.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+    entries = path.iterdir() if path.is_dir() else []
+    steps = [entry for entry in entries if re.fullmatch("0|[1-9][0-9]*", entry.name)]
+    return sorted(int(entry.name) for entry in steps if entry.is_dir())
 
 
 def newest_checkpoint(checkpoints: Checkpoints | None) -> str:

@@ -1,13 +1,15 @@
 """Saves the checkpoints of a run in the background."""
 
 import contextlib
+import functools as ft
+import gc
 import itertools
 import logging
 import math
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from ._policy import (
     saved_steps,
     steps_to_delete,
 )
+from ._quiet_orbax import quiet_orbax
 from ._tree import arrays_and_document
 
 _rounds = itertools.count()
@@ -73,6 +76,10 @@ class Together:
 logger = logging.getLogger("redcoast")
 
 DELETING = ".deleting"
+# The seconds between attempts to save the final state, for a disk that is full for a while.
+WAITS = (1, 2, 4, 8, 15)
+# Less than any checkpoint takes.
+PROBE_BYTES = 4096
 UNFINISHED = re.compile(rf"\d+({re.escape(TEMPORARY)}.*|{re.escape(DELETING)})")
 
 
@@ -114,6 +121,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="redcoast-save")
         self._pending: Future[Exception | None] | None = None
         self._failed: tuple[int, Exception] | None = None
+        self._save_again: Callable[[], None] | None = None  # until the save has succeeded
+        self._is_final = False
+        self._quiet = contextlib.ExitStack()
         self._last, self._metrics = -1, {}
         self._later = max(saved_steps(checkpoints), default=0) if is_main() else 0
 
@@ -151,9 +161,14 @@ class Saver:
         path = self._checkpoints.path / str(step)
         if jax.process_count() == 1 and can_copy(arrays):
             args = orbax_args(copy_to_host(arrays), document)
-            self._pending = self._thread.submit(self._save_alone, path, args)
+            self._save_again = ft.partial(self._submit, path, args)
         else:
-            self._save_together(path, orbax_args(arrays, document))
+            args = orbax_args(arrays, document)
+            self._save_again = ft.partial(self._save_together, path, args)
+        self._save_again()
+
+    def _submit(self, path: Path, args: Any) -> None:
+        self._pending = self._thread.submit(self._save_alone, path, args)
 
     def _save_alone(self, path: Path, args: Any) -> Exception | None:
         """Saves host copies in the background, since Orbax's preparation is slower than copying."""
@@ -216,35 +231,57 @@ class Saver:
         if error is not None:
             self._fail(error)
         else:
-            self._failed = None
+            self._failed = self._save_again = None
+
+    def _save_final_again(self) -> None:
+        """Tries again to save the last state, which is lost otherwise."""
+        self._is_final = True
+        for seconds in WAITS:
+            if self._failed is None or self._save_again is None:
+                return
+            logger.warning(
+                "The final state, after step %d, could not be saved. It is tried again in %d s.",
+                *(self._last, seconds),
+            )
+            time.sleep(seconds)
+            self._save_again()
+            self._settle()
 
     def _fail(self, error: Exception) -> None:
         self._failed = self._last, error
         self._values.pop(self._last, None)
-        logger.warning(
-            "The checkpoint of step %d could not be saved, and training continues: %s %s",
-            *(self._last, _reason(error), newest_checkpoint(self._checkpoints)),
-        )
+        if not self._is_final:
+            logger.warning(
+                "The checkpoint of step %d could not be saved, and training continues: %s %s",
+                *(self._last, _reason(error), newest_checkpoint(self._checkpoints)),
+            )
+        logger.debug("The error of this save:", exc_info=error)
         # Its remains, on disk and in Orbax, would make the next save fail.
         with contextlib.suppress(Exception):
             self._checkpointer.close()
         if is_main():
             remove_unfinished(self._checkpoints.path)
         self._checkpointer = self._make()
+        error = None
+        gc.collect()  # tasks that failed are reported when they are collected, here without a word
 
     def _make(self) -> Any:
         barrier = self._together.barrier if jax.process_count() > 1 else None
         return make_checkpointer(background=True, barrier=barrier)
 
     def __enter__(self) -> "Saver":
+        self._quiet.enter_context(quiet_orbax())
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Waits for the save in progress."""
-        # After an error, the other processes may not be waiting here.
-        self._settle(alone=kind is not None)
-        self._thread.shutdown()
-        self._checkpointer.close()
+        with self._quiet:
+            # After an error, the other processes may not be waiting here.
+            self._settle(alone=kind is not None)
+            if kind is None:
+                self._save_final_again()
+            self._thread.shutdown()
+            self._checkpointer.close()
         if self._failed and kind is None:
             step, error = self._failed
             raise CheckpointNotSaved(
@@ -258,7 +295,8 @@ def remove_unfinished(path: Path) -> None:
     """Removes the remains of interrupted saves and deletions."""
     with contextlib.suppress(OSError):  # if it matters, the next save reports it
         for entry in path.iterdir():
-            if UNFINISHED.fullmatch(entry.name):
+            # A file of this name is not the remains of a checkpoint.
+            if UNFINISHED.fullmatch(entry.name) and (entry.is_dir() or entry.is_symlink()):
                 delete(entry)
 
 
@@ -282,9 +320,11 @@ def _unwritable(path: Path) -> str | None:
     probe = path.with_name(path.name + DELETING)
     try:
         probe.mkdir()
-        probe.rmdir()
+        (probe / "probe").write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
         return str(error)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
     return None
 
 

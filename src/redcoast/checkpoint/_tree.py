@@ -26,6 +26,7 @@ from ._orbax import (
     METADATA,
     CheckpointDamaged,
     Names,
+    can_store,
     check_size,
     get,
     make_checkpointer,
@@ -107,16 +108,7 @@ def arrays_and_document(
     tree: PyTree, metadata: Mapping[str, Any]
 ) -> tuple[dict[Names, Any], dict[str, Any]]:
     """The arrays of a tree, and the JSON document that is saved next to them."""
-    flat = flatten_arrays(tree)
-    if not any(x.size for x in flat.values()):
-        raise ValueError("The tree has no arrays with elements, so there is nothing to save.")
-    flat = {_full((), names): x for names, x in flat.items()}
-    for names, x in flat.items():
-        if not _is_key(x) and x.dtype.kind in "OSU":
-            raise TypeError(
-                f"{'/'.join(names)} is an array of {x.dtype}. Only numbers and booleans can be "
-                "saved."
-            )
+    flat = arrays_to_save(tree)
     keys = {"/".join(p): str(jax.random.key_impl(x)) for p, x in flat.items() if _is_key(x)}
     arrays = {p: jax.random.key_data(x) if _is_key(x) else x for p, x in flat.items()}
     # Orbax does not save arrays without elements: their shapes are in the document.
@@ -133,6 +125,30 @@ def arrays_and_document(
         "metadata": json.loads(json.dumps(dict(metadata), default=_as_number)),
     }
     return {p: x for p, x in arrays.items() if x.size}, document
+
+
+def arrays_to_save(tree: PyTree) -> dict[Names, Any]:
+    """The arrays of a tree by the names under which they are saved.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if they cannot be saved. The tree may be abstract.
+    """
+    flat = flatten_arrays(tree)
+    if not any(x.size for x in flat.values()):
+        raise ValueError("The tree has no arrays with elements, so there is nothing to save.")
+    flat = {_full((), names): x for names, x in flat.items()}
+    unknown = {names: x for names, x in flat.items() if not _is_key(x) and not can_store(x.dtype)}
+    if unknown:
+        names, x = next(iter(unknown.items()))
+        others = f" (and {len(unknown) - 1} more arrays)" if len(unknown) > 1 else ""
+        raise TypeError(
+            f"{'/'.join(names)} is an array of {x.dtype}{others}, which a checkpoint cannot store. "
+            "Only numbers and booleans can be saved, and of the narrow types int2, int4, "
+            "float4_e2m1fn and most of float8. Keep it in a type that can hold its values, such as "
+            "`x.astype(jnp.uint8)`, and convert it where it is used."
+        )
+    return flat
 
 
 def _as_number(x: Any) -> Any:
@@ -412,10 +428,11 @@ def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) 
             f"Only in the checkpoint: {several([*map(show, extra)], 5) or 'nothing'}."
         )
     kind = lambda x: f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    native = lambda x: np.dtype(x.dtype).newbyteorder("=")
     stored = {names: _stored(x) for names, x in wanted.items()}
     differ = [
         f"{show(names)} is {kind(saved[names])} in the checkpoint and {kind(x)} in {other}"
         for names, x in sorted(stored.items())
-        if (tuple(saved[names].shape), saved[names].dtype) != (tuple(x.shape), x.dtype)
+        if (tuple(saved[names].shape), native(saved[names])) != (tuple(x.shape), native(x))
     ]
     return f"{several(differ, 3, separator='; ')}." if differ else ""

@@ -1,0 +1,63 @@
+"""Reduces a failed save to one warning.
+
+On a full disk, each of the tasks and threads of Orbax and TensorStore that fails prints a traceback
+of its own, which is hundreds of lines around the warning that says what happened.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The tasks of Orbax are reported by `asyncio` when nobody reads their results.
+LOGGERS = ("absl", "asyncio")
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Drops what Orbax and TensorStore print about errors; the save raises the first of them."""
+    import orbax.checkpoint as ocp
+
+    files = str(Path(ocp.__file__).parent)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.exc_info in (None, False) or not _concerns(record, files)
+
+    before = sys.unraisablehook
+
+    def hook(error: Any) -> None:
+        if not _is_late_result(error.exc_value, error.exc_traceback):
+            before(error)
+
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(is_other)
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_other)
+        if sys.unraisablehook is hook:  # something else may have replaced it meanwhile
+            sys.unraisablehook = before
+
+
+def _concerns(record: logging.LogRecord, files: str) -> bool:
+    """Whether a record was logged by files of Orbax, or is about an error raised in them."""
+    _, _, trace = record.exc_info or (None, None, None)
+    names = [record.pathname, *(frame.filename for frame in traceback.extract_tb(trace))]
+    return any(name.startswith(files) for name in names)
+
+
+def _is_late_result(error: BaseException | None, trace: Any) -> bool:
+    """Whether a thread of TensorStore had a result for an event loop that an error had ended."""
+    if threading.current_thread() is threading.main_thread() or trace is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(trace)
+    check_closed = asyncio.BaseEventLoop._check_closed  # pyright: ignore[reportAttributeAccessIssue]
+    return isinstance(error, RuntimeError) and frame.f_code is check_closed.__code__

@@ -33,6 +33,7 @@ import equinox as eqx
 import jax
 import optax
 import tyro
+from _complete import complete
 from collectives_docs import between_marks
 
 import redcoast as rc
@@ -254,7 +255,7 @@ def time_of_fit(found: dict[str, Any]) -> float:
     changed = {"evaluation": None, "checkpoints": None, "log": log, "steps": WARM_UP + TIMED}
     arguments = found | changed
     essential = [arguments.pop(name) for name in ("model", "optimizer", "examples")]
-    rc.fit(*essential, **arguments)
+    complete(rc.fit(*essential, **arguments), WARM_UP + TIMED)
     return (times[-1] - times[WARM_UP - 1]) / TIMED
 
 

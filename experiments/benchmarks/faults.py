@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _complete import complete
 
 import redcoast as rc
 from redcoast.checkpoint._saver import Saver
@@ -206,7 +207,7 @@ def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -
         return loss_fn(model, batch, key) + waited
 
     memory: list[float] = []
-    rc.fit(
+    state = rc.fit(
         eqx.nn.MLP(32, 32, width, 3, key=jax.random.key(0)),
         optax.adamw(1e-3),
         Examples(),
@@ -217,6 +218,7 @@ def timed(directory: Path, width: int, every: int, steps: int, seconds: float) -
         checkpoints=rc.Checkpoints(directory, every=every),
         log=[rc.progress_logger(False), lambda metrics, step: memory.append(resident())],
     )
+    complete(state, steps)
     return begun[-steps:], memory
 
 

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _complete import complete
 from bandwidth import bytes_read, copy_bandwidth, parameters, seconds_of
 from loop import Case, hand_written, make_examples, with_fit
 from real_peak import target_of
@@ -218,7 +219,7 @@ def train_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, nam
     times: list[float] = []
     with attention(kernel):
         begin = time.perf_counter()
-        rc.fit(
+        state = rc.fit(
             init_fn(size.model, remat),
             OPTIMIZER,
             tokens_of(size, steps + WARM_UP),
@@ -230,6 +231,7 @@ def train_rows(size: Size, steps: int, chip: Chip, kernel: bool, remat: str, nam
             compute_dtype=jnp.bfloat16,
             log=[rc.progress_logger(False), lambda *_: times.append(time.perf_counter())],
         )
+    complete(state, steps + WARM_UP)
     seconds = (times[-1] - times[WARM_UP - 1]) / steps
     what = f"fit, {name}, remat {remat}"
     first = row(f"time to the first step, {what}", times[0] - begin, "s")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _complete import complete
 
 import redcoast as rc
 
@@ -86,7 +87,7 @@ def hand_written(model: Any, examples: list[Any], case: Case) -> float:
 def with_fit(model: Any, examples: list[Any], case: Case) -> float:
     """Steps per second of `rc.fit`, which also reads, checks and logs the metrics of each step."""
     times: list[float] = []
-    rc.fit(
+    state = rc.fit(
         model,
         OPTIMIZER,
         examples,
@@ -97,6 +98,7 @@ def with_fit(model: Any, examples: list[Any], case: Case) -> float:
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
         log=[rc.progress_logger(False), lambda metrics, step: times.append(time.perf_counter())],
     )
+    complete(state, case.steps + WARM_UP)
     return case.steps / (times[-1] - times[WARM_UP - 1])
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _complete import complete
 from loop import CASES, OPTIMIZER, collate_fn, loss_fn, make_examples
 
 import redcoast as rc
@@ -144,7 +145,7 @@ def timed(loop: Loop, model: Any, examples: list[Any], steps: int, warm_up: int 
 
 def timed_fit(model: Any, examples: list[Any], steps: int, warm_up: int = 20) -> Seconds:
     times: list[Seconds] = []
-    rc.fit(
+    state = rc.fit(
         model,
         OPTIMIZER,
         examples,
@@ -155,6 +156,7 @@ def timed_fit(model: Any, examples: list[Any], steps: int, warm_up: int = 20) ->
         mesh=rc.make_mesh(devices=jax.devices()[:1]),
         log=[rc.progress_logger(False), lambda metrics, step: times.append(clocks())],
     )
+    complete(state, steps + warm_up)
     return between(times[warm_up - 1], times[-1], steps)
 
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 import tyro
+from _complete import complete
 
 import redcoast as rc
 
@@ -51,7 +52,7 @@ def measure(cache: str) -> list[list[float]]:
     def call(start: Any, steps: int) -> tuple[Any, list[float]]:
         before, begin = (len(traces), len(compiled)), time.perf_counter()
         state = rc.fit(start, OPTIMIZER, list(rows), steps=steps, **options)
-        jax.block_until_ready(state.step)
+        complete(state, steps)
         seconds = time.perf_counter() - begin
         return state, [seconds, len(traces) - before[0], len(compiled) - before[1]]
 

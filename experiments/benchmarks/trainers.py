@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import redco
 import tyro
+from _complete import complete
 from rivals import VOCAB, flax_model
 from step import OURS, deepen
 
@@ -76,7 +77,7 @@ def with_fit(
         steps = len(rows) // batch_size + (0 if callable(state) else int(state.step))
         begin = time.process_time()
         state = rc.fit(state, optimizer, rows, steps=steps, **options)
-        state.step.block_until_ready()
+        complete(state, steps)
         return time.process_time() - begin
 
     return epoch

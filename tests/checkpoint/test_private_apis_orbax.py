@@ -54,6 +54,14 @@ def test_finalize_comes_after_all_files_and_before_the_final_name(tmp_path, monk
     require(complete, "the order of `finalize` and of the files of the arrays")
 
 
+def test_async_save_of_an_instance_gives_futures_that_the_barrier_waits_for():
+    module: Any = inspect.getmodule(ocp.AsyncCheckpointer)
+    text = inspect.getsource(module)
+    require("await self._handler.async_save(path, args=" in text, "the call of `async_save`")
+    waits, barrier = map(text.find, ("ChainedFuture(commit_futures", "'async_write_complete'"))
+    require(0 < waits < barrier, "the order of the futures and of the barrier")
+
+
 def test_options():
     names = ("create_directories_asynchronously", "barrier_sync_fn")
     for name in names:

@@ -13,6 +13,7 @@ from paths import HELPERS
 
 import redcoast as rc
 from redcoast.checkpoint import _orbax, _saver
+from redcoast.checkpoint._checksums import write_checksums
 from redcoast.checkpoint._policy import saved_steps
 from redcoast.checkpoint._saver import Saver, remove_unfinished
 
@@ -193,7 +194,7 @@ def test_the_final_state_is_saved_when_there_is_space_again(
     tmp_path, monkeypatch, caplog, no_waiting
 ):
     """A disk that is full for a while must not cost the state that nothing follows."""
-    write, calls = _orbax.write_checksums, []
+    write, calls = write_checksums, []
 
     def fail_twice(directory):
         calls.append(1)

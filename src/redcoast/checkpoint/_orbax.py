@@ -51,6 +51,7 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
     `barrier(key=..., timeout_ms=...)` replaces Orbax's barrier between processes in the background.
     """
     import orbax.checkpoint as ocp
+    from orbax.checkpoint import future
 
     # If Orbax cannot create a directory in the background, its threads wait for that directory for
     # twenty minutes and keep the process from exiting.
@@ -64,7 +65,7 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
         # Each process syncs what it wrote, because it may be in the memory of its host only. The
         # barrier between the processes comes after these futures.
         written = await start(directory, args=args) or []
-        return [ocp.future.ChainedFuture(written, lambda: sync_tree(Path(directory)))]
+        return [future.ChainedFuture(written, lambda: sync_tree(Path(directory)))]
 
     def finalize(directory: Any) -> None:
         # Only process 0 gets here: after all processes have written their files, and before the

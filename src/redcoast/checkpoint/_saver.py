@@ -262,7 +262,6 @@ class Saver:
         if is_main():
             remove_unfinished(self._checkpoints.path)
         self._checkpointer = self._make()
-        error = None
         gc.collect()  # tasks that failed are reported when they are collected, here without a word
 
     def _make(self) -> Any:

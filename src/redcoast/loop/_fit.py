@@ -43,7 +43,7 @@ from ._setup import (
     starting_state,
 )
 from ._steps import Step, training_steps
-from ._stop import StopRequest, end_after_signal, refuse_after_signal, stop_on_signal
+from ._stop import StopRequest, end_after_signal, refuse_after_signal, stop_request
 
 logger = logging.getLogger("redcoast")
 
@@ -172,7 +172,7 @@ def fit(
         compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
         step = by_microbatches(compiled, batch_size, accumulate)
         explain = ft.partial(explain_step, found, data, checkpoints, **options)
-        stopping = stack.enter_context(stop_on_signal(mesh=data.mesh))
+        stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
         state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)

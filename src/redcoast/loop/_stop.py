@@ -167,14 +167,23 @@ def stop_on_signal(
     """
     if max_seconds is not None:
         check_number("max_seconds", max_seconds, above=0)
+    with stop_request(max_seconds, mesh=mesh) as request:
+        yield request
+
+
+@contextlib.contextmanager
+def stop_request(
+    max_seconds: int | float | None = None, *, mesh: Mesh | None = None
+) -> Iterator[StopRequest]:
+    """As `stop_on_signal`, for a loop that has to know what asked it to stop."""
     with stop_signals(max_seconds) as asked:
         if jax.process_count() == 1:
             yield asked
         else:
-            yield _refuse if mesh is None else agreed(mesh, asked)
+            yield StopRequest(_refuse, []) if mesh is None else agreed(mesh, asked)
 
 
-def _refuse() -> bool:
+def _refuse() -> int:
     raise ValueError("Several processes stop at the same step over a mesh: pass `mesh`.")
 
 
@@ -272,7 +281,7 @@ def _flagged(reasons: list[Reason]) -> Iterator[None]:
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
         restore()
-        if hangup in before:
+        if hangup is not None and hangup in before:
             # The shell and the kernel each send it when a terminal is closed.
             signal.signal(hangup, signal.SIG_IGN)
 

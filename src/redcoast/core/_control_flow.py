@@ -361,9 +361,14 @@ def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any]) -> AnyJaxpr:
     return jax.extend.core.ClosedJaxpr(jaxpr, list(consts))
 
 
+def is_high_level(equation: JaxprEqn) -> bool:
+    """Whether an equation is a `jax.experimental.hijax.HiPrim`."""
+    return equation.primitive.name == _HIGH_LEVEL
+
+
 def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
     """Returns all jaxprs that an equation has, those for derivatives too, without constants."""
-    if equation.primitive.name != _HIGH_LEVEL:
+    if not is_high_level(equation):
         return list(jaxprs_in_params(equation.params))
     call = control_flow(equation)
     return [open_jaxpr(call.jaxpr)] if isinstance(call, Call) else []
@@ -374,7 +379,7 @@ def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> Jax
 
     The jaxpr of an operation with derivatives of its own is left as it is.
     """
-    if equation.primitive.name != _HIGH_LEVEL:
+    if not is_high_level(equation):
         params = {name: replace(value) for name, value in equation.params.items()}
         return equation.replace(params=params)
     prim, call = equation.params["_prim"], control_flow(equation)

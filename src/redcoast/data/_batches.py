@@ -17,7 +17,7 @@ from ..core._iterate import with_last
 from ..core._owned import copied
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
-from ._collate import CollateFn
+from ._collate import CollateFn, collate
 from ._loading import Collating, Loaded, stream_batches, training_batches
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
@@ -127,6 +127,18 @@ class Batches:
     def peek(self) -> PyTree[np.ndarray | jax.Array]:
         """Collates this process's rows of a first batch on the host, without advancing."""
         return without_marks(self._peek())
+
+    def collate_examples(self, indices: list[int], *, augment: bool = True) -> PyTree:
+        """Collates examples of the first epoch on the host, without advancing.
+
+        Of a stream, they are counted from where it is. Indices beyond the last example, or beyond a
+        first batch of a stream, begin again at the first. Without `augment`, the parameter `rngs`
+        of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
+        """
+        seed = np.zeros(2, np.uint64)
+        generators = lambda: example_generators([0] * len(indices), indices, seed)
+        rngs = generators if augment else lambda: None
+        return collate(self.collate_fn, self._first_examples(indices), indices, rngs)
 
     def _peek(self) -> PyTree:
         def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:

@@ -106,25 +106,6 @@ def _failed() -> str:
     return f"redcoast/failed/{_run}"
 
 
-def agree(values: dict[str, Any], *, timeout: float = TIMEOUT) -> None:
-    """Checks that all processes have the same values.
-
-    **Raises:**
-
-    `ValueError` in all processes if not. It names the values that differ and the processes that
-    have them.
-    """
-    everyone = exchange("configuration", values, timeout=timeout)
-    first = json.loads(json.dumps(values)) if len(everyone) == 1 else everyone[0]
-    differ = [name for name in first if any(other.get(name) != first[name] for other in everyone)]
-    if differ:
-        said = " ".join(_difference(name, [x.get(name) for x in everyone]) for name in differ)
-        raise ValueError(
-            f"The processes of this run disagree. {said} Start all of them with the same code, "
-            "arguments and data."
-        )
-
-
 def decide(topic: str, value: Any) -> Any:
     """Returns the value of process 0 in all processes."""
     return exchange(topic, value if is_main() else None)[0]
@@ -150,12 +131,3 @@ def _wait(store: Any, key: str, deadline: float) -> str | None:
             raise ProcessLost(f"Process {other} has failed: {text}")
         if left <= 0:
             return None
-
-
-def _difference(name: str, values: list[Any]) -> str:
-    """Lists which processes have which version of one value."""
-    who: dict[str, list[int]] = {}
-    for process, value in enumerate(values):
-        who.setdefault(json.dumps(value), []).append(process)
-    said = "; ".join(f"{value} on {name_processes(ids)}" for value, ids in who.items())
-    return f"{name}: {said}."

@@ -1,35 +1,49 @@
 """Checks that all processes run the same program on the same data."""
 
 import functools as ft
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._program_lines import describe_array
 from ..data._batches import Batches
 from ..data._collate import CollateFn, describe_batch
 from ..data._sources import count_examples
-from ..distributed._kv_store import agree
+from ..distributed._agreement import agree, checksum, program_listing, tree_listing
 from ..sharding import Plan
 from ..tracking._loggers import code_version
+from ..train._compile import CompiledStep
 from ..train._loss import LossFn
+from ..train._step import TrainState
 from ._evaluation import Evaluation
+from ._first_examples import first_examples, first_training_examples
 from ._setup import is_init_fn
+
+# JAX's settings that change a program, or how it runs.
+_SETTINGS = (
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_jit",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
 
 
 def check_agreement(
     plan: Plan,
     model: PyTree,
+    state: TrainState,
+    step: Callable[[], CompiledStep],
     data: Batches,
     collate_fn: CollateFn,
     loss_fn: LossFn,
     evaluation: Evaluation | None,
+    key: PRNGKeyArray,
     **values: Any,
 ) -> None:
     """Raises `ValueError` on all processes if they are about to run different things.
@@ -39,9 +53,12 @@ def check_agreement(
     **Arguments:**
 
     - `plan`: how the program is sharded; it follows from the program.
-    - `model`: what the run begins with; of a function, the code is compared.
+    - `model`, `key`: what the run begins with. Of a function, the code is compared.
+    - `state`, `step`: the abstract state, and what returns the compiled step, whose program is
+        compared.
     - `collate_fn`, `loss_fn`: the code of these functions is compared.
-    - `data`, `evaluation`: the number of their examples and the shapes of a batch are compared.
+    - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
+        examples are compared.
     - `values`: all else by name, as JSON can hold it.
     """
     if jax.process_count() == 1:
@@ -49,36 +66,39 @@ def check_agreement(
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     functions |= {"init_fn": model} if is_init_fn(model) else {}
     lengths = {"examples": data.length}
+    examples = {"the first examples": first_training_examples(data)}
     if evaluation is not None:
         own = {f"Evaluation.{x.name}": getattr(evaluation, x.name) for x in fields(evaluation)}
         lengths["Evaluation.examples"] = count_examples(own.pop("Evaluation.examples"))
         functions |= {x: own.pop(x) for x in list(own) if x.endswith("_fn")}
         values |= own
+        examples["the first examples of the evaluation"] = first_examples(
+            evaluation.examples,
+            evaluation.collate_fn,
+            batch_size=evaluation.batch_size,
+            mesh=data.mesh,
+            name="Evaluation.examples",
+        )
     values["mesh"] = dict(data.mesh.shape)
+    is_first_full = data.rows_left is None or data.rows_left >= data.batch_size
+    listings = {"the values of the initial model": tree_listing(model), **examples}
+    if is_first_full:
+        traced = step().trace(state, data.spec)
+        listings["the program of the step"] = program_listing(traced.jaxpr)
     agree(
         {
             **{f"the version of {name}": text for name, text in code_version().items()},
+            **{f"JAX's setting {name}": str(getattr(jax.config, name, "")) for name in _SETTINGS},
             **{f"`{name}`": value for name, value in values.items()},
             **{f"the number of `{name}`": length for name, length in lengths.items()},
+            "`key`": describe_array(key),
+            "the devices of `mesh`": checksum(str([x.id for x in data.mesh.devices.flat]).encode()),
             "what `collate_fn` returns": describe_batch(data.spec),
             **{f"the code of `{name}`": _code(fn) for name, fn in functions.items()},
-            "the plan of the model": _checksum([plan.table().encode()]),
-            "the values of the initial model": _checksum(_bytes(model)),
-        }
+            "the plan of the model": checksum(plan.table().encode()),
+        },
+        listings,
     )
-
-
-def _checksum(parts: Iterator[bytes] | list[bytes]) -> str:
-    return f"{ft.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0):08x}"
-
-
-def _bytes(model: PyTree) -> Iterator[bytes]:
-    """The bytes of the arrays that each process has in full."""
-    for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)):
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
-            continue
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        yield np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
 
 def _code(fn: Any) -> str | None:
@@ -86,7 +106,7 @@ def _code(fn: Any) -> str | None:
     while isinstance(fn, ft.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)
-    return None if code is None else _checksum(list(_instructions(code)))
+    return None if code is None else checksum(b"".join(_instructions(code)))
 
 
 def _instructions(code: Any) -> Iterator[bytes]:

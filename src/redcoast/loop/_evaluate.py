@@ -18,14 +18,16 @@ from ..core._errors import check_functions, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
+from ..core._program_lines import describe_array
 from ..core._pytree import show_path
 from ..core._reuse import reuse
 from ..core._user_functions import calling
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
 from ..data._sources import count_examples
+from ..distributed._agreement import agree, agree_on_program, tree_listing
 from ..distributed._arrays import own_rows, place_tree, put
-from ..distributed._kv_store import agree, is_main
+from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
@@ -35,6 +37,7 @@ from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
 from ..train._predict import PredictFn, predict
 from ..train._step import TrainState
+from ._first_examples import first_examples
 from ._stop import refuse_after_signal
 
 _PROGRAMS: dict[Any, Any] = {}
@@ -99,7 +102,9 @@ def evaluate(
     if (count_examples(examples) or 0) > batch_size:
         batches = _check_coupling(plan, model, batches, batch_size, loss_fn, compute_dtype)
     evaluation = compile_loss(loss_fn, plan, compute_dtype)
-    return run_evaluation(evaluation, place_tree(model, plan.shardings), batches, key)
+    placed = place_tree(model, plan.shardings)
+    batches = _check_program("the program of the loss", evaluation, placed, batches, key)
+    return run_evaluation(evaluation, placed, batches, key)
 
 
 @hide_frames
@@ -154,6 +159,7 @@ def predict_examples(
     plan, batches, key = _plan(predicted, model, examples, collate_fn, batch_size, mesh, key)
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
     placed = place_tree(model, plan.shardings)
+    batches = _check_program("the program of the prediction", prediction, placed, batches, key)
     found = run_prediction(prediction, placed, batches, output_fn, key, gather=gather)
     return list(found) if gather == "none" else [entry for _, entry in found]
 
@@ -174,9 +180,10 @@ def _plan(
         raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
     mesh = ambient_or_default(mesh)
     if jax.process_count() > 1:  # they would wait for each other in vain
-        count = count_examples(examples)
-        same = {"`batch_size`": batch_size, "the number of `examples`": count}
-        agree({**same, "`mesh`": dict(mesh.shape)})
+        values = {"`batch_size`": batch_size, "the number of `examples`": count_examples(examples)}
+        values |= {"`mesh`": dict(mesh.shape), "`key`": describe_array(_default(key))}
+        first = first_examples(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+        agree(values, {"the model": tree_listing(model), "the first examples": first})
     batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
     # The key of a state is on the devices of its run, which may be others.
     key = put(_default(key), NamedSharding(mesh, P()))
@@ -193,6 +200,21 @@ def _and_rest(
     with contextlib.closing(batches):
         yield first
         yield from batches
+
+
+def _check_program(
+    name: str,
+    program: CompiledCall,
+    model: PyTree,
+    batches: Generator[Loaded, None, None],
+    key: PRNGKeyArray,
+) -> Generator[Loaded, None, None]:
+    """All batches, after it was checked that processes have the same program for the first."""
+    if jax.process_count() == 1:
+        return batches
+    first = next(batches)
+    check_program(name, program, model, first.arrays, key)
+    return _and_rest(first, batches)
 
 
 def _check_coupling(
@@ -217,6 +239,14 @@ def _check_coupling(
 
 def _default(key: PRNGKeyArray | None) -> PRNGKeyArray:
     return jax.random.key(0) if key is None else key
+
+
+def check_program(
+    name: str, program: CompiledCall, model: PyTree, batch: PyTree, key: PRNGKeyArray | None
+) -> None:
+    """Raises `ValueError` on all processes if their programs of `(model, batch, key)` differ."""
+    if jax.process_count() > 1:
+        agree_on_program(name, program.trace(model, batch, _default(key)).jaxpr, program.mesh)
 
 
 def compile_loss(loss_fn: LossFn, plan: Plan, compute_dtype: Any) -> CompiledCall:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
@@ -28,6 +29,7 @@ from ..train._loss import LossFn
 from ..train._predict import PredictFn
 from ._evaluate import (
     OutputFn,
+    check_program,
     compile_loss,
     compile_prediction,
     run_evaluation,
@@ -135,6 +137,7 @@ class CompiledEvaluation:
 
     def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> list[str]:
         """The names of the metrics. The loss is traced, and predictions are made for one batch."""
+        self._check_agreement(model, key)
         names: list[str] = []
         if self.mean_loss is not None:
             with contextlib.closing(self._batches()) as batches:
@@ -146,6 +149,19 @@ class CompiledEvaluation:
         if self.mean_loss is not None:
             with contextlib.closing(self._batches()) as batches:
                 run_evaluation(self.mean_loss, model, [next(batches)], key, strict=False)
+
+    def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
+        """Raises `ValueError` on all processes if their programs of the evaluation differ."""
+        if jax.process_count() == 1:
+            return
+        programs = {"loss": self.mean_loss, "prediction": self.prediction}
+        with contextlib.closing(self._batches(count=1)) as batches:
+            arrays = next(batches).arrays
+        for name, program in programs.items():
+            if program is not None:
+                check_program(
+                    f"the program of the evaluation's {name}", program, model, arrays, key
+                )
 
     def _compared(
         self,

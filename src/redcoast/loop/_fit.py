@@ -155,8 +155,11 @@ def fit(
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
+        compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
         values = {"accumulate": accumulate, "checkpoints": str(checkpoints), **length}
-        check_agreement(found, model_or_state, data, collate_fn, loss_fn, evaluation, **values)
+        of_step = (abstract, lambda: compiled(accumulate))
+        of_data = (data, collate_fn, loss_fn, evaluation, key)
+        check_agreement(found, model_or_state, *of_step, *of_data, **values)
         stack.enter_context(noted_checkpoint(checkpoints))
         stack.enter_context(explained_memory(found))
         restored = saver.restore(abstract, found.shardings)
@@ -169,7 +172,6 @@ def fit(
         measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
-        compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
         step = by_microbatches(compiled, batch_size, accumulate)
         explain = ft.partial(explain_step, found, data, checkpoints, **options)
         stopping = stack.enter_context(stop_request(mesh=data.mesh))

@@ -22,6 +22,7 @@ from ..core._frames import hide_frames
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, abstract_array, join, show_path, split
 from ..core._tracing import traced_over
+from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, place_batch, put
 from ..distributed._mesh import batch_shards
 from ..tracking._metrics import PackedMetrics
@@ -144,6 +145,7 @@ class CompiledStep:
         if is_new := jitted not in self._closed_over:
             traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
             refuse_wrong_gradients(traced.jaxpr, self._mesh)
+            agree_on_program("the program of the step", traced.jaxpr, self._mesh)
             self._closed_over[jitted] = list(consts_of(traced.jaxpr))
         if is_new or not own:  # arrays that the step closes over stay valid
             kept = [*given, *self._closed_over[jitted]]
@@ -442,6 +444,10 @@ class CompiledCall:
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
         return self._jitted(*self._split(tree, args))
+
+    def trace(self, tree: PyTree, *args: PyTree) -> jax.stages.Traced:
+        """Traces the function, like the method of a jitted function."""
+        return self._jitted.trace(*self._split(tree, args))
 
     def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
         """The abstract outputs, and the last array of them, by a program that computes no other."""

@@ -24,6 +24,7 @@ from ..core._pytree import join, partition_trainable, show_path, split
 from ..core._train_state import AbstractTrainState
 from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
+from ..distributed._agreement import agree_on_program
 from ..tracking._metrics import check_scalars
 from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
@@ -151,6 +152,10 @@ def create_split(
         lambda a: split(create(*eqx.combine(a, constants)))[0],
         out_shardings=jax.tree.leaves(shardings),
     )
+    if jax.process_count() > 1:
+        mesh = jax.tree.leaves(shardings)[0].mesh
+        traced = flat_create.trace(arrays)
+        agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
     return join(flat_create(arrays), static)
 
 

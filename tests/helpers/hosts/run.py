@@ -28,6 +28,10 @@ rc.initialize()
 faulty = jax.process_index() == asked.get("who")
 fault = asked.get("fault") if faulty else None
 collated: list[int] = []
+# What a function reads by name is not part of its code.
+SCALE = 2.0 if fault == "other constant" else 1.0
+OTHER = 0.5
+TEMPERATURE = 2.0 if fault == "other prediction" else 1.0
 
 
 def make_fault() -> None:
@@ -42,7 +46,7 @@ def make_fault() -> None:
 
 
 def examples() -> list[tuple[np.ndarray, int, int]]:
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(5 if fault == "other data" else 0)
     rows = ROWS - 1 if fault == "fewer examples" else ROWS
     return [(rng.normal(size=8).astype(np.float32), i % 3, i) for i in range(rows)]
 
@@ -54,6 +58,8 @@ def collate_fn(rows, rngs=None):
         asked["at"] = 10**9
         make_fault()
     x = np.stack([np.full(8, np.nan) if i in asked.get("nan", []) else x for x, _, i in rows])
+    if fault == "other collate":
+        x = x * OTHER
     if rngs is not None:
         x = x + 0.1 * np.stack([rng.normal(size=8) for rng in rngs])
     return x.astype(np.float32), np.array([y for _, y, _ in rows], np.int32)
@@ -63,11 +69,13 @@ def loss_fn(model, batch, key):
     x, y = batch
     x = eqx.nn.Dropout(0.1, inference=False)(x, key=key)
     losses = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y)
-    return jnp.mean(losses), {"largest": jnp.max(losses)}
+    if fault == "callback":
+        jax.debug.callback(lambda x: None, losses)
+    return SCALE * jnp.mean(losses), {"largest": jnp.max(losses)}
 
 
 def predict_fn(model, batch, key):
-    return jax.nn.softmax(jax.vmap(model)(batch[0]))
+    return jax.nn.softmax(TEMPERATURE * jax.vmap(model)(batch[0]))
 
 
 def metric_fn(rows, outputs):
@@ -98,13 +106,13 @@ if asked.get("twice"):  # a first run that ends with an error on all of them
 common = {"collate_fn": collate_fn, "mesh": mesh, "batch_size": 8 if fault == "batch" else 16}
 state = fit_quietly(
     model,
-    optax.adamw(1e-2),
+    optax.adamw(0.1 if fault == "learning rate" else 0.01),
     data,
     **common,
     loss_fn=(lambda *args: loss_fn(*args)) if fault == "other code" else loss_fn,
     predict_fn=predict_fn,
     metric_fn=metric_fn,
-    eval_examples=data[:21],
+    eval_examples=data[1:22] if fault == "other evaluation" else data[:21],
     steps=asked.get("steps", 12),
     checkpoints=rc.Checkpoints(directory, every=3, keep=2) if directory else None,
     log=lambda values, step: metrics.append((step, values)),

@@ -40,6 +40,7 @@ import jaxtyping  # noqa: E402
 from annotations import check_annotations  # noqa: E402
 from budget import pytest_runtest_call  # noqa: E402, F401  # a hook
 from grids import pytest_collection_modifyitems  # noqa: E402, F401  # a hook
+from threads_as_processes import together  # noqa: E402, F401  # a fixture
 
 # The hook of `--jaxtyping-packages` looks this up for each function that it decorates.
 jaxtyping.jaxtyped = check_annotations  # pyright: ignore[reportAttributeAccessIssue]

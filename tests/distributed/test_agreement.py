@@ -1,7 +1,6 @@
 """What processes compare: equal programs are equal in all of them, and different ones are named."""
 
 import functools as ft
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,47 +11,10 @@ import pytest
 import redcoast as rc
 from redcoast.core import _program_lines
 from redcoast.core._program_lines import program_lines
-from redcoast.distributed import _agreement
 from redcoast.distributed._agreement import Listing, agree, program_listing, tree_listing
 from redcoast.loop import _first_examples
 
 BANK = np.arange(6.0, dtype=np.float32)
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """Calls a function in two threads, which are the processes, and returns their errors."""
-    barrier, local, values = threading.Barrier(2, timeout=60), threading.local(), [None, None]
-
-    def exchange(topic, value, **_):
-        values[local.index] = value
-        barrier.wait()
-        found = list(values)
-        barrier.wait()
-        return found
-
-    monkeypatch.setattr(_agreement, "exchange", exchange)
-    monkeypatch.setattr(_agreement, "decide", lambda topic, value: exchange(topic, value)[0])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def call(*functions):
-        errors = ["", ""]
-
-        def run(index):
-            local.index = index
-            try:
-                functions[index]()
-            except ValueError as error:
-                errors[index] = str(error)
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return errors
-
-    return call
 
 
 def compare(together, *listings):

@@ -14,6 +14,7 @@ from ..core._frames import hide_frames
 from ._policy import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
+from ._shared import check_shared
 from ._tree import arrays_to_save
 
 
@@ -46,8 +47,8 @@ class Checkpointer:
 
     **Raises:**
 
-    `ValueError` when entered, if another run uses the directory; [`redcoast.CheckpointNotSaved`][]
-    when left, if the last state could not be saved.
+    `ValueError` when entered, if another run uses the directory, or if it is not shared by all
+    processes; [`redcoast.CheckpointNotSaved`][] when left, if the last state could not be saved.
 
     !!! Example
 
@@ -84,6 +85,7 @@ class Checkpointer:
     def locked(self) -> Any:
         """Keeps other runs out of the directory before the first save, while a loop is set up."""
         with lock_run(self.directory):
+            check_shared(self.directory)
             self._locked = True
             try:
                 yield

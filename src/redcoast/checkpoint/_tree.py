@@ -36,6 +36,7 @@ from ._orbax import (
     reading,
     saved_arrays,
 )
+from ._shared import check_shared
 
 FORMAT = 1
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
@@ -83,8 +84,9 @@ def save_checkpoint(
 
     **Raises:**
 
-    `ValueError` if `path` exists already, or if no array of the tree has elements. `TypeError` if
-    an array or a value of the metadata has a type that cannot be saved.
+    `ValueError` if `path` exists already, if its parent is not shared by all processes, or if no
+    array of the tree has elements. `TypeError` if an array or a value of the metadata has a type
+    that cannot be saved.
 
     !!! Example
 
@@ -93,6 +95,7 @@ def save_checkpoint(
         ```
     """
     path = Path(path).expanduser().absolute()
+    check_shared(path.parent)
     if path.exists() or path.is_symlink():
         raise ValueError(
             f"{path} exists already, and a checkpoint never overwrites anything. Choose another "

@@ -5,17 +5,26 @@ could report which process was lost. The separate process outlives process 0 by 
 """
 
 import contextlib
+import ctypes
+import itertools
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import jax
 
 from ._private_jax import SERVICE_PROGRAM, forget_connections, key_value_store
+from ._rendezvous import split_address
 
 LINGER = 30  # seconds that the service outlives process 0
+LOST = 70  # the exit code if another process is lost: EX_SOFTWARE of sysexits.h
+INTERVAL = 1.0  # seconds between questions to the coordinator
+UNREACHABLE = 25.0  # seconds without an answer until this process ends
 
 
 def skip_barrier_on_error() -> None:
@@ -55,9 +64,85 @@ class Service:
             self._process.stdin.close()
 
 
-def wait_for_all() -> None:
+class CoordinatorWatch:
+    """Ends this process with a sentence if the coordinator can no longer be reached.
+
+    JAX would abort it. It has no way to be told otherwise: its callback for this case cannot be a
+    function of Python (an `absl::Status` has no Python type), so its own limit is longer.
+    """
+
+    def __init__(self, address: str):
+        self._address = address
+        self._ended = threading.Event()
+        self._answers = itertools.count()
+        self._answered = 0  # the number of the last answer
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._explain_abort)
+
+    def start(self) -> None:
+        for target in (self._ask, self._count):
+            threading.Thread(target=target, name="redcoast-coordinator", daemon=True).start()
+        _handle_aborts(self._on_abort)
+
+    def stop(self) -> None:
+        self._ended.set()
+        _handle_aborts(None)
+
+    def _ask(self) -> None:
+        while not self._ended.wait(INTERVAL) and (client := key_value_store()) is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                client.key_value_dir_get("redcoast/nothing")
+                self._answered = next(self._answers)
+
+    def _count(self) -> None:
+        # Intervals are counted, because this process may have been stopped for a while.
+        last, silent = None, 0.0
+        while not self._ended.wait(INTERVAL):
+            silent = 0.0 if self._answered != last else silent + INTERVAL
+            last = self._answered
+            if silent >= UNREACHABLE:
+                self._leave(f"has not answered for {silent:.0f} s")
+
+    def _explain_abort(self, number: int) -> None:
+        """Called while JAX aborts this process: it does so at once if the connection is closed."""
+        try:
+            socket.create_connection(split_address(self._address), INTERVAL).close()
+        except OSError as error:
+            self._leave(f"can no longer be reached ({error})")
+
+    def _leave(self, why: str) -> None:
+        if not self._ended.is_set():
+            print(
+                f"redcoast: The coordinator of this job at {self._address}, on the machine of "
+                f"process 0, {why}. This process exits.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(LOST)
+
+
+def _handle_aborts(handler: Any) -> None:
+    """Sets the C function that is called when this process aborts; `None` for the default."""
+    # A handler of Python's `signal` would run only after the abort.
+    if os.name == "posix":
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), handler or ctypes.c_void_p(signal.SIG_DFL))
+
+
+_left_alone = False  # whether the last run ended because a process failed
+
+
+def forget_others(is_failure: bool) -> None:
+    """Records whether the last run failed: at exit, the other processes are then not waited for."""
+    global _left_alone
+    _left_alone = is_failure
+
+
+def wait_for_all(watch: CoordinatorWatch) -> None:
     """Waits at exit until all processes are done, since they need each other to communicate."""
     client = key_value_store()
-    if client is not None:
+    if _left_alone:
+        # The others wait in a collective, or have ended.
+        forget_connections()
+    elif client is not None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process may have died
             client.wait_at_barrier("redcoast/end", 300_000)
+    watch.stop()

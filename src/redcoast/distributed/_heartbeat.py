@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from ..core._output import forgiving
+from ._coordinator import LOST, forget_others
 from ._kv_store import ProcessLost, failures, report_failure, reset_failures
 from ._private_jax import key_value_store
 
@@ -23,8 +25,13 @@ BEAT = 1.0  # seconds between heartbeats
 DEAD = 20.0  # seconds without a heartbeat until a process counts as dead
 SLOW = 60.0  # seconds in the user's code, or in reading data, until the others warn about it
 GRACE = 10.0  # seconds for the main thread to end by itself after another process is lost
-LOST = 70  # the exit code after that: EX_SOFTWARE of sysexits.h
 _KEY = "redcoast/watch"
+
+# Errors of Gloo and of the coordination service are of several types, `ValueError` among them.
+_OF_A_COLLECTIVE = re.compile(
+    r"\bGloo\b|\b(NCCL|nccl)\b|"
+    r"^(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
 
 # The current activity of each thread of this process, and when it started.
 _doing: dict[int, tuple[str, float]] = {}
@@ -57,20 +64,34 @@ def watching() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
+    forget_others(is_failure=False)
     with _Watch() as watch:
         try:
             yield
         except ProcessLost:
+            forget_others(is_failure=True)
             raise
         except BaseException as error:
-            fault = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
-            if fault and "RESOURCE_EXHAUSTED" not in str(error):
+            # The script may catch the error, and then end.
+            forget_others(is_failure=True)
+            if _may_be_of_a_collective(error):
                 # It may come from a collective that another process has left.
                 watch.found.wait(DEAD + 5 * BEAT)
             if watch.reason is not None:
                 raise ProcessLost(watch.reason) from error
             report_failure(error)
             raise
+
+
+def _may_be_of_a_collective(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is what is raised if another process is gone."""
+    while error is not None:
+        text = str(error)
+        kind = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
+        if (kind or _OF_A_COLLECTIVE.search(text)) and "RESOURCE_EXHAUSTED" not in text:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Watch:

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 
 from ..core._frames import hide_frames
-from ._coordinator import Service, skip_barrier_on_error, wait_for_all
+from ._coordinator import CoordinatorWatch, Service, skip_barrier_on_error, wait_for_all
 from ._mesh import emulate_devices
 from ._private_jax import has_chosen_devices, launchers, runtime, service_from
 from ._rendezvous import is_loopback, meet, split_address
 
 logger = logging.getLogger("redcoast")
 
-# Seconds without a heartbeat until JAX considers a process dead.
-_HEARTBEAT = 30
+# Seconds without a heartbeat until JAX aborts a process; `CoordinatorWatch` ends it before that.
+_HEARTBEAT = 100
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads the lower-case variable
 # JAX's own variables, which Kubeflow Trainer sets.
 _OF_JAX = {
@@ -311,7 +311,9 @@ def _join(job: _Job, timeout: int | float) -> None:
             coordinator_bind_address=coordinator if is_loopback(host) else None,
             heartbeat_timeout_seconds=_HEARTBEAT,
         )
-    atexit.register(wait_for_all)
+    watch = CoordinatorWatch(coordinator)
+    watch.start()
+    atexit.register(wait_for_all, watch)
     skip_barrier_on_error()
 
 

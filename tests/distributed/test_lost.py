@@ -1,0 +1,114 @@
+"""What a process does if another one, or the coordinator, is gone."""
+
+import contextlib
+import os
+import re
+import signal
+
+import jax
+import pytest
+from processes import run_processes, start_processes
+
+from redcoast.distributed._heartbeat import _may_be_of_a_collective
+
+JOINED = """
+import sys, time
+import redcoast as rc
+from redcoast.distributed._private_jax import runtime
+
+rc.initialize()
+if runtime().service is not None:
+    print("SERVICE", runtime().service._process.pid, "END", flush=True)
+print("joined", flush=True)
+time.sleep(600)
+"""
+# `fit` raises in process 0, and the script catches it.
+CAUGHT = """
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+import redcoast as rc
+
+rc.initialize()
+calls = []
+
+def collate_fn(rows):
+    calls.append(1)
+    if jax.process_index() == 0 and len(calls) > 8:
+        raise KeyError("no such image")
+    return np.stack(rows)
+
+try:
+    rc.fit(
+        eqx.nn.Linear(8, 8, key=jax.random.key(0)), optax.sgd(0.1),
+        np.zeros((400, 8), np.float32), collate_fn=collate_fn,
+        loss_fn=lambda m, b, k: jnp.mean(jax.vmap(m)(b) ** 2), batch_size=16, steps=40, log=False,
+    )
+except (KeyError, rc.ProcessLost) as error:
+    print("CAUGHT", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        # Gloo's errors are of the type that its result is converted by.
+        ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:5"),
+        RuntimeError("[external/gloo/transport/tcp/pair.cc:553] Gloo: Connection reset by peer"),
+        jax.errors.JaxRuntimeError("INTERNAL: collective"),
+        TimeoutError("No response from process 3"),
+    ],
+)
+def test_an_error_may_come_from_another_process(error):
+    assert _may_be_of_a_collective(error)
+    wrapped = OSError("could not be saved")
+    wrapped.__cause__ = error
+    assert _may_be_of_a_collective(wrapped)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("no such image"),
+        ValueError("an UNKNOWN: label"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+    ],
+)
+def test_an_error_of_this_process_is_reported_at_once(error):
+    assert not _may_be_of_a_collective(error)
+
+
+@pytest.mark.integration
+def test_a_script_that_catches_the_error_of_a_run_ends():
+    # Process 0 would wait for the others for 300 s at exit, and they for it.
+    for finished in run_processes(CAUGHT, processes=2, timeout=250):
+        assert "CAUGHT" in finished.output
+        assert "no such image" in finished.output
+        assert finished.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        # The connection is closed: JAX aborts the process in the same moment.
+        pytest.param(
+            signal.SIGKILL, "can no longer be reached (", marks=pytest.mark.integration, id="killed"
+        ),
+        # Nothing answers, as if the network were down.
+        pytest.param(
+            signal.SIGSTOP, "has not answered for 25 s", marks=pytest.mark.hosts, id="cut off"
+        ),
+    ],
+)
+def test_a_process_without_its_coordinator_says_so(number, said):
+    with start_processes(JOINED, processes=2) as running:
+        for process in running:
+            process.wait_for("joined")
+        service = int(re.search(r"SERVICE (\d+) END", running[0].output)[1])
+        os.kill(service, number)
+        finished = [process.wait() for process in running]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(service, signal.SIGKILL)
+    for process in finished:
+        assert process.returncode == 70
+        last = process.output.strip().splitlines()[-1]
+        assert last.startswith("redcoast: The coordinator of this job at 127.0.0.1:")
+        assert said in last

@@ -6,12 +6,15 @@ import pickle
 import re
 import shutil
 import struct
+import tracemalloc
 
+import jax
 import numpy as np
 import pytest
 from hostile_helpers import READERS, make
 
 import redcoast as rc
+from redcoast.models import Whisper, WhisperConfig
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,87 @@ def test_a_directory_that_is_a_link_in_a_checkpoint(files, tmp_path):
 def test_pipes_and_devices_are_not_opened(files):
     os.mkfifo(files["unsummed"] / "state" / "d" / "pipe")
     refused(files, "unsummed", "pipe is neither a file nor a directory")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("model", "config.json"),
+        ("model", "model.safetensors"),
+        ("sharded", "model.safetensors.index.json"),
+        ("adapters", "adapter_config.json"),
+        ("adapters", "adapter_model.safetensors"),
+        ("checkpoint", "metadata/metadata"),
+        ("checkpoint", "checksums.json"),
+        ("unsummed", "metadata/metadata"),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused(files, name, file):
+    # Opening it would wait for ever for a program that writes to it.
+    (files[name] / file).unlink()
+    os.mkfifo(files[name] / file)
+    with pytest.raises(ValueError, match=r"pipe|neither a file|holds neither|but no"):
+        READERS[name](files[name])
+
+
+@pytest.mark.parametrize("settings", [{"max_source_positions": 10**7}, {"d_model": 10**12}])
+def test_sizes_are_compared_before_anything_is_allocated(settings, tmp_path):
+    config = WhisperConfig(
+        vocab=64, width=8, layers=1, decoder_layers=1, heads=2, hidden=16, mels=4, frames=12,
+        positions=10, decoder_start=1,
+    )  # fmt: skip
+    rc.save_pretrained(Whisper(config, key=jax.random.key(0)), tmp_path / "whisper")
+    edit(tmp_path / "whisper" / "config.json", **settings)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="settings and tensors of different models"):
+            rc.load_pretrained(tmp_path / "whisper")
+        assert tracemalloc.get_traced_memory()[1] < 2e7
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lang_to_id": [1], "language": "en"},
+        {"lang_to_id": {"<|en|>": 5}, "task_to_id": 3, "language": "en"},
+        {"forced_decoder_ids": 5},
+        {"forced_decoder_ids": [[1]]},
+        {"forced_decoder_ids": [["a", 2], [1, 2]]},
+        {"bad_words_ids": 5},
+        {"suppress_tokens": {"a": 1}},
+    ],
+)
+def test_options_of_decoding_of_a_wrong_kind_name_the_file(files, options):
+    (files["model"] / "generation_config.json").write_text(json.dumps(options))
+    refused(files, "model", "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "x" * 10**6},
+        {"model_type": "x" * 10**6},
+        {"num_attention_heads": "x" * 10**6},
+        {"x" * 10**6: 1},
+        {f"unknown{i}": 1 for i in range(10**4)},
+    ],
+    ids=["activation", "type", "size", "long name", "many names"],
+)
+def test_messages_do_not_grow_with_the_file(files, change):
+    edit(files["model"] / "config.json", **change)
+    with pytest.raises(ValueError, match=r"model") as error:
+        READERS["model"](files["model"])
+    assert len(str(error.value)) < 20_000
+
+
+def test_an_index_of_many_missing_files_has_a_short_message(files):
+    index = files["sharded"] / "model.safetensors.index.json"
+    edit(index, weight_map={f"w{i}": f"missing{i}.safetensors" for i in range(10**4)})
+    with pytest.raises(ValueError, match="missing0.*and 9992 more") as error:
+        READERS["sharded"](files["sharded"])
+    assert len(str(error.value)) < 1000
 
 
 def test_the_cache_of_hugging_face_is_links_to_blobs(files, tmp_path):

@@ -204,6 +204,17 @@ def test_other_trees_are_refused(tree, message, tmp_path):
         rc.load_plan(tmp_path / "plan.json", tree, mesh_of(2, 1, 4))
 
 
+def test_a_row_that_comes_twice_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    mesh = mesh_of(2, 1, 4)
+    rc.save_plan(plan_model(mesh), path)
+    document = json.loads(path.read_text())
+    document["rows"].append(document["rows"][-1])
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="the plan has 'up' several times"):
+        rc.load_plan(path, model(), mesh)
+
+
 def test_other_meshes_are_refused(tmp_path):
     rc.save_plan(plan_model(mesh_of(2, 1, 4)), tmp_path / "plan.json")
     message = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core._read_json import read_json
+from ..core._regular_file import open_regular
 
 FILE = "checksums.json"
 # Detects corruption, not tampering. It runs at memory speed and releases the GIL.
@@ -115,7 +116,7 @@ def _measure(path: Path) -> list[Any]:
     """The size and checksum of a file, read one block at a time."""
     size, value = 0, 0
     block = memoryview(bytearray(BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, buffering=0) as file:
         while count := file.readinto(block):
             size, value = size + count, zlib.crc32(block[:count], value)
     return [size, f"{value:08x}"]

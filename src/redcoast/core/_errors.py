@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+_LONGEST = 200  # letters of a name or a value in a message
+
 
 def check_functions(**functions: Any) -> None:
     """Raises `TypeError` if a value is not callable."""
@@ -65,7 +67,8 @@ def _wrong_type(name: str, value: Any, words: str) -> TypeError:
 def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
     """Formats names as `a, b, c`; of many, the first ones and how many more there are."""
     more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
-    return separator.join(names[:most]) + more
+    short = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:most]]
+    return separator.join(short) + more
 
 
 class noting:  # used like a function; a generator would take longer in each step
@@ -84,6 +87,12 @@ class noting:  # used like a function; a generator would take longer in each ste
         for text in [self._note] if isinstance(self._note, str) else self._note(error):
             if text not in getattr(error, "__notes__", []):
                 error.add_note(text)
+
+
+def shortened(value: Any, most: int = _LONGEST) -> str:
+    """Formats a value as `repr` does; a long one by its beginning and its length."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} letters)"
 
 
 def listed(items: list[int], most: int = 32) -> str:

@@ -28,6 +28,7 @@ _HIDDEN = (
 )
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
+_LONGEST = 10_000  # letters of a message
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 
 
@@ -76,6 +77,8 @@ def tidy(error: BaseException) -> None:
         shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
         frames = list(traceback.walk_tb(each.__traceback__))
         here = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_HIDDEN[0])
+        if here and isinstance(each, ValueError | TypeError):
+            _shorten(each)
         if not shown and not (here and isinstance(each, _DEFECTS)):
             each.__traceback__ = None
             for frame, line in reversed(frames):
@@ -85,6 +88,14 @@ def tidy(error: BaseException) -> None:
             notes = [note for note in notes if _NOTE_OF_JAX not in note]
         if notes or hasattr(each, "__notes__"):
             each.__notes__ = sorted(notes, key=lambda note: isinstance(note, LastNote))
+
+
+def _shorten(error: BaseException) -> None:
+    """Shortens a message that quotes much of an untrusted file."""
+    text = error.args[0] if len(error.args) == 1 else None
+    if isinstance(text, str) and len(text) > _LONGEST:
+        half = _LONGEST // 2
+        error.args = (f"{text[:half]} ... ({len(text)} letters) ... {text[-half:]}",)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,8 +1,11 @@
 """Reading JSON files that may be untrusted."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from ._regular_file import open_regular
 
 # Ten times the size of an index of a hundred thousand tensors.
 MOST_BYTES = 2**27
@@ -14,10 +17,12 @@ def read_json(path: Path) -> dict[str, Any]:
     **Raises:**
 
     `ValueError` that names the file if it does not contain a JSON object, is larger than 128 MiB
-    or is nested too deeply; `OSError` if it cannot be opened.
+    or is nested too deeply, or if the file is a pipe or a device; `OSError` if it cannot be opened.
     """
-    with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
+    with open_regular(path) as file:
+        # As many bytes as are asked for are allocated.
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size, MOST_BYTES) + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(
             f"{path} is larger than {MOST_BYTES >> 20} MiB, which is too large for a settings file."

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
+from ..core._errors import shortened
 from ..core._target import target
 from ._attention import wide
 
@@ -94,7 +95,9 @@ def check_activation(name: str) -> None:
     """Raises if the activation function is unknown."""
     if name not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"Unknown activation function {name!r}. Supported functions: {known}.")
+        raise ValueError(
+            f"Unknown activation function {shortened(name)}. Supported functions: {known}."
+        )
 
 
 def normal(

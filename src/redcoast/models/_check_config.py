@@ -7,6 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
+from ..core._errors import shortened
 from ._basic import check_activation
 from ._scan_layers import check_remat
 
@@ -29,7 +30,9 @@ def check_fields(config: Any) -> None:
         if not _is_of_kind(value, field.type):
             # An unknown name has the right type.
             wrong = ValueError if isinstance(value, str) else TypeError
-            raise wrong(f"`{name}` must be {_kind(field.type)}, but is {value!r}{_where(config)}.")
+            raise wrong(
+                f"`{name}` must be {_kind(field.type)}, but is {shortened(value)}{_where(config)}."
+            )
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"`{name}` must be a finite number, but is {value}{_where(config)}.")
         if value is not None and name in _POSITIVE and not value > 0:

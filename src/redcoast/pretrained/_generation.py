@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._errors import shortened
 from ..core._frames import warn
 from ._settings import published_ids, token_ids
 from ._source import GENERATION, SETTINGS
@@ -56,18 +57,43 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     Warns of options that are not implemented; the others are used. Lengths are no options: those of
     a file are defaults of `transformers`, and `generate` is given `max_new_tokens`.
     """
+    try:
+        options, unserved = _options(settings)
+        if unserved:
+            warn(
+                f"{where} sets options of decoding that `redcoast.generate` does not implement, "
+                f"and that are left out: {'; '.join(unserved)}."
+            )
+        return Decoding(**options)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
+
+
+def _options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of a `Decoding`, and what is not implemented."""
     given = {name: value for name, value in settings.items() if value is not None}
+    for name in ("lang_to_id", "task_to_id"):
+        if not isinstance(given.get(name, {}), dict):
+            raise TypeError(f"`{name}` must map names to tokens, but is {shortened(given[name])}.")
+    forced = given.get("forced_decoder_ids", [])
+    if not _are_pairs(forced):
+        raise TypeError(
+            "`forced_decoder_ids` must be a list of pairs of a position and a token, but is "
+            f"{shortened(forced)}."
+        )
     unserved = [
-        f"`{name}`, which is {given[name]!r}"
+        f"`{name}`, which is {shortened(given[name])}"
         for name, off in _OFF.items()
         if name in given and given[name] not in off
     ]
     options = {field: given[name] for field, name in _NAMES.items() if name in given}
     options["forced_eos"] = token_ids(given.get("forced_eos_token_id"))
     options["bad_words"] = given.get("bad_words_ids", ())
-    forced = sorted(given.get("forced_decoder_ids", ()))
+    forced = sorted(forced, key=lambda pair: pair[0])
     if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
-        unserved.append(f"`forced_decoder_ids`, which is {forced!r} and does not begin at 1")
+        unserved.append(
+            f"`forced_decoder_ids`, which is {shortened(forced)} and does not begin at 1"
+        )
         forced = []
     options["prefix"], unknown = _prefix(given, [token for _, token in forced])
     if unknown:
@@ -81,15 +107,13 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
         options |= _sampling(given)
     elif given.get("do_sample"):
         unserved.append("beam search that samples (`do_sample`)")
-    if unserved:
-        warn(
-            f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
-            f"that are left out: {'; '.join(unserved)}."
-        )
-    try:
-        return Decoding(**options)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
+    return options, unserved
+
+
+def _are_pairs(found: Any) -> bool:
+    """Whether a list has only pairs, of a position and of a token or `None`."""
+    is_pair = lambda x: isinstance(x, list) and len(x) == 2 and type(x[0]) is int
+    return isinstance(found, list) and all(map(is_pair, found))
 
 
 def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...], bool]:

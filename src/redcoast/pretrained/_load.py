@@ -23,7 +23,7 @@ from ._read_plan import ArrayToRead
 from ._read_to_device import fill_device
 from ._read_to_host import fill_host
 from ._registry import find_family
-from ._source import check_elements, check_layers, open_source
+from ._source import check_computed, check_elements, check_layers, open_source
 
 
 def load(
@@ -41,6 +41,8 @@ def load(
         config = settle(config, source.stored.keys())
     config = with_generation(config, source.settings, source.generation, path)
     config = _with_options(config, options)
+    computed = getattr(family.hf, "computed", lambda config: {})
+    check_computed(computed(config), source.stored, path)
     abstract = _abstract(family.model, config, path)
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
@@ -72,7 +74,7 @@ def _with_options(config: Any, options: Mapping[str, Any]) -> Any:
 def _abstract(model_class: Any, config: Any, path: Path) -> PyTree:
     try:
         return eqx.filter_eval_shape(model_class, config, key=abstract_key())
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, MemoryError) as error:
         raise ValueError(
             f"{path} cannot be loaded: its settings do not describe a valid model ({error})."
         ) from error

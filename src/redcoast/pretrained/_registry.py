@@ -39,7 +39,7 @@ class Family:
     - `hf`: a module with `read(settings)`, which returns the fields of the configuration;
       `write(config)`, which returns the settings; and `tensors(config)`, which maps each array to
       its tensors. Some modules also have `duplicates`, `settle`, `example_inputs`, `module_name`,
-      `split_modules`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
+      `split_modules`, `computed`, `BASE_PREFIX`, `BUFFERS` or `ZEROS`.
     - `types`: the values of `model_type` in a `config.json`.
     """
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..core._durable_files import sync
+from ..core._regular_file import open_regular
 from ._lazy_tensor import Box, Stored
 
 # Bytes to read at once. Mapped pages count as memory of the process until the file is closed.
@@ -41,6 +42,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
     `ValueError` if the file is damaged, or has an unknown dtype.
     """
+    open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
     try:
         with safe_open(path, "numpy") as file:
             return {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118

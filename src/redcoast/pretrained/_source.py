@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..core._errors import several
 from ..core._read_json import read_json
 from ._files import file_inside
 from ._lazy_tensor import Source, Stored
@@ -40,6 +41,24 @@ def check_elements(arrays: Iterable[Any], stored: Mapping[str, Stored], path: Pa
         )
 
 
+def check_computed(
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], path: Path
+) -> None:
+    """Raises if an array that a model computes when it is created is larger than in the files.
+
+    Such arrays take memory even if only the shapes of the model are wanted. One that the files omit
+    has to be no larger than their largest tensor.
+    """
+    largest = max((x.shape for x in stored.values()), key=prod, default=())
+    for name, shape in shapes.items():
+        held = next((x.shape for key, x in stored.items() if key.endswith(name)), largest)
+        if prod(shape) > prod(held):
+            raise ValueError(
+                f"{path} has settings and tensors of different models: according to the settings "
+                f"{name} has the shape {shape}, but the files hold {held}."
+            )
+
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SETTINGS = "config.json"
@@ -71,11 +90,11 @@ def _open_directory(path: Path) -> Source:
         return _open_gguf(file_inside(path, ggufs[0].name))
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
-        several = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
+        many = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
         raise ValueError(
             _pickled(pickles)
             if pickles and not ggufs
-            else f"{path} holds neither {SINGLE} nor {INDEX}{several}."
+            else f"{path} holds neither {SINGLE} nor {INDEX}{many}."
         )
     if not (path / SETTINGS).is_file():
         raise ValueError(f"{path} holds tensors, but no {SETTINGS} that describes the model.")
@@ -105,7 +124,7 @@ def tensor_files(path: Path) -> list[Path]:
         raise ValueError(f"{index} has no `weight_map` from tensors to files.")
     files = [file_inside(path, name) for name in sorted({*named.values()})]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{path} lacks files that its {INDEX} names: {', '.join(missing)}.")
+        raise ValueError(f"{path} lacks files that its {INDEX} names: {several(missing)}.")
     if pickles := [file for file in files if file.suffix in PICKLES]:
         raise ValueError(_pickled(pickles))
     return files
@@ -118,8 +137,9 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _pickled(files: list[Path]) -> str:
+    names = several([str(file) for file in files])
     return (
-        f"{', '.join(map(str, files))}: the weights are pickled, and unpickling runs any code in "
-        "the file. If you trust it, load it once with `transformers` and save it with "
+        f"{names}: the weights are pickled, and unpickling runs any code in the file. If you trust "
+        "it, load it once with `transformers` and save it with "
         "`model.save_pretrained(directory)`, which writes safetensors files."
     )

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..core._errors import shortened
+
 # The nearest supported type of well-known types, and what they have beyond it.
 _NEAREST: dict[str, tuple[str, str]] = {
     "albert": ("bert", "weights that all layers share and a narrow embedding"),
@@ -118,8 +120,8 @@ def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
     elif close := difflib.get_close_matches(text, names, n=1):
         reason = f" The supported type with the most similar name is {close[0]}."
     return ValueError(
-        f"{where} holds a model of type {kind!r}, which is not supported.{reason} Supported types: "
-        f"{', '.join(names)}."
+        f"{where} holds a model of type {shortened(kind)}, which is not supported.{reason} "
+        f"Supported types: {', '.join(names)}."
     )
 
 

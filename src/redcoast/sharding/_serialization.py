@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from os import PathLike
@@ -266,6 +267,8 @@ def _difference(planned: Sequence[str], given: Sequence[str]) -> str:
     new = [repr(name) for name in given if name not in set(planned)]
     parts = [f"the tree lacks {several(lacking, 3)}"] if lacking else []
     parts += [f"the plan does not have {several(new, 3)}"] if new else []
+    twice = [repr(name) for name, count in Counter(planned).items() if count > 1]
+    parts += [f"the plan has {several(twice, 3)} several times"] if twice else []
     if not parts:
         a, b = next(pair for pair in zip(planned, given, strict=False) if pair[0] != pair[1])
         parts = [f"the paths are in another order, {b!r} in the place of {a!r}"]

@@ -1,5 +1,6 @@
 """Writes metrics to a file of JSON lines, to which a resumed run appends."""
 
+import io
 import json
 import logging
 import time
@@ -7,6 +8,8 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat
+
+from ..core._regular_file import open_regular
 
 logger = logging.getLogger("redcoast")
 
@@ -110,7 +113,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     `FileNotFoundError` if the file does not exist.
     """
     steps: dict[int, dict[str, Any]] = {}
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with io.TextIOWrapper(open_regular(Path(path)), "utf-8", "replace") as lines:
         for line in lines:
             try:
                 entry = json.loads(line)

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ...core._regular_file import open_regular
 from .._lazy_tensor import Box, Stored
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -25,7 +26,7 @@ def check_header(path: Path) -> None:
     `ValueError` that describes the first problem.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(4) != b"GGUF":
             raise ValueError("it does not start with the GGUF magic number")
         (version,) = struct.unpack("<I", _take(file, 4))

@@ -1,6 +1,9 @@
 """Stateful layers: `loss_fn` returns the updated model as its third value."""
 
 import functools as ft
+import sys
+import types
+import warnings
 
 import equinox as eqx
 import jax
@@ -100,3 +103,131 @@ def test_trains_evaluates_and_resumes(tmp_path, dtype):
     )
     small, large = evaluate(batch_size=10)["loss"], evaluate(batch_size=256)["loss"]
     np.testing.assert_allclose(small, large, rtol=1e-5)
+
+
+def without_model(model, batch, key):
+    return loss_fn(model, batch, key)[0]
+
+
+def trained(init, loss, **options):
+    """The state after a step of `fit`, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        state = rc.fit(
+            init,
+            OPTIMIZER,
+            make_examples(32),
+            collate_fn=collate_fn,
+            loss_fn=loss,
+            batch_size=32,
+            steps=1,
+            log=False,
+            **options,
+        )
+    return state, [str(warning.message) for warning in caught]
+
+
+def frozen(key):
+    net, state = init_fn(key)
+    return eqx.nn.inference_mode(net), state
+
+
+@pytest.mark.parametrize(
+    ("init", "loss", "warns"),
+    [
+        (init_fn, without_model, True),
+        (init_fn, loss_fn, False),
+        (frozen, without_model, False),
+        (init_fn, lambda m, b, k: (without_model(m, b, k), {}, m), False),
+    ],
+    ids=["dropped", "returned", "inference mode", "left as it is"],
+)
+def test_a_state_that_the_loss_drops_is_a_warning(init, loss, warns):
+    """Only here: the averages keep their first values, so an evaluation would be wrong."""
+    state, messages = trained(init, loss)
+    assert bool(messages) == warns
+    if warns:
+        (text,) = messages
+        assert all(words in text for words in ("`State`, at 1", "return loss, {}, (net, state)"))
+        assert running(state.model)[0]  # no average was taken
+
+
+def test_a_state_that_is_used_up_without_vmap_is_a_warning():
+    class Count(eqx.Module):
+        index: eqx.nn.StateIndex
+        weight: jax.Array
+
+        def __init__(self, key):
+            self.index = eqx.nn.StateIndex(jnp.zeros(()))
+            self.weight = jnp.ones(())
+
+    def loss(model, batch, key):
+        net, state = model
+        state.set(net.index, state.get(net.index) + 1)
+        return net.weight * jnp.mean(batch["x"])
+
+    _, messages = trained(eqx.nn.make_with_state(Count), loss)
+    assert len(messages) == 1
+    assert "return loss, {}, (net, state)" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda loss, net, state: (loss, state),
+        lambda loss, net, state: (loss, (net, state)),
+        lambda loss, net, state: (loss, ({"accuracy": loss}, state)),
+        lambda loss, net, state: (loss, {"state": state}),
+        lambda loss, net, state: (loss, {"batch_stats": {"mean": loss}}),
+        lambda loss, net, state: (loss, {}, state),
+    ],
+    ids=["state", "model", "aux and state", "in aux", "dict in aux", "state as model"],
+)
+def test_a_state_in_another_place_is_told_where_to_go(result):
+    def loss(model, batch, key):
+        loss, _, (net, state) = loss_fn(model, batch, key)
+        return result(loss, net, state)
+
+    state = rc.init_state(init_fn, OPTIMIZER, key=jax.random.key(0))
+    with pytest.raises((TypeError, ValueError), match=r"return loss, \{\}, \(net, state\)"):
+        rc.train_step(state, batch_of(8), loss_fn=loss, optimizer=OPTIMIZER)
+
+
+@pytest.fixture
+def nnx(monkeypatch):
+    """The kinds of variables that Flax's NNX has, as nodes of a tree; Flax is not installed."""
+    kinds = types.ModuleType("flax.nnx")
+
+    class Variable:
+        def __init__(self, value):
+            self.value = value
+
+    for name, base in {"Param": Variable, "BatchStat": Variable, "LoRAParam": None}.items():
+        kind = type(name, (base or kinds.Param,), {})
+        flatten = lambda x: ((x.value,), None)
+        jax.tree_util.register_pytree_node(kind, flatten, lambda _, x, kind=kind: kind(*x))
+        setattr(kinds, name, kind)
+    kinds.Variable = Variable
+    monkeypatch.setitem(sys.modules, "flax.nnx", kinds)
+    return kinds
+
+
+def test_statistics_of_nnx_are_not_trained(nnx):
+    """Only here: weight decay would shrink the running variance of a split NNX module."""
+    ones = jnp.ones((1, 16))
+    init = lambda key: {"w": nnx.Param(ones), "var": nnx.BatchStat(ones)}
+    normal = lambda m, b: jnp.mean((b["x"] * m["w"].value) ** 2 / m["var"].value)
+    decay = optax.adamw(0.1, weight_decay=1.0)
+    state = rc.init_state(init, decay, key=jax.random.key(0))
+    assert len(jax.tree.leaves(state.opt_state)) == 1 + 2
+
+    def moved(model, batch, key):
+        return normal(model, batch), {}, {**model, "var": nnx.BatchStat(3 * model["var"].value)}
+
+    state, messages = trained(init, moved)
+    assert not messages
+    np.testing.assert_array_equal(state.model["var"].value, 3 * np.ones((1, 16)))
+    state, (text,) = trained(init, lambda m, b, k: normal(m, b))
+    np.testing.assert_array_equal(state.model["var"].value, np.ones((1, 16)))
+    assert "`BatchStat`, at var" in text
+    assert "nnx.split(module)[1]" in text

@@ -1,5 +1,6 @@
 """Partitions of a PyTree into arrays and everything else, and leaves by path."""
 
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -75,9 +76,27 @@ def abstract_arrays(arrays: list[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(abstract_array, arrays))
 
 
+def is_layer_state(x: Any) -> bool:
+    """Whether a node of a tree is the state of layers, such as running averages.
+
+    It is an `eqx.nn.State`, or a variable of Flax NNX that is not an `nnx.Param`. Its arrays may
+    be floating, but they are not parameters.
+    """
+    # A model has NNX's variables only if the user imported it.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(x, nnx.Variable):
+        return not isinstance(x, nnx.Param)
+    return isinstance(x, eqx.nn.State)
+
+
+def layer_states(tree: PyTree) -> dict[str, Any]:
+    """Returns the states of layers in a tree, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_layer_state)
+    return {show_path(path): x for path, x in leaves if is_layer_state(x)}
+
+
 def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
     """Partitions a model into its trainable leaves and all others, as `eqx.partition` does."""
-    # The running averages of stateful layers are floating-point arrays, but not parameters.
     try:
         selected, _ = eqx.partition(model, trainable)
     except ValueError as error:
@@ -86,9 +105,9 @@ def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTre
             raise
         raise described from error
     mask = jax.tree.map(
-        lambda x: not isinstance(x, eqx.nn.State) and eqx.is_inexact_array(x),
+        lambda x: not is_layer_state(x) and eqx.is_inexact_array(x),
         selected,
-        is_leaf=lambda x: x is None or isinstance(x, eqx.nn.State),
+        is_leaf=lambda x: x is None or is_layer_state(x),
     )
     return eqx.partition(model, mask)
 

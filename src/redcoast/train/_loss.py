@@ -12,9 +12,10 @@ from jax._src.interpreters import ad
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._pytree import show_path
+from ..core._pytree import layer_states, show_path
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
+from ._layer_state import how_to_return, returns_state
 from ._precision import cast_floating, has_floating_state, is_floating, widen
 
 logger = logging.getLogger("redcoast")
@@ -29,6 +30,8 @@ _LOGGED = ("step", "time")
 
 
 class LossResult(NamedTuple):
+    """What a loss returned; `model` is the one it was given if it returned none."""
+
     loss: Float[Array, ""]
     aux: dict[str, Any]
     weight: Float[Array, ""]
@@ -48,6 +51,9 @@ def evaluate_loss(
         )
     compute_model = cast_floating(model, compute_dtype)
     batch = tree_to_jax_dtypes(without_marks(batch), "the batch")
+    if layer_states(model):
+        # A copy: an update makes the `eqx.nn.State` that it is made of invalid.
+        compute_model = jax.tree.map(lambda x: x, compute_model)
     given = cast_floating(batch, compute_dtype)
     with calling("loss_fn", {"batch": given}):
         out = loss_fn(compute_model, given, key)
@@ -120,9 +126,10 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
 
 def _check_aux(aux: Any) -> None:
     if not isinstance(aux, dict):
+        hint = f" {how_to_return(aux)}" if returns_state(aux) else ""
         raise TypeError(
             f"The second value that `loss_fn` returned is of type {type(aux).__name__}. It must "
-            "be a dict of scalar metrics."
+            f"be a dict of scalar metrics.{hint}"
         )
     for name, value in aux.items():
         if name in _RESERVED + _LOGGED:
@@ -132,20 +139,28 @@ def _check_aux(aux: Any) -> None:
                 "are in each line of a log."
             )
         if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float)):
+            hint = f" {how_to_return(value)}" if _is_carried(value) else ""
             raise TypeError(
                 f"`loss_fn` returned aux[{name!r}] of type {type(value).__name__}. Metrics must be "
                 "scalars: numbers, or arrays of shape (). A custom training loop may also use "
-                "other arrays."
+                f"other arrays.{hint}"
             )
+
+
+def _is_carried(value: Any) -> bool:
+    """Whether a value may be state: also a dict of arrays, as of Flax's `mutable` collections."""
+    arrays = [x for x in jax.tree.leaves(value) if eqx.is_array(x)]
+    return returns_state(value) or (isinstance(value, dict) and bool(arrays))
 
 
 def _stored_dtypes(new_model: PyTree, model: PyTree) -> PyTree:
     """Casts the model that `loss_fn` returned to the dtypes of the stored model."""
     old_structure, new_structure = jax.tree.structure(model), jax.tree.structure(new_model)
     if old_structure != new_structure:
+        hint = f" {how_to_return(model)}" if layer_states(model) else ""
         raise ValueError(
             "The model that `loss_fn` returned has a different structure from its argument. "
-            f"It was given {old_structure} and returned {new_structure}."
+            f"It was given {old_structure} and returned {new_structure}.{hint}"
         )
     old_leaves = jax.tree_util.tree_leaves_with_path(model)
     for (path, old), new in zip(old_leaves, jax.tree.leaves(new_model), strict=True):

@@ -1,9 +1,10 @@
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+
+from ..core._pytree import layer_states
 
 
 def check_compute_dtype(dtype: Any) -> None:
@@ -23,9 +24,7 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
 
 def has_floating_state(model: PyTree) -> bool:
     """Returns whether a model contains running averages of stateful layers."""
-    is_state = lambda x: isinstance(x, eqx.nn.State)
-    states = [x for x in jax.tree.leaves(model, is_leaf=is_state) if is_state(x)]
-    return any(map(is_floating, jax.tree.leaves(states)))
+    return any(map(is_floating, jax.tree.leaves(layer_states(model))))
 
 
 def is_floating(x: Any) -> bool:

@@ -26,6 +26,7 @@ from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
 from ..tracking._metrics import check_scalars
+from ._layer_state import warn_of_kept_state
 from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
 from ._model import refuse_untrainable
@@ -198,7 +199,8 @@ def train_step(
         `compute_dtype`, so that its structure does not change.
     - `trainable`: the leaves that the optimizer trains: a function of a leaf, or a PyTree of
         booleans that may be a prefix of the model, as for `eqx.partition`. Frozen leaves need no
-        gradient and no optimizer state. Arrays in an `eqx.nn.State` are never trained.
+        gradient and no optimizer state. Arrays in an `eqx.nn.State`, and Flax NNX's variables that
+        are not an `nnx.Param`, are never trained: the loss returns them, or a warning is given.
 
     **Returns:**
 
@@ -333,8 +335,10 @@ def loss_of_params(
 ) -> tuple[Array, tuple[dict[str, Array], Array, PyTree]]:
     """Computes the loss from the trainable leaves; also returns aux, weight and other leaves."""
     model = eqx.combine(params, rest)
-    loss, aux, weight, model = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
-    return loss, (aux, weight, part(model)[1])
+    loss, aux, weight, new_model = evaluate_loss(loss_fn, model, batch, key, compute_dtype)
+    if new_model is model:
+        warn_of_kept_state(model)
+    return loss, (aux, weight, part(new_model)[1])
 
 
 def loss_and_grads(

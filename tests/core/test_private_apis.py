@@ -18,6 +18,7 @@ JAX_EXTEND = "jax.extend.core"
 NAMES = [
     ("jax._src.interpreters.ad", "JVPTracer", "train/_loss.py"),
     ("jax._src.interpreters.ad", "LinearizeTracer", "train/_loss.py"),
+    ("jax._src.mesh", "thread_resources", "core/_tracing.py"),
     ("jax.interpreters.partial_eval", "dce_jaxpr", "dryrun/_flops.py"),
     ("jaxlib.xla_client", "make_cpu_client", "dryrun/_devices.py"),
     ("jax._src.ad_checkpoint", "name_p", "core/_control_flow.py"),

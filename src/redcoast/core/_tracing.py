@@ -1,34 +1,109 @@
-"""What functions are traced with: keys that are nothing but shapes, a mesh, and its devices."""
+"""What functions are traced with: keys that are nothing but shapes, a mesh, and its devices.
 
-from collections.abc import Iterator
+JAX evaluates some operations while it traces, such as those in `jax.ensure_compile_time_eval`, and
+their results remember the ambient mesh. A library may keep them: Equinox's rotary embeddings do.
+Under an ambient mesh of another size, they raise an error. So a function is traced without an
+ambient mesh, and only if that fails with one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import mesh as _jax_mesh
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 
 from ._target import compiling_for, target_of
+
+T = TypeVar("T")
+# JAX's caches depend on it, so that nothing that was traced for one mesh is used for another.
+_mesh = jax.make_user_context()
 
 
 def abstract_key() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
+def mesh_sizes() -> Mapping[str, int]:
+    """The sizes of the axes of the mesh that the current trace is for."""
+    mesh = _mesh.value
+    return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+
+
+def trace_for(mesh: Mesh | AbstractMesh, trace: Callable[[], T]) -> T:
+    """Calls a function that traces a user's function, for the devices of a mesh.
+
+    Bare `PartitionSpec`s in the user's function refer to this mesh, and models choose operations
+    of its devices. It is called again if it needs an ambient mesh.
+    """
+    with missing_mesh(), traced_over(mesh):
+        return trace()
+    with traced_over(mesh, ambient=True):
+        return trace()
+
+
 @contextmanager
-def traced_over(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Bare `PartitionSpec`s in a user's function that is traced inside refer to this mesh, and
-    models choose operations of its devices."""
+def missing_mesh() -> Iterator[None]:
+    """Suppresses the error of a function that needs an ambient mesh, and no other."""
+    try:
+        yield
+    except Exception as error:
+        # JAX has no type for these errors; all of their messages say "mesh". An error that has
+        # another reason is raised again by the second attempt.
+        if "mesh" not in str(error):
+            raise
+
+
+def needs_ambient_mesh(mesh: Mesh | AbstractMesh, trace: Callable[[], Any]) -> bool:
+    """Whether `trace` fails without an ambient mesh for this reason."""
+    try:
+        with missing_mesh(), traced_over(mesh):
+            trace()
+            return False
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator[None]:
+    """What is traced inside is for the devices of a mesh, as in `trace_for`.
+
+    Without `ambient`, functions that need an ambient mesh, such as `jax.shard_map` without a mesh,
+    raise an error.
+    """
     on = compiling_for(target_of(mesh.devices.flat[0])) if isinstance(mesh, Mesh) else nullcontext()
     here = jax.sharding.get_abstract_mesh()
-    if not here.empty and dict(here.shape) == dict(mesh.shape):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on)
+        stack.enter_context(_mesh(mesh))
+        stack.enter_context(_resolving_specs(mesh))
         # Inside of `jax.shard_map` it is the same mesh, some of whose axes are manual.
-        with on:
-            yield
-        return
-    # JAX changes to a mesh of another size only if there is none in between.
-    with on, use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh.abstract_mesh):
+        if here.empty or dict(here.shape) != dict(mesh.shape):
+            # JAX changes to a mesh of another size only if there is none in between.
+            stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
+            if ambient:
+                stack.enter_context(use_abstract_mesh(mesh.abstract_mesh))
         yield
+
+
+@contextmanager
+def _resolving_specs(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Lets `with_sharding_constraint` resolve a bare `PartitionSpec` without an ambient mesh."""
+    # It is what `with mesh:` sets, of which JAX warns since an ambient mesh is to take its place.
+    resources = getattr(_jax_mesh, "thread_resources", None)
+    if resources is None:
+        yield
+        return
+    before = resources.env
+    resources.env = before.with_mesh(mesh)
+    try:
+        yield
+    finally:
+        resources.env = before
 
 
 def without_ambient_mesh() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, check_optimizer
 from ..core._pytree import abstract_array, show_path
-from ..core._tracing import abstract_key, traced_over
+from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding
 from ..sharding import Hardware, Plan
@@ -79,9 +79,13 @@ def make_job(
     batch = batch_shapes(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
-    with traced_over(_ANY_MESH):
+
+    def evaluate() -> TrainState:
         state = eqx.filter_eval_shape(make, abstract_key())
         eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
+        return state
+
+    state = trace_for(_ANY_MESH, evaluate)
     return Job(state, batch, loss_fn, optimizer, accumulate, compute_dtype, overrides, trainable)
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._tracing import abstract_key, traced_over
+from ..core._tracing import abstract_key, trace_for
 from ..data._batches import Batches
 from ..sharding import Plan
 from ..tracking._loggers import RunInfo, code_version
@@ -147,8 +147,8 @@ def seconds_at_peak(
         return None
     measure = ft.partial(evaluate_loss, loss_fn, compute_dtype=compute_dtype)
     loss = lambda *args: measure(*args).loss
-    with traced_over(mesh):
-        jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
+    trace = lambda: eqx.filter_make_jaxpr(loss)(state.model, batch, abstract_key())
+    jaxpr, _, _ = trace_for(mesh, trace)
     flops = contractions(jaxpr).flops
     if not flops or not flops.keys() <= rates.keys():
         return None

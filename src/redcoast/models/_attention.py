@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 from ..core._markers import gather_sequence
 from ..core._sequence_parts import sequence_parts
 from ..core._target import target
+from ..core._tracing import mesh_sizes
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
 from ._parts import in_parts
@@ -248,7 +249,7 @@ def _attend_in_kernel(q: Array, k: Array, v: Array, visible: Visible, scale: flo
 
 
 def _has_stages() -> bool:
-    return jax.sharding.get_abstract_mesh().shape.get("pipe", 1) > 1
+    return mesh_sizes().get("pipe", 1) > 1
 
 
 def _has_kernel(q: Array, k: Array, v: Array) -> bool:

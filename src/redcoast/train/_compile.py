@@ -21,7 +21,7 @@ from ..core._errors import check_functions, several
 from ..core._frames import hide_frames
 from ..core._jaxpr import iter_equations
 from ..core._pytree import ARRAYS, NUMBERS, Static, abstract_array, join, show_path, split
-from ..core._tracing import traced_over
+from ..core._tracing import missing_mesh, traced_over
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, place_batch, put
 from ..distributed._mesh import batch_shards
@@ -135,16 +135,15 @@ class CompiledStep:
         args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, own = self._split_state(state)
-        jitted = self._jitted(program, constants)
+        jitted = program.jitted.get(constants)
         if any(map(is_deleted, arrays)) or any(map(is_deleted, given)):
             _refuse_donated(state, args)
         kept = given
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
         given = [place_array(x, self._mesh) for x in given]
-        if is_new := jitted not in self._closed_over:
-            traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
-            refuse_wrong_gradients(traced.jaxpr, self._mesh)
+        if is_new := jitted is None or jitted not in self._closed_over:
+            jitted, traced = self._traced(program, constants, arrays, given)
             agree_on_program("the program of the step", traced.jaxpr, self._mesh)
             self._closed_over[jitted] = list(consts_of(traced.jaxpr))
         if is_new or not own:  # arrays that the step closes over stay valid
@@ -178,11 +177,7 @@ class CompiledStep:
         args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, _ = self._split_state(state)
-        traced = self._jitted(program, constants).trace(
-            list(map(abstract_array, arrays, program.shardings)), abstract_batch(given, self._mesh)
-        )
-        refuse_wrong_gradients(traced.jaxpr, self._mesh)
-        return traced
+        return self._traced(program, constants, arrays, abstract_batch(given, self._mesh))[1]
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
         given, constants = split(args, numbers=True)
@@ -209,17 +204,33 @@ class CompiledStep:
             self._programs[static] = _Program(static, shardings, outer, counts, {})
         return arrays, self._programs[static], False
 
-    def _jitted(self, program: _Program, constants: Static) -> Any:
-        if constants not in program.jitted:
-            step = self._step
-            # Static arguments of a jitted function would be hashed and compared at each call.
-            program.jitted[constants] = jax.jit(
-                lambda arrays, given: step(arrays, program.static, given, constants),
-                in_shardings=(program.shardings, None),
-                out_shardings=(program.shardings, None),
-                donate_argnums=0,
-            )
-        return program.jitted[constants]
+    def _traced(
+        self, program: _Program, constants: Static, arrays: list[Any], given: list[Any]
+    ) -> tuple[Any, jax.stages.Traced]:
+        """The jitted step for the constants, and its program for the arrays."""
+
+        def trace(jitted: Any) -> tuple[Any, jax.stages.Traced]:
+            traced = jitted.trace(list(map(abstract_array, arrays, program.shardings)), given)
+            refuse_wrong_gradients(traced.jaxpr, self._mesh)
+            program.jitted[constants] = jitted
+            return jitted, traced
+
+        if constants in program.jitted:
+            return trace(program.jitted[constants])
+        # As in `trace_for`.
+        with missing_mesh():
+            return trace(self._jit(program, constants, ambient=False))
+        return trace(self._jit(program, constants, ambient=True))
+
+    def _jit(self, program: _Program, constants: Static, *, ambient: bool) -> Any:
+        step = self._step
+        # Static arguments of a jitted function would be hashed and compared at each call.
+        return jax.jit(
+            lambda arrays, given: step(arrays, program.static, given, constants, ambient),
+            in_shardings=(program.shardings, None),
+            out_shardings=(program.shardings, None),
+            donate_argnums=0,
+        )
 
     def _remember(self, state: PyTree, arrays: list[Any], program: _Program) -> None:
         rest = iter(arrays)
@@ -259,8 +270,10 @@ def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | 
 def _flatten_arguments(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """Converts `fn(tree, *args)` to a function of the partitions that `split` returns."""
 
-    def call(arrays: list[Any], static: Static, given: list[Any], constants: Static) -> Any:
-        with traced_over(mesh):
+    def call(
+        arrays: list[Any], static: Static, given: list[Any], constants: Static, ambient: bool
+    ) -> Any:
+        with traced_over(mesh, ambient=ambient):
             return fn(join(arrays, static), *join(given, constants))
 
     return call
@@ -438,21 +451,22 @@ class CompiledCall:
 
     def __init__(self, fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Any):
         placed, flat = jax.tree.leaves(shardings), _flatten_arguments(fn, mesh)
-        self._jitted = jax.jit(flat, static_argnums=(1, 3), in_shardings=(placed, None))
+        self._jitted = jax.jit(flat, static_argnums=(1, 3, 4), in_shardings=(placed, None))
+        self._ambient = False  # whether it is traced with an ambient mesh
         self.mesh = mesh
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
-        return self._jitted(*self._split(tree, args))
+        return self._first_of(self._jitted, *self._split(tree, args))
 
     def trace(self, tree: PyTree, *args: PyTree) -> jax.stages.Traced:
         """Traces the function, like the method of a jitted function."""
-        return self._jitted.trace(*self._split(tree, args))
+        return self._first_of(self._jitted.trace, *self._split(tree, args))
 
     def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
         """The abstract outputs, and the last array of them, by a program that computes no other."""
         arrays, static, given, constants = self._split(tree, args)
-        traced = self._jitted.trace(arrays, static, given, constants)
+        traced = self._first_of(self._jitted.trace, arrays, static, given, constants)
         jaxpr, mesh = traced.jaxpr, self.mesh
 
         def compute(*arrays: Any) -> Any:
@@ -463,6 +477,15 @@ class CompiledCall:
             # JAX leaves out what only the other outputs need.
             self._last[id(jaxpr)] = jaxpr, jax.jit(compute)
         return traced.out_info, self._last[id(jaxpr)][1](*arrays, *given)
+
+    def _first_of(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that traces the program, with an ambient mesh only if it needs one."""
+        if not self._ambient:
+            with missing_mesh():
+                return call(*args, False)
+        result = call(*args, True)
+        self._ambient = True
+        return result
 
     def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
         given, constants = split(args, numbers=True)

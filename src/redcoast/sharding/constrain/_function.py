@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import equinox as eqx
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
@@ -11,7 +12,7 @@ from ...core._control_flow import open_jaxpr
 from ...core._frames import hide_frames, warn
 from ...core._jaxpr import iter_equations
 from ...core._pytree import join
-from ...core._tracing import traced_over
+from ...core._tracing import needs_ambient_mesh, traced_over
 from ...distributed._mesh import PIPE, batch_shards
 from ..pipeline._stages import NoPipeline, pipeline_of
 from ..program._trace import trace_over
@@ -109,7 +110,9 @@ class Constrained:
         return shardings
 
     def _plain(self, tree: PyTree, *args: Any) -> Any:
-        with traced_over(self.mesh):
+        # Traced on its own first, so that nothing of an attempt that fails is in the program.
+        trace = lambda: eqx.filter_eval_shape(self.fn, tree, *args)
+        with traced_over(self.mesh, ambient=needs_ambient_mesh(self.mesh, trace)):
             return self.fn(tree, *args)
 
     def _warn(self, why: str) -> None:

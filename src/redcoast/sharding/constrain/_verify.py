@@ -20,7 +20,7 @@ from ...core._control_flow import (
 )
 from ...core._errors import several
 from ...core._pytree import join, leaf_paths
-from ...core._tracing import traced_over, without_ambient_mesh
+from ...core._tracing import trace_for, without_ambient_mesh
 from ...distributed._mesh import batch_sharding
 from ..program._trace import trace_over
 
@@ -115,11 +115,11 @@ def _loss_and_grads(
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def loss_of(params: PyTree, batch: PyTree, key: Any) -> Any:
-        with traced_over(mesh):
-            result = loss_fn(eqx.combine(params, rest), batch, key)
+        result = loss_fn(eqx.combine(params, rest), batch, key)
         return result[0] if isinstance(result, tuple) else result
 
-    loss, grads = eqx.filter_jit(jax.value_and_grad(loss_of))(params, batch, key)
+    compute = eqx.filter_jit(jax.value_and_grad(loss_of))
+    loss, grads = trace_for(mesh, lambda: compute(params, batch, key))
     named = leaf_paths(grads, jax.Array)
     return {"loss": np.asarray(loss)} | {path: np.asarray(x) for path, x in named.items()}
 

@@ -1,6 +1,5 @@
 """Traces a function to a jaxpr, and records which inputs are which arrays."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from jaxtyping import PyTree
 
 from ...core._control_flow import AnyJaxpr
 from ...core._pytree import Static, join, split
-from ...core._tracing import traced_over
+from ...core._tracing import trace_for
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,7 @@ def trace_over(
     mesh: Mesh | AbstractMesh, fn: Callable[..., Any], tree: PyTree, args: Sequence[Any]
 ) -> tuple[Traced, list[Any]]:
     """Calls `trace` with bare `PartitionSpec`s in the function referring to a mesh."""
-    try:
-        with traced_over(mesh):
-            return trace(fn, tree, args)
-    except ValueError:
-        # `jax.pmap`, and `jax.shard_map` over its own mesh, do not allow another ambient mesh.
-        with contextlib.suppress(Exception):
-            return trace(fn, tree, args)
-        raise
+    return trace_for(mesh, lambda: trace(fn, tree, args))
 
 
 def _unplaced(x: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from jax._src import mesh as _jax_mesh
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 
+from ._axis_types import is_explicit, with_auto_axes
 from ._target import compiling_for, target_of
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator
     Without `ambient`, functions that need an ambient mesh, such as `jax.shard_map` without a mesh,
     raise an error.
     """
+    mesh = with_auto_axes(mesh)
     on = compiling_for(target_of(mesh.devices.flat[0])) if isinstance(mesh, Mesh) else nullcontext()
     here = jax.sharding.get_abstract_mesh()
     with contextlib.ExitStack() as stack:
@@ -82,7 +84,8 @@ def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator
         stack.enter_context(_mesh(mesh))
         stack.enter_context(_resolving_specs(mesh))
         # Inside of `jax.shard_map` it is the same mesh, some of whose axes are manual.
-        if here.empty or dict(here.shape) != dict(mesh.shape):
+        same = dict(here.shape) == dict(mesh.shape) and not is_explicit(here)
+        if here.empty or not same:
             # JAX changes to a mesh of another size only if there is none in between.
             stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
             if ambient:

@@ -83,6 +83,13 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
             "`jax.pmap` by `jax.vmap`, and means over devices, such as `jax.lax.pmean`, by those "
             "over the batch; leave out the `mesh` of `jax.shard_map`."
         ]
+    if isinstance(error, ValueError) and "mesh AbstractMesh" in str(error):
+        return [
+            f"`{name}` uses an array of its own that is on a mesh with Explicit axes, such as one "
+            "that was created inside of `jax.set_mesh(jax.make_mesh(...))`. Make it a NumPy array, "
+            "or create it inside of the function, or use a mesh from `redcoast.make_mesh`, whose "
+            "axes are Auto."
+        ]
     if isinstance(error, RuntimeError) and "requires a key" in str(error):  # `eqx.nn.Dropout`
         return [
             f"`{name}` gets a `key`. Split it into one for each example and pass those, as in "

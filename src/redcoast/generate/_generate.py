@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree, Shaped
 
+from ..core._axis_types import auto_ambient_mesh, explicit_mesh_of, on_auto_axes, on_mesh
 from ..core._decoding import Decoding
 from ..core._frames import hide_frames
 
@@ -93,17 +94,22 @@ def generate(
     from ._request import choose_decoding, make_request
     from ._streaming import decode_streaming
 
-    check_count(max_new_tokens)
-    check_model(model)
-    chosen = choose_decoding(model.config, decoding, options, key)
-    check_prompt(model, tokens, mask)
-    check_positions(model, tokens, mask, chosen.prefix, max_new_tokens)
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
-    room = max_new_tokens if traced else bucket(max_new_tokens)
-    prompt = None if is_encoder_decoder(model) else tokens.shape[1]
-    length = {"max_new_tokens": max_new_tokens, "room": room, "prompt": prompt}
-    request = make_request(model.config, chosen, key=key, **length)
-    if stream is not None or stop is not None:
-        check_stream(request.beams, traced=traced)
-        return decode_streaming(model, tokens, mask, request, stream, stop)
-    return (decode if traced else decode_compiled)(model, tokens, mask, request)
+    devices = explicit_mesh_of((tokens, model))
+    model, tokens, mask, key = on_auto_axes((model, tokens, mask, key))
+    with auto_ambient_mesh():
+        check_count(max_new_tokens)
+        check_model(model)
+        chosen = choose_decoding(model.config, decoding, options, key)
+        check_prompt(model, tokens, mask)
+        check_positions(model, tokens, mask, chosen.prefix, max_new_tokens)
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
+        room = max_new_tokens if traced else bucket(max_new_tokens)
+        prompt = None if is_encoder_decoder(model) else tokens.shape[1]
+        length = {"max_new_tokens": max_new_tokens, "room": room, "prompt": prompt}
+        request = make_request(model.config, chosen, key=key, **length)
+        if stream is not None or stop is not None:
+            check_stream(request.beams, traced=traced)
+            new = decode_streaming(model, tokens, mask, request, stream, stop)
+        else:
+            new = (decode if traced else decode_compiled)(model, tokens, mask, request)
+    return on_mesh(new, devices)

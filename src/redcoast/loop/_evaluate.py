@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes, with_auto_axes
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, noting
 from ..core._frames import hide_frames
@@ -96,6 +97,24 @@ def evaluate(
     refuse_after_signal("evaluate", trains=False)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     model = tree_to_jax_dtypes(model, "the model")
+    mesh = with_auto_axes(ambient_or_default(mesh))
+    model, key = on_auto_axes((model, key))
+    given = model, examples, collate_fn, batch_size, mesh, key
+    with auto_ambient_mesh():
+        return _evaluate(*given, loss_fn=loss_fn, compute_dtype=compute_dtype)
+
+
+def _evaluate(
+    model: PyTree,
+    examples: Any,
+    collate_fn: CollateFn,
+    batch_size: int,
+    mesh: Mesh,
+    key: PRNGKeyArray | None,
+    *,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+) -> dict[str, float]:
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
     loss = lambda *args: evaluated(*args)[0]["loss"]
     plan, batches, key = _plan(loss, model, examples, collate_fn, batch_size, mesh, key)
@@ -155,6 +174,27 @@ def predict_examples(
     refuse_after_signal("predict_examples", trains=False)
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
     model = tree_to_jax_dtypes(model, "the model")
+    mesh = with_auto_axes(ambient_or_default(mesh))
+    model, key = on_auto_axes((model, key))
+    given = model, examples, collate_fn, batch_size, mesh, key
+    options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype, "gather": gather}
+    with auto_ambient_mesh():
+        return _predict_examples(*given, output_fn=output_fn, **options)
+
+
+def _predict_examples(
+    model: PyTree,
+    examples: Any,
+    collate_fn: CollateFn,
+    batch_size: int,
+    mesh: Mesh,
+    key: PRNGKeyArray | None,
+    *,
+    predict_fn: PredictFn,
+    output_fn: OutputFn | None,
+    compute_dtype: Any,
+    gather: Gather,
+) -> list[Any]:
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
     plan, batches, key = _plan(predicted, model, examples, collate_fn, batch_size, mesh, key)
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
@@ -170,7 +210,7 @@ def _plan(
     examples: Any,
     collate_fn: CollateFn,
     batch_size: int,
-    mesh: Mesh | None,
+    mesh: Mesh,
     key: PRNGKeyArray | None,
 ) -> tuple[Plan, Generator[Loaded, None, None], PRNGKeyArray]:
     """The plan of a program on the first batch, all batches, and the key on the devices."""
@@ -178,7 +218,6 @@ def _plan(
         raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
-    mesh = ambient_or_default(mesh)
     if jax.process_count() > 1:  # they would wait for each other in vain
         values = {"`batch_size`": batch_size, "the number of `examples`": count_examples(examples)}
         values |= {"`mesh`": dict(mesh.shape), "`key`": describe_array(_default(key))}

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._errors import check_functions, check_integer, check_kind
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
@@ -22,7 +23,7 @@ from ..data._sources import by_epoch, count_examples, fetch
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
-from ..sharding import Plan
+from ..sharding import Plan, with_auto_plan
 from ..train._compile import CompiledCall
 from ..train._coupled import find_coupled, warn_of_batches
 from ..train._loss import LossFn
@@ -119,6 +120,12 @@ class CompiledEvaluation:
         advance: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """The metrics of a model; `advance` is called for each of the `batches`."""
+        with auto_ambient_mesh():
+            return self._metrics(on_auto_axes(model), key, advance)
+
+    def _metrics(
+        self, model: PyTree, key: PRNGKeyArray | None, advance: Callable[[], None]
+    ) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.mean_loss is not None:
             batches = self._batches(advance)
@@ -241,6 +248,7 @@ def compile_evaluation(
         raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
     if given.loss_fn is None and given.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
+    plan = with_auto_plan(plan)
     assert isinstance(plan.mesh, Mesh)
     of_epoch, _ = by_epoch(given.examples, name=_NAME)
     mean_loss = prediction = None

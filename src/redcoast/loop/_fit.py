@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
 from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames
 from ..core._output import forgiving_output
@@ -20,7 +21,7 @@ from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
-from ..sharding import Plan
+from ..sharding import Plan, with_auto_plan
 from ..tracking._loggers import all_loggers, shows_progress
 from ..tracking._metrics import Log, MetricsReader, metrics_reader
 from ..train._compile import by_microbatches
@@ -148,9 +149,17 @@ def fit(
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
     saver, chosen = Checkpointer(checkpoints), mesh_of_run(mesh, plan)
     introduce(saver.directory, quiet=quiet)
-    with forgiving_output(), watching(), saver.locked(), contextlib.ExitStack() as stack:
+    model_or_state, key = on_auto_axes((model_or_state, key))
+    plan = with_auto_plan(plan) if isinstance(plan, Plan) else plan
+    with (
+        forgiving_output(),
+        auto_ambient_mesh(),
+        watching(),
+        saver.locked(),
+        contextlib.ExitStack() as stack,
+    ):
         abstract, key, create = starting_state(model_or_state, optimizer, key, **given)
-        data = batches(examples, collate_fn, key=key, mesh=chosen, **length)
+        data = batches(examples, collate_fn, key=key, mesh=with_auto_axes(chosen), **length)
         describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
         if mesh == "auto":
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
@@ -180,7 +189,7 @@ def fit(
         state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
     conclude(state, data.steps, saver.directory, quiet=quiet)
     end_after_signal(stopping, int(state.step), data.steps, saved=newest_checkpoint(checkpoints))
-    return state
+    return on_mesh(state, chosen)
 
 
 _TRIED = "Raised in the evaluation of one batch after the first step."

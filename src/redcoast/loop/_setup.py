@@ -20,6 +20,7 @@ from ..core._pytree import ARRAYS, leaf_paths, partition_trainable
 from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..distributed._arrays import place_tree, put
+from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
@@ -83,20 +84,21 @@ def is_init_fn(model: Any) -> bool:
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
 
 
-def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh | None:
-    """The mesh of a plan that is given, or else the mesh; `None` if it is to be chosen."""
+def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
+    """The mesh of a plan that is given, or else the mesh; by default, or if it is to be chosen, the
+    ambient mesh or all devices."""
     if not isinstance(plan, Plan):
         if plan not in (None, "verify"):
             raise TypeError(
                 f"`plan` is of type {type(plan).__name__}. It must be a `redcoast.Plan`, from "
                 '`plan_step` or `load_plan`, or "verify".'
             )
-        return None if mesh == "auto" else mesh  # type: ignore[return-value]
+        return ambient_or_default(None if mesh == "auto" else mesh)  # type: ignore[arg-type]
     if not isinstance(plan.mesh, Mesh):
         raise ValueError(
             "`plan` is for an abstract mesh. Load it over devices: `load_plan(path, state, mesh)`."
         )
-    if mesh not in (None, plan.mesh):
+    if mesh is not None and mesh != plan.mesh:
         raise ValueError(f"`plan` is for {plan.mesh}, and `mesh` is another one; leave `mesh` out.")
     return plan.mesh
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..core._axis_types import with_auto_axes
 from ..core._errors import check_number
 
 logger = logging.getLogger("redcoast")
@@ -180,7 +181,7 @@ def stop_request(
         if jax.process_count() == 1:
             yield asked
         else:
-            yield StopRequest(_refuse, []) if mesh is None else agreed(mesh, asked)
+            yield StopRequest(_refuse, []) if mesh is None else agreed(with_auto_axes(mesh), asked)
 
 
 def _refuse() -> int:

@@ -1,7 +1,7 @@
 """Plans: the shardings of a tree over a mesh."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._axis_types import auto_ambient_mesh, is_explicit, on_auto_axes, with_auto_axes
 from ..core._errors import check_functions, check_integer, check_mesh
 from ..core._frames import hide_frames
 from ..distributed._mesh import AXES, PIPE
@@ -108,7 +109,7 @@ class Plan:
         # Imported where a function is traced, so that importing redcoast stays cheap.
         from .constrain._function import Constrained
 
-        return Constrained(fn, self.mesh, self.compute)
+        return Constrained(fn, with_auto_axes(self.mesh), self.compute)
 
     @hide_frames
     def verify(
@@ -147,8 +148,10 @@ class Plan:
                 "`verify` runs the program, and the plan is for an abstract mesh. Plan over a mesh "
                 "of devices, such as `rc.make_mesh()`."
             )
-        planned, shardings = self.constrain(loss_fn), model_of(self.shardings)
-        return verify(planned, loss_fn, shardings, self.mesh, model, batch, key, tolerance)
+        planned, shardings = self.constrain(loss_fn), on_auto_axes(model_of(self.shardings))
+        mesh, given = with_auto_axes(self.mesh), on_auto_axes((model, batch, key))
+        with auto_ambient_mesh():
+            return verify(planned, loss_fn, shardings, mesh, *given, tolerance)
 
 
 @hide_frames
@@ -307,19 +310,21 @@ def plan_shardings(
 
     leaves = [] if model_of(tree) is tree else flat_leaves(tree)
     state_bytes = sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
-    inside, compute, report = plan_flow(
-        model_of(tree),
-        mesh,
-        fn,
-        args,
-        overrides=overrides,
-        trainable=trainable,
-        hardware=hardware or hardware_of(mesh),
-        budget=budget,
-        state_bytes=state_bytes,
-        sequence=sequence,
-        microbatches=microbatches,
-    )
+    model, given = on_auto_axes((model_of(tree), tuple(args)))
+    with auto_ambient_mesh():
+        inside, compute, report = plan_flow(
+            model,
+            with_auto_axes(mesh),
+            fn,
+            given,
+            overrides=overrides,
+            trainable=trainable,
+            hardware=hardware or hardware_of(mesh),
+            budget=budget,
+            state_bytes=state_bytes,
+            sequence=sequence,
+            microbatches=microbatches,
+        )
     return make_plan(tree, mesh, plan_rows(tree, inside), compute, report)
 
 
@@ -332,6 +337,13 @@ def make_plan(
         shardings[row.leaf.index] = NamedSharding(mesh, row.spec)
     report = make_report(rows, dict(mesh.shape), program)
     return Plan(jax.tree.unflatten(treedef, shardings), mesh, report, compute)
+
+
+def with_auto_plan(plan: Plan) -> Plan:
+    """The same plan over a mesh with Auto axes in place of Explicit ones."""
+    if not is_explicit(plan.mesh):
+        return plan
+    return replace(plan, mesh=with_auto_axes(plan.mesh), shardings=on_auto_axes(plan.shardings))
 
 
 def examples_coupled(

@@ -14,6 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from ..core._axis_types import (
+    auto_ambient_mesh,
+    auto_array,
+    is_explicit,
+    on_auto_axes,
+    on_mesh,
+    with_auto_axes,
+)
 from ..core._control_flow import AnyJaxpr, Manual, consts_of, control_flow
 from ..core._donation import is_concrete, is_deleted, refuse_deleted, separate
 from ..core._dtypes import tree_to_jax_dtypes
@@ -109,7 +117,8 @@ class _Program:
     """The jitted steps for states of one structure."""
 
     static: Static
-    shardings: list[NamedSharding]  # of the state's arrays
+    shardings: list[NamedSharding]  # of the state's arrays, on the mesh with Auto axes
+    given: list[NamedSharding]  # on the mesh that was given
     outer: Any  # the structure of the state above its frozen modules
     counts: list[int | None]  # of the arrays in each leaf of `outer`; `None` if it is an array
     jitted: dict[Static, Any]  # by the constants of the other arguments
@@ -119,9 +128,10 @@ class CompiledStep:
     """The result of [`redcoast.compile_step`][], called like the step itself."""
 
     def __init__(self, step: Callable[..., Any], shardings: dict[Any, NamedSharding], mesh: Mesh):
-        self._step = _flatten_step(step, mesh)
         self._shardings = shardings  # by path
-        self._mesh = mesh
+        self._given_mesh = mesh
+        self._mesh = with_auto_axes(mesh)
+        self._step = _flatten_step(step, self._mesh)
         self._programs: dict[Static, _Program] = {}
         # Caches the partition of the last returned state, because partitioning a tree of many
         # modules costs more than a small step. Weak references identify its frozen modules and the
@@ -132,6 +142,12 @@ class CompiledStep:
 
     @hide_frames
     def __call__(self, state: PyTree, /, *args: PyTree) -> tuple[PyTree, PyTree]:
+        if not is_explicit(jax.sharding.get_abstract_mesh()):
+            return self._call(state, args)
+        with auto_ambient_mesh():
+            return self._call(state, args)
+
+    def _call(self, state: PyTree, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, own = self._split_state(state)
@@ -141,7 +157,7 @@ class CompiledStep:
         kept = given
         # The caller may overwrite the batch while the step is still running.
         given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
-        given = [place_array(x, self._mesh) for x in given]
+        given = [auto_array(place_array(x, self._mesh)) for x in given]
         if is_new := jitted is None or jitted not in self._closed_over:
             jitted, traced = self._traced(program, constants, arrays, given)
             agree_on_program("the program of the step", traced.jaxpr, self._mesh)
@@ -149,9 +165,11 @@ class CompiledStep:
         if is_new or not own:  # arrays that the step closes over stay valid
             kept = [*given, *self._closed_over[jitted]]
         arrays = separate(arrays, kept, distinct=own)
-        if not own:
+        if not own or self._mesh is not self._given_mesh:
             arrays = list(map(_put, arrays, program.shardings))
         arrays, aux = jitted(arrays, given)
+        if self._mesh is not self._given_mesh:
+            aux = on_mesh(aux, self._given_mesh)
         state = join(arrays, program.static)
         self._remember(state, arrays, program)
         if isinstance(aux, PackedMetrics):  # it has no constants, and its step may be short
@@ -177,7 +195,9 @@ class CompiledStep:
         args = tree_to_jax_dtypes(args, "the arguments after the state")
         given, constants = self._split_arguments(args)
         arrays, program, _ = self._split_state(state)
-        return self._traced(program, constants, arrays, abstract_batch(given, self._mesh))[1]
+        given = abstract_batch(on_auto_axes(given), self._mesh)
+        with auto_ambient_mesh():
+            return self._traced(program, constants, arrays, given)[1]
 
     def _split_arguments(self, args: tuple[PyTree, ...]) -> tuple[list[Any], Static]:
         given, constants = split(args, numbers=True)
@@ -197,11 +217,12 @@ class CompiledStep:
         arrays, static = split(state)
         _check_hashable(static, lambda: (state,))
         if static not in self._programs:
-            shardings = _match_shardings(self._shardings, state)
+            given = _match_shardings(self._shardings, state)
+            shardings = on_auto_axes(given)
             is_kept = lambda x: isinstance(x, eqx.Module) and _is_frozen(jax.tree.structure(x))
             parts, outer = jax.tree.flatten(state, is_leaf=is_kept)
             counts = [None if isinstance(x, ARRAYS) else len(split(x)[0]) for x in parts]
-            self._programs[static] = _Program(static, shardings, outer, counts, {})
+            self._programs[static] = _Program(static, shardings, given, outer, counts, {})
         return arrays, self._programs[static], False
 
     def _traced(
@@ -228,7 +249,7 @@ class CompiledStep:
         return jax.jit(
             lambda arrays, given: step(arrays, program.static, given, constants, ambient),
             in_shardings=(program.shardings, None),
-            out_shardings=(program.shardings, None),
+            out_shardings=(program.given, None),
             donate_argnums=0,
         )
 
@@ -450,14 +471,17 @@ class CompiledCall:
     """A compiled `fn(tree, *args)`, which does not donate the tree."""
 
     def __init__(self, fn: Callable[..., PyTree], shardings: PyTree[NamedSharding], mesh: Any):
-        placed, flat = jax.tree.leaves(shardings), _flatten_arguments(fn, mesh)
+        mesh = with_auto_axes(mesh)
+        placed = jax.tree.leaves(on_auto_axes(shardings))
+        flat = _flatten_arguments(fn, mesh)
         self._jitted = jax.jit(flat, static_argnums=(1, 3, 4), in_shardings=(placed, None))
         self._ambient = False  # whether it is traced with an ambient mesh
         self.mesh = mesh
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
-        return self._first_of(self._jitted, *self._split(tree, args))
+        with auto_ambient_mesh():
+            return self._first_of(self._jitted, *self._split(tree, args))
 
     def trace(self, tree: PyTree, *args: PyTree) -> jax.stages.Traced:
         """Traces the function, like the method of a jitted function."""
@@ -488,8 +512,8 @@ class CompiledCall:
         return result
 
     def _split(self, tree: PyTree, args: tuple[PyTree, ...]) -> tuple[Any, Static, Any, Static]:
-        given, constants = split(args, numbers=True)
-        return (*split(tree), place_batch(given, self.mesh), constants)
+        given, constants = split(on_auto_axes(args), numbers=True)
+        return (*split(on_auto_axes(tree)), place_batch(given, self.mesh), constants)
 
 
 def by_microbatches(

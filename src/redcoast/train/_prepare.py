@@ -9,7 +9,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._frames import hide_frames
+from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
@@ -77,10 +79,12 @@ def prepare(
         state, metrics = step(state, batch)
         ```
     """
+    mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     create = ft.partial(init_state, init_fn, optimizer, key=key, **given)
     options = {"accumulate": accumulate, **given}
-    abstract = eqx.filter_eval_shape(create)
+    with auto_ambient_mesh():
+        abstract = eqx.filter_eval_shape(create)
     plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
     loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}
     step = compile_step(ft.partial(train_step, **loss, **options), plan.shardings)

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import (
     check_functions,
@@ -147,17 +148,19 @@ def create_split(
     create: Callable[..., TrainState], *args: PyTree, shardings: PyTree[NamedSharding | None]
 ) -> TrainState:
     """Calls `create(*args)`; each device computes only its own shards."""
-    _, static = split(eqx.filter_eval_shape(create, *args))
+    args = on_auto_axes(args)
     arrays, constants = eqx.partition(args, eqx.is_array)
     flat_create = jax.jit(
         lambda a: split(create(*eqx.combine(a, constants)))[0],
         out_shardings=jax.tree.leaves(shardings),
     )
-    if jax.process_count() > 1:
-        mesh = jax.tree.leaves(shardings)[0].mesh
-        traced = flat_create.trace(arrays)
-        agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
-    return join(flat_create(arrays), static)
+    with auto_ambient_mesh():
+        if jax.process_count() > 1:
+            mesh = jax.tree.leaves(shardings)[0].mesh
+            traced = flat_create.trace(arrays)
+            agree_on_program("the program that initialises the state", traced.jaxpr, mesh)
+        _, static = split(eqx.filter_eval_shape(create, *args))
+        return join(flat_create(arrays), static)
 
 
 @hide_frames

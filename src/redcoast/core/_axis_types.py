@@ -1,0 +1,120 @@
+"""Meshes whose axes have the type Explicit, which `jax.make_mesh` gives them by default.
+
+With Explicit axes, a sharding is a part of an array's type, and operations on sharded arrays need
+annotations. With Auto axes, the compiler and the constraints of a plan decide. So functions are
+traced and compiled for the same devices with Auto axes, and results are put back, without a copy,
+on the mesh that was given.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+from jaxtyping import PyTree
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh, Mesh | AbstractMesh)
+
+
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a mesh has an axis of type Explicit."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    """The same mesh, with Auto axes in place of Explicit ones."""
+    if not is_explicit(mesh):
+        return mesh
+    types = [AxisType.Auto if x is AxisType.Explicit else x for x in mesh.axis_types]
+    return mesh.update(axis_types=tuple(types))
+
+
+def on_auto_axes(tree: PyTree) -> PyTree:
+    """A tree whose arrays and shardings are on meshes with Auto axes; arrays are not copied."""
+    return jax.tree.map(auto_array, tree)
+
+
+def auto_array(x: Any) -> Any:
+    """Converts one leaf, as `on_auto_axes` does."""
+    sharding = x if isinstance(x, NamedSharding) else _explicit_sharding(x)
+    if sharding is None or not is_explicit(sharding.mesh):
+        return x
+    inside = _over(sharding, with_auto_axes(sharding.mesh))
+    return inside if sharding is x else _moved(x, inside)
+
+
+def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
+    """A tree whose arrays are on a mesh with Explicit axes if they are on it with Auto axes."""
+    if not isinstance(mesh, Mesh) or not is_explicit(mesh):
+        return tree
+    inside = with_auto_axes(mesh)
+
+    def convert(x: Any) -> Any:
+        sharding = getattr(x, "sharding", None) if _is_placed(x) else None
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != inside:
+            return x
+        return _moved(x, _over(sharding, mesh))
+
+    return jax.tree.map(convert, tree)
+
+
+def explicit_mesh_of(tree: PyTree) -> Mesh | None:
+    """The first mesh with Explicit axes that an array of a tree is on."""
+    shardings = (_explicit_sharding(x) for x in jax.tree.leaves(tree))
+    meshes = (x.mesh for x in shardings if x is not None)
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+@contextmanager
+def auto_ambient_mesh() -> Iterator[None]:
+    """Inside, the ambient mesh has Auto axes."""
+    here = jax.sharding.get_abstract_mesh()
+    if not is_explicit(here):
+        yield
+        return
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # while a program is traced
+        mesh = None
+    if mesh is None or mesh.empty:
+        with use_abstract_mesh(with_auto_axes(here)):
+            yield
+    else:
+        with jax.set_mesh(with_auto_axes(mesh)):
+            yield
+
+
+def _is_placed(x: Any) -> bool:
+    """Whether this is an array with memory, or the shape of one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return True
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+
+
+def _explicit_sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
+        return None
+    return sharding if _is_placed(x) else None
+
+
+def _over(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _moved(x: Any, sharding: NamedSharding) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
+    # The spec of a key may have an entry for the dimension of the numbers that it consists of.
+    spec = PartitionSpec(*sharding.spec[: x.ndim])
+    place = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return jax.device_put(x, place)  # it has the same memory

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 
 from ._static_arrays import explain_static_arrays
@@ -26,6 +27,7 @@ _HIDDEN = (
     f"{Path(jax.__file__).parent}{os.sep}",
     contextlib.__file__,
 )
+_EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
@@ -110,7 +112,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def warn(text: str) -> None:
     """Warns at the line of the user's code that called redcoast."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and is_hidden(frame.f_code.co_filename):
+    between = (*_HIDDEN, _EQUINOX)  # as of `eqx.filter_jit`
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 

@@ -28,7 +28,7 @@ def abstract_key() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def mesh_sizes() -> Mapping[str, int]:
+def sizes_of_axes() -> Mapping[str, int]:
     """The sizes of the axes of the mesh that the current trace is for."""
     mesh = _mesh.value
     return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape

@@ -26,6 +26,7 @@ from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan_step import check_coupling
 from ..train._reused_steps import reused_plan as plan_step
+from ..train._shared import warn_of_shared
 from ..train._step import (
     TrainState,
     create_split,
@@ -57,6 +58,7 @@ def starting_state(
         )
         refuse_per_example(model_or_state.opt_state)
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
+        warn_of_shared(model_or_state.model, trainable)
         state = with_loss_scale(model_or_state, compute_dtype)
         return state, state.key, lambda shardings: place_tree(state, shardings)
     key = jax.random.key(0) if key is None else key
@@ -68,6 +70,7 @@ def starting_state(
         "The model that `fit` was given",
         "Pass the model of the state that the last step returned, `state.model`.",
     )
+    warn_of_shared(model_or_state, trainable)
     create = lambda m, k: state_of(m, optimizer, key=k, **given)
 
     def make(shardings: PyTree) -> TrainState:

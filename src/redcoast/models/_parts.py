@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from ..core._markers import gather_sequence
 from ..core._sequence_parts import sequence_parts
-from ..core._tracing import mesh_sizes
+from ..core._tracing import sizes_of_axes
 from ._blockwise import KEPT
 from ._relative import RelativeBias
 from ._view import View
@@ -53,7 +53,7 @@ def _groups(k: Array) -> int:
     """The number of groups of heads, 1 if few bytes are gathered for all of them."""
     heads, bytes_ = k.shape[2], 2 * k.size * k.dtype.itemsize
     # Devices that share the heads have as many of each group.
-    share = mesh_sizes().get("model", 1)
+    share = sizes_of_axes().get("model", 1)
     share = share if heads % share == 0 else 1
     if bytes_ <= share * MOST_GATHERED:
         return 1

@@ -33,6 +33,7 @@ from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
+from ._shared import warn_of_shared
 from ._skip_nonfinite import guarded_update
 
 
@@ -102,6 +103,8 @@ def init_state(
         model_key, key = jax.random.split(key)
         with calling("init_fn", {}):
             model = init_fn(model_key)
+        if shardings is None:  # otherwise it was given for the abstract state
+            warn_of_shared(model, trainable)
         return state_of(model, optimizer, key=key, compute_dtype=compute_dtype, trainable=trainable)
 
     check_functions(init_fn=init_fn)

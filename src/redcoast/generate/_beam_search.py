@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import INVALID
 from ._processors import process
-from ._prompt import Mask, append_tokens, prefill
+from ._prompt import append_tokens, prefill
 from ._request import Request
 from ._sampling import is_any
 
@@ -60,7 +61,7 @@ class Candidates(eqx.Module):
 
 def search_beams(
     model: Any,
-    tokens: Shaped[Array, "batch ..."],
+    tokens: Shaped[AnyArray, "batch ..."],
     mask: Mask | None,
     request: Request,
     stepping: Any,

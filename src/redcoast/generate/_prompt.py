@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
+from ..models._inputs import AnyArray, Mask
 from ._check_arguments import check_token_options
 from ._request import Request
-
-Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
 
 
 def bucket(length: int) -> int:
@@ -30,7 +29,7 @@ def pad_columns(x: Any, length: int, *, left: bool) -> Any:
 
 
 def align_right(
-    tokens: Integer[Array, "batch seq"], mask: Mask | None
+    tokens: Integer[AnyArray, "batch seq"], mask: Mask | None
 ) -> tuple[Int[Array, "batch seq"], Bool[Array, "batch seq"] | None]:
     """Rolls padding on the right to the left, so that all prompts end in the last column.
 
@@ -46,13 +45,13 @@ def align_right(
     return blank(jnp.take_along_axis(tokens, columns, axis=1), real), real
 
 
-def blank(tokens: Integer[Array, "batch seq"], mask: Mask) -> Integer[Array, "batch seq"]:
+def blank(tokens: Integer[AnyArray, "batch seq"], mask: Mask) -> Integer[Array, "batch seq"]:
     """Sets padding to 0, because ids outside of the vocabulary would give NaN."""
     return jnp.where(mask.astype(bool), tokens, jnp.zeros((), tokens.dtype))
 
 
 def prefill(
-    model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
+    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Float[Array, "batch vocab"], Any, Int[Array, "batch prompt"]]:
     """Returns the logits of the first new token, a cache with room for all new tokens, and the
     tokens of the decoder so far, with -1 at padding."""

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import INVALID, choose_tokens
 from ._processors import History
-from ._prompt import Mask, append_tokens, prefill
+from ._prompt import append_tokens, prefill
 from ._request import Request
 
 
@@ -26,7 +27,7 @@ class Last(eqx.Module):
 
 def sample(
     model: Any,
-    tokens: Shaped[Array, "batch ..."],
+    tokens: Shaped[AnyArray, "batch ..."],
     mask: Mask | None,
     request: Request,
     stepping: Any,
@@ -50,7 +51,7 @@ def sample(
 
 
 def begin(
-    model: Any, tokens: Shaped[Array, "batch ..."], mask: Mask | None, request: Request
+    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
 ) -> tuple[Any, Last]:
     """Processes the prompt. Returns the cache and the first new token."""
     logits, cache, prompt = prefill(model, tokens, mask, request)

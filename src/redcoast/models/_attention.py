@@ -1,6 +1,7 @@
 """Token positions, attention masks and scaled dot-product attention."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,13 +15,24 @@ from ..core._target import target
 from ..core._tracing import sizes_of_axes
 from ._blockwise import attend_in_blocks
 from ._dropout import dropout
+from ._inputs import AnyArray, Mask
 from ._parts import in_parts
 from ._relative import RelativeBias
 from ._view import View, has_many_pairs
 
-Mask = Bool[Array, "batch seq"] | Integer[Array, "batch seq"]
-# A NumPy array if it is known when a program is traced that all tokens are real.
-Real = Bool[Array, "#batch seq"] | Bool[np.ndarray, "1 seq"]
+
+@dataclass(frozen=True)
+class AllReal:
+    """The mask of rows of `length` tokens that are all real, which is known without its values."""
+
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (1, self.length)
+
+
+Real = Bool[Array, "#batch seq"] | AllReal
 # A `View` if there are many pairs of a query and a key.
 Visible = Bool[Array, "#batch #queries keys"] | View
 # The most pairs for which cuDNN's kernel gets an array of all of them.
@@ -29,11 +41,11 @@ _MOST_MASKED = 8192 * 8192
 
 def real_tokens(shape: tuple[int, ...], mask: Mask | None) -> Real:
     """Returns the mask as booleans. Without a mask, all tokens are real."""
-    return np.ones((1, shape[1]), bool) if mask is None else mask.astype(bool)
+    return AllReal(shape[1]) if mask is None else jnp.asarray(mask, bool)
 
 
 def count_positions(
-    real: Real, segments: Integer[Array, "batch seq"] | None = None
+    real: Real, segments: Integer[AnyArray, "batch seq"] | None = None
 ) -> Int[Array, "#batch seq"]:
     """Counts positions over the real tokens of each row or segment, from 0."""
     real = as_array(real)
@@ -48,18 +60,18 @@ def count_positions(
 
 def as_array(real: Real) -> Bool[Array, "#batch seq"]:
     """Returns an array that the program makes, so that it is not one of its constants."""
-    return jnp.ones(real.shape, bool) if isinstance(real, np.ndarray) else real
+    return jnp.ones(real.shape, bool) if isinstance(real, AllReal) else real
 
 
 def _unless_known(real: Real) -> Bool[Array, "#batch seq"] | None:
-    return None if isinstance(real, np.ndarray) else real
+    return None if isinstance(real, AllReal) else real
 
 
 def causal_view(
     real: Real,
     slots: Int[Array, " queries"] | None = None,
     *,
-    segments: Integer[Array, "batch keys"] | None = None,
+    segments: Integer[AnyArray, "batch keys"] | None = None,
     window: int | None = None,
 ) -> Visible:
     """Returns a causal mask: each query sees the real keys in its own slot and before.
@@ -80,7 +92,7 @@ def causal_view(
 
 def full_view(
     real: Real,
-    segments: Integer[Array, "batch keys"] | None = None,
+    segments: Integer[AnyArray, "batch keys"] | None = None,
     *,
     window: int | None = None,
 ) -> Visible:
@@ -97,7 +109,7 @@ def full_view(
 
 
 def segment_view(
-    real: Real, queries: Integer[Array, "batch queries"], keys: Integer[Array, "batch keys"]
+    real: Real, queries: Integer[AnyArray, "batch queries"], keys: Integer[AnyArray, "batch keys"]
 ) -> Visible:
     """Returns a bidirectional mask: each query sees all real keys with the same segment."""
     view = View(_unless_known(real), segments=(queries, keys))

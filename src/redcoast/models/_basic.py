@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ..core._errors import shortened
 from ..core._target import target
 from ._attention import wide
+from ._inputs import AnyArray
 
 
 def recomputed(fn: Callable[..., Array]) -> Callable[..., Array]:
@@ -155,6 +156,6 @@ def initial_mlp(
     return into(gate), into(up), normal(down, shape, fan_in=c.hidden, scale=scale)
 
 
-def look_up(table: Any, ids: Integer[Array, "#batch seq"]) -> Float[Array, "batch seq width"]:
+def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:
     """Returns rows of an array, and NaN for ids outside of it, which indexing would clamp."""
     return jnp.take(table, ids, axis=0)

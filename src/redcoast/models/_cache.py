@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ._attention import Mask, Visible, causal_view, count_positions
+from ._attention import Visible, causal_view, count_positions
+from ._inputs import Mask
 
 
 class Cache(eqx.Module):

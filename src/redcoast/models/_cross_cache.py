@@ -5,13 +5,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from ._attention import Visible, full_view, real_tokens, segment_view
+from ._attention import Visible, as_array, full_view, real_tokens, segment_view
 from ._cache import Cache
 from ._einsum import Projections, keys_values
+from ._inputs import AnyArray
 
 Memory = Float[Array, "batch memory width"]
-MemoryMask = Bool[Array, "batch memory"] | Integer[Array, "batch memory"]
-DecoderMask = Bool[Array, "batch decoder_seq"] | Integer[Array, "batch decoder_seq"]
+MemoryMask = Bool[AnyArray, "batch memory"] | Integer[AnyArray, "batch memory"]
+DecoderMask = Bool[AnyArray, "batch decoder_seq"] | Integer[AnyArray, "batch decoder_seq"]
 
 
 class CrossCache(eqx.Module):
@@ -65,7 +66,7 @@ def read_memory(
             f"The memory has shape {memory.shape}, but its mask has shape {mask.shape}. The mask "
             f"must have shape {memory.shape[:2]}."
         )
-    real = jnp.broadcast_to(real_tokens(memory.shape, mask), memory.shape[:2])
+    real = jnp.broadcast_to(as_array(real_tokens(memory.shape, mask)), memory.shape[:2])
     return *jax.vmap(keys_values, in_axes=(0, None))(layers, memory), real
 
 
@@ -73,8 +74,8 @@ def cross_view(
     shape: tuple[int, ...],
     decoder_shape: tuple[int, ...],
     mask: MemoryMask | None,
-    segments: Integer[Array, "batch memory"] | None,
-    decoder_segments: Integer[Array, "batch queries"] | None,
+    segments: Integer[AnyArray, "batch memory"] | None,
+    decoder_segments: Integer[AnyArray, "batch queries"] | None,
 ) -> Visible:
     """Returns the cross-attention mask: each decoder token sees the encoder's real tokens, of its
     own segment if there are segments.

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ._attention import Mask
 from ._basic import small_normal
 from ._einsum import product
+from ._inputs import Mask
 
 Model = TypeVar("Model", bound=eqx.Module)
 

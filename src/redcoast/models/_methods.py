@@ -14,12 +14,13 @@ from typing import Any
 
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, causal_view, count_positions, full_view, real_tokens
+from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
 from ._check_config import check_length
 from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
 from ._dropout import split_key
 from ._einsum import product
+from ._inputs import AnyArray, Mask
 from ._moe import router_loss
 
 
@@ -30,11 +31,11 @@ def head_dim(self: Any) -> int:
 
 def decoder_call(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
+    tokens: Integer[AnyArray, "batch seq"],
     *,
     mask: Mask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
-    positions: Integer[Array, "#batch seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
+    positions: Integer[AnyArray, "#batch seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Returns the logits of the next token at each position.
@@ -61,11 +62,11 @@ def decoder_call(
 
 def decoder_hidden(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
+    tokens: Integer[AnyArray, "batch seq"],
     *,
     mask: Mask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
-    positions: Integer[Array, "#batch seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
+    positions: Integer[AnyArray, "#batch seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch seq width"]:
     """Returns the final hidden states, from which `unembed` computes the logits.
@@ -77,11 +78,11 @@ def decoder_hidden(
 
 def experts_hidden_and_router_loss(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
+    tokens: Integer[AnyArray, "batch seq"],
     *,
     mask: Mask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
-    positions: Integer[Array, "#batch seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
+    positions: Integer[AnyArray, "#batch seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
     """Returns the final hidden states, and the load-balancing loss of the routers for training
@@ -117,7 +118,7 @@ def decoder_init_cache(self: Any, batch: int, length: int) -> Cache:
 
 
 def decoder_decode(
-    self: Any, tokens: Integer[Array, "batch new"], cache: Cache, *, mask: Mask | None = None
+    self: Any, tokens: Integer[AnyArray, "batch new"], cache: Cache, *, mask: Mask | None = None
 ) -> tuple[Float[Array, "batch new width"], Cache]:
     """Appends tokens to a cache. Returns their hidden states and the updated cache."""
     if mask is None:
@@ -138,13 +139,13 @@ def tied_or_own_head(
 
 def encoder_decoder_call(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
-    decoder_tokens: Integer[Array, "batch decoder_seq"],
+    tokens: Integer[AnyArray, "batch seq"],
+    decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
     *,
     mask: Mask | None = None,
     decoder_mask: DecoderMask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
-    decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
+    decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch decoder_seq vocab"]:
     """Returns the logits of the next token at each position of the decoder.
@@ -174,13 +175,13 @@ def encoder_decoder_call(
 
 def encoder_decoder_hidden(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
-    decoder_tokens: Integer[Array, "batch decoder_seq"],
+    tokens: Integer[AnyArray, "batch seq"],
+    decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
     *,
     mask: Mask | None = None,
     decoder_mask: DecoderMask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
-    decoder_segments: Integer[Array, "batch decoder_seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
+    decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch decoder_seq width"]:
     """Returns the final hidden states, from which `unembed` computes the logits.
@@ -199,10 +200,10 @@ def encoder_decoder_hidden(
 
 def encoder_decoder_encode(
     self: Any,
-    tokens: Integer[Array, "batch seq"],
+    tokens: Integer[AnyArray, "batch seq"],
     *,
     mask: Mask | None = None,
-    segments: Integer[Array, "batch seq"] | None = None,
+    segments: Integer[AnyArray, "batch seq"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch seq width"]:
     """Returns the encoder's hidden states, which the decoder attends to.
@@ -234,7 +235,11 @@ def encoder_decoder_init_cache(
 
 
 def encoder_decoder_decode(
-    self: Any, tokens: Integer[Array, "batch new"], cache: CrossCache, *, mask: Mask | None = None
+    self: Any,
+    tokens: Integer[AnyArray, "batch new"],
+    cache: CrossCache,
+    *,
+    mask: Mask | None = None,
 ) -> tuple[Float[Array, "batch new width"], CrossCache]:
     """Appends tokens to a cache. Returns their hidden states and the updated cache."""
     own = admit(cache.own, tokens.shape, mask)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._attention import attend, full_view, wide
+from ._attention import AllReal, attend, full_view, wide
 from ._basic import activate_gated, layer_norm, small_normal
 from ._by_layer import StackedLayers
 from ._dropout import dropout, split_key
@@ -141,7 +141,7 @@ def scaled_layers(
     `gate` is the activation function of gated layers. With `angles`, queries and keys are rotated.
     """
     c = self.config
-    visible = full_view(np.ones((1, x.shape[1]), bool))
+    visible = full_view(AllReal(x.shape[1]))
 
     def layer_fn(x, maps, layer, index, key):
         keys = split_key(key, 3)

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from ._check_config import check_fields
+from ._inputs import AnyArray
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LongRope:
 
 
 def long_angles(
-    positions: Int[Array, "#batch seq"],
+    positions: Integer[AnyArray, "#batch seq"],
     frequencies: Float[np.ndarray, " half"],
     scaling: LongRope | None,
     dtype: Any,
@@ -127,7 +128,7 @@ def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[n
 
 
 def yarn_angles(
-    positions: Int[Array, "#batch seq"],
+    positions: Integer[AnyArray, "#batch seq"],
     head_dim: int,
     base: int | float,
     scaling: Yarn | None,
@@ -156,7 +157,7 @@ def rotary_frequencies(
 
 
 def rotary_angles(
-    positions: Int[Array, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
+    positions: Integer[AnyArray, "#batch seq"], frequencies: Float[np.ndarray, " half"], dtype: Any
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
     """Returns the cosines and sines of the angles at each position."""
     angles = positions[:, :, None, None].astype(dtype)

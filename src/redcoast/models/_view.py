@@ -6,6 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Integer
 
+from ._inputs import AnyArray
+
 # The least number of pairs of a query and a key for which there is no array of all pairs.
 MANY_PAIRS = 2048 * 2048
 
@@ -24,7 +26,9 @@ class View(eqx.Module):
 
     real: Bool[Array, "#batch keys"] | None = None
     slots: Int[Array, " queries"] | None = None
-    segments: tuple[Integer[Array, "#batch queries"], Integer[Array, "#batch keys"]] | None = None
+    segments: (
+        tuple[Integer[AnyArray, "#batch queries"], Integer[AnyArray, "#batch keys"]] | None
+    ) = None
     causal: bool = eqx.field(static=True, default=False)
     window: int | None = eqx.field(static=True, default=None)
 

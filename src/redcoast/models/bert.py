@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, count_positions, full_view, real_tokens
+from ._attention import count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
 from ._heads import Linear, MaskedHead, check_labels, first_token
+from ._inputs import AnyArray, Mask
 from ._scan_layers import Remat, scan_layers
 
 Head = Literal["masked", "pretraining", "classification", "tokens"]
@@ -151,12 +152,12 @@ class Bert(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        types: Integer[Array, "batch seq"] | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        types: Integer[AnyArray, "batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the output of the head.
@@ -199,12 +200,12 @@ class Bert(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        types: Integer[Array, "batch seq"] | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        types: Integer[AnyArray, "batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, for any head. The arguments are those of `__call__`."""

@@ -7,12 +7,12 @@ import jax
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask
 from ._cache import Cache
 from ._check_config import check_fields
 from ._cross_cache import CrossCache
 from ._dropout import split_key
 from ._heads import Linear
+from ._inputs import AnyArray, Mask
 from .gpt2 import GPT2, GPT2Config
 from .vit import ViT, ViTConfig
 
@@ -97,7 +97,7 @@ class Captioner(eqx.Module):
     def __call__(
         self,
         pixels: Float[Array, "batch channels height width"],
-        decoder_tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
@@ -124,7 +124,7 @@ class Captioner(eqx.Module):
     def hidden(
         self,
         pixels: Float[Array, "batch channels height width"],
-        decoder_tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
@@ -165,7 +165,7 @@ class Captioner(eqx.Module):
 
     def decode(
         self,
-        tokens: Integer[Array, "batch new"],
+        tokens: Integer[AnyArray, "batch new"],
         cache: Cache | CrossCache,
         *,
         mask: Mask | None = None,

@@ -13,6 +13,7 @@ from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._heads import Linear, check_labels
+from ._inputs import AnyArray
 from ._patches import ScaledLayers, embed_any_size, resample, scaled_layers
 from ._scan_layers import Remat
 
@@ -147,7 +148,7 @@ class Dinov2(eqx.Module):
         pixels: Float[Array, "batch channels height width"],
         *,
         mask: None = None,
-        masked: Bool[Array, "batch patches"] | None = None,
+        masked: Bool[AnyArray, "batch patches"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the logits of images, of shape (batch, labels).
@@ -179,7 +180,7 @@ class Dinov2(eqx.Module):
         pixels: Float[Array, "batch channels height width"],
         *,
         mask: None = None,
-        masked: Bool[Array, "batch patches"] | None = None,
+        masked: Bool[AnyArray, "batch patches"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states after the final norm, for any head.

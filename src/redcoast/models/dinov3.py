@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ._basic import small_normal
 from ._check_config import check_config, check_heads, check_patches
 from ._dropout import split_key
+from ._inputs import AnyArray
 from ._patches import ScaledLayers, embed_any_size, scaled_layers
 from ._scan_layers import Remat
 
@@ -140,7 +141,7 @@ class Dinov3(eqx.Module):
         pixels: Float[Array, "batch channels height width"],
         *,
         mask: None = None,
-        masked: Bool[Array, "batch patches"] | None = None,
+        masked: Bool[AnyArray, "batch patches"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch tokens features"]:
         """Returns the hidden states of images after the final norm: first that of the class token,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, attend, causal_view, count_positions, full_view, real_tokens
+from ._attention import attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
@@ -17,6 +17,7 @@ from ._check_config import check_config, check_heads, check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
+from ._inputs import AnyArray, Mask
 from ._scan_layers import Remat, scan_layers
 
 
@@ -141,11 +142,11 @@ class GPT2(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
@@ -176,11 +177,11 @@ class GPT2(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         memory: Memory | None = None,
         memory_mask: MemoryMask | None = None,
         key: PRNGKeyArray | None = None,
@@ -216,7 +217,7 @@ class GPT2(eqx.Module):
         return own if cross is None else CrossCache(own, *cross)
 
     def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Any, *, mask: Mask | None = None
+        self, tokens: Integer[AnyArray, "batch new"], cache: Any, *, mask: Mask | None = None
     ) -> tuple[Float[Array, "batch new width"], Cache | CrossCache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         if mask is None:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, as_array, real_tokens, wide
+from ._attention import as_array, real_tokens, wide
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
 from ._by_layer import StackedLayers
 from ._check_config import check_config
 from ._einsum import product
+from ._inputs import AnyArray, Mask
 from ._scan_layers import Remat, scan_layers
 
 
@@ -179,11 +180,11 @@ class Mamba2(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of the next token at each position.
@@ -205,11 +206,11 @@ class Mamba2(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
@@ -232,7 +233,11 @@ class Mamba2(eqx.Module):
         return Mamba2Cache(state, jnp.zeros((c.layers, batch, c.taps - 1, channels), dtype))
 
     def decode(
-        self, tokens: Integer[Array, "batch new"], cache: Mamba2Cache, *, mask: Mask | None = None
+        self,
+        tokens: Integer[AnyArray, "batch new"],
+        cache: Mamba2Cache,
+        *,
+        mask: Mask | None = None,
     ) -> tuple[Float[Array, "batch new width"], Mamba2Cache]:
         """Appends tokens to a cache. Returns their hidden states and the updated cache."""
         return self._run(tokens, as_array(real_tokens(tokens.shape, mask)), cache)

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, attend_near, count_positions, full_view, real_tokens, wide
+from ._attention import attend_near, count_positions, full_view, real_tokens, wide
 from ._basic import ACTIVATIONS, activate_gated, layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
 from ._check_config import check_config, check_heads, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
+from ._inputs import AnyArray, Mask
 from ._rotary import rotary_angles, rotary_frequencies, rotate
 from ._scan_layers import Remat, scan_layers
 
@@ -213,11 +214,11 @@ class ModernBert(eqx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch ..."]:
         """Returns the output of the head.
@@ -257,11 +258,11 @@ class ModernBert(eqx.Module):
 
     def hidden(
         self,
-        tokens: Integer[Array, "batch seq"],
+        tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: Mask | None = None,
-        segments: Integer[Array, "batch seq"] | None = None,
-        positions: Integer[Array, "#batch seq"] | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "batch seq width"]:
         """Returns the final hidden states, for any head. The arguments are those of `__call__`."""

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import Mask, attend, full_view, real_tokens, wide
+from ._attention import AllReal, attend, full_view, real_tokens, wide
 from ._basic import layer_norm, look_up, small_normal
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import split_key
 from ._einsum import feed_forward, product
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
+from ._inputs import AnyArray, Mask
 from ._patches import embed_patches
 from ._scan_layers import Remat
 
@@ -258,7 +258,7 @@ class Siglip(eqx.Module):
     def __call__(
         self,
         pixels: Float[Array, "images channels height width"],
-        tokens: Integer[Array, "texts seq"],
+        tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
@@ -297,7 +297,7 @@ class Siglip(eqx.Module):
 
     def encode_texts(
         self,
-        tokens: Integer[Array, "texts seq"],
+        tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
@@ -321,12 +321,12 @@ class Siglip(eqx.Module):
         side = c.image // c.patch * c.patch
         x = embed_patches(pixels[..., :side, :side], part.patch_embed, part.patch_bias)
         x = x + part.position_embed[None]
-        visible = full_view(np.ones((1, x.shape[1]), bool))
+        visible = full_view(AllReal(x.shape[1]))
         return pre_norm_layers(part, x, visible, c, key)
 
     def hidden_of_texts(
         self,
-        tokens: Integer[Array, "texts seq"],
+        tokens: Integer[AnyArray, "texts seq"],
         *,
         mask: Mask | None = None,
         key: PRNGKeyArray | None = None,

@@ -11,13 +11,14 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
-from ._attention import Mask, causal_view, count_positions, full_view, real_tokens
+from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
 from ._check_config import check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
+from ._inputs import AnyArray, Mask
 from ._scan_layers import Remat, scan_layers
 
 
@@ -164,7 +165,7 @@ class Whisper(eqx.Module):
     def __call__(
         self,
         features: Float[Array, "batch mels frames"],
-        decoder_tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,
@@ -193,7 +194,7 @@ class Whisper(eqx.Module):
     def hidden(
         self,
         features: Float[Array, "batch mels frames"],
-        decoder_tokens: Integer[Array, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch seq"],
         *,
         mask: None = None,
         decoder_mask: Mask | None = None,

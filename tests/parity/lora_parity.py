@@ -71,6 +71,26 @@ READ = {
     "vit": (VIT, {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "classifier": (VIT, {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]}),
 }
+TIED = next(case for case in LLAMA_CASES if case.name == "llama tied")
+QUERIES = {"target_modules": ["q_proj"]}
+BOTH_SAVED = ["embed_tokens", "lm_head"]
+READ |= {
+    "pattern of layers": (LLAMA, {"target_modules": r".*\.layers\.1\.self_attn\.[qv]_proj"}),
+    "full names": (LLAMA, {"target_modules": ["model.layers.1.mlp.up_proj", "o_proj"]}),
+    "excluded": (LLAMA, {**QUERIES, "exclude_modules": r".*layers\.0\..*"}),
+    "part of a layer": (LLAMA, {**QUERIES, "modules_to_save": ["layers.0.mlp"]}),
+    "norms": (LLAMA, {**QUERIES, "modules_to_save": ["norm"]}),
+    "head and base": (LLAMA, {"target_modules": ["lm_head", "q_proj"]}),
+    "tied embedding": (TIED, {**QUERIES, "modules_to_save": ["embed_tokens"]}),
+    "tied head": (TIED, {**QUERIES, "modules_to_save": ["lm_head"]}),
+    "tied, both": (TIED, {**QUERIES, "modules_to_save": BOTH_SAVED}),
+    "tied head adapted": (TIED, {"target_modules": ["q_proj", "lm_head"]}),
+    "tied embedding of gpt2": (GPT2, {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
+    "stays tied": (
+        TIED,
+        {**QUERIES, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
 READ |= {
     case.name: (case, {"target_modules": ["q_proj", "o_proj"]})
     for case in MIXTRAL_CASES
@@ -115,22 +135,28 @@ def test_reads_what_peft_has_saved(name, tmp_path):
     inner = reference.base_model if base else reference
     config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
     adapted = peft.get_peft_model(inner, config)
-    saved = options.get("modules_to_save", ())
     for weight_name, weight in adapted.named_parameters():
         if "modules_to_save" in weight_name:  # as if it had been trained
             weight.data += 0.5 * torch.randn(weight.shape)
-    adapted.eval().save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
+    embeddings = name in ("head and base", "tied head adapted")
+    adapted.eval().save_pretrained(tmp_path / "adapters", save_embedding_layers=embeddings)
     # Where the base was adapted, that is in place.
     expected = reference_outputs(reference if base else adapted, batch)
     loaded = lora.load_adapters(model, tmp_path / "adapters")
     assert difference(logits_of(model, batch), expected) > 0.01
     assert difference(logits_of(loaded, batch), expected) < TOLERANCE
     assert difference(logits_of(lora.merge(loaded), batch), expected) < TOLERANCE
-    lora.save_adapters(loaded, tmp_path / "again", modules_to_save=saved)
+    # The modules that were saved entirely are not named again.
+    lora.save_adapters(loaded, tmp_path / "again")
     again = lora.load_adapters(model, tmp_path / "again")
     np.testing.assert_allclose(
         logits_of(again, batch)[0], logits_of(loaded, batch)[0], atol=TOLERANCE
     )
+    if not base:
+        fresh = type(reference).from_pretrained(tmp_path / "base")
+        theirs = peft.PeftModel.from_pretrained(fresh, tmp_path / "again").eval()
+        found = [row.detach().numpy() for row in reference_outputs(theirs, batch)]
+        assert difference(found, expected) < TOLERANCE
     record(case, "adapters read")
 
 

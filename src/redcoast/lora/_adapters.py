@@ -195,7 +195,8 @@ def with_adapters(model: PyTree, adapters: PyTree) -> PyTree:
         node, weight = new.get(show_path(path)), leaf.weight if is_adapted(leaf) else leaf
         if node is None:
             return weight
-        return LowRank(weight, node.a, node.b, node.scale, node.outputs_first)
+        saved_with = leaf.saved_with if is_adapted(leaf) else ()
+        return LowRank(weight, node.a, node.b, node.scale, node.outputs_first, saved_with)
 
     return jax.tree_util.tree_map_with_path(put, model, is_leaf=is_adapted)
 

@@ -9,21 +9,21 @@ from typing import Any
 
 from ..core._read_json import read_json
 from ..pretrained._files import file_inside
-from ._peft_names import CONFIG
+from ._peft_names import CONFIG, is_in
 
-# Settings that do not matter for loading: provenance, initialisation and training, and the adapted
-# weights, which follow from the names of the tensors.
+# Settings that do not matter for loading: provenance, initialisation and training.
 _HARMLESS = frozenset(
     """
     auto_mapping base_model_name_or_path revision task_type inference_mode peft_version
-    target_modules exclude_modules layers_pattern fan_in_fan_out lora_dropout megatron_core
-    loftq_config eva_config qalora_group_size ensure_weight_tying runtime_config
+    fan_in_fan_out lora_dropout megatron_core loftq_config eva_config qalora_group_size
+    runtime_config
     """.split()  # noqa: SIM905
 )
 _READ = frozenset(
     """
     peft_type r lora_alpha use_rslora rank_pattern alpha_pattern layers_to_transform
-    init_lora_weights bias modules_to_save
+    init_lora_weights bias modules_to_save target_modules exclude_modules layers_pattern
+    ensure_weight_tying
     """.split()  # noqa: SIM905
 )
 MOST_REPEATED = 3
@@ -37,15 +37,40 @@ class PeftConfig:
 
     - `alpha`, `alphas`: the default alpha, and those of modules that match a pattern.
     - `by_root`: whether alpha is divided by the square root of the rank instead of the rank.
-    - `some_layers`: whether some layers may have no adapters.
     - `saved`: the modules that are saved entirely.
+    - `stays_tied`: whether a head that shares the weights of an embedding follows one that is saved
+        entirely.
+    - `by_pattern`: whether a regular expression chooses the adapted modules. It is not evaluated,
+        because that can take exponential time: the tensors of the file tell.
+    - `targets`: the names that adapted modules end with, if the file has them.
+    - `excluded`: the names that modules without adapters end with.
+    - `layers`: the layers with adapters; all by default.
     """
 
     alpha: int | float
     alphas: dict[str, int | float]
     by_root: bool
-    some_layers: bool
     saved: tuple[str, ...]
+    stays_tied: bool = False
+    by_pattern: bool = False
+    targets: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+
+    def expects(self, modules: Sequence[str], *, used: bool) -> bool:
+        """Returns whether a module, which may have several names, must have an adapter. `used` is
+        whether the same module has one in another layer."""
+        return not self.by_pattern and any(self._expects(module, used) for module in modules)
+
+    def _expects(self, module: str, used: bool) -> bool:
+        ends = lambda names: any(f".{module}".endswith(f".{name}") for name in names)
+        chosen = ends(self.targets) if self.targets else used
+        if not chosen or ends(self.excluded) or is_in(f"{module}.weight", self.saved):
+            return False
+        if self.layers is None:
+            return True
+        index = re.match(r".*?\.[^.]*\.(\d+)\.", f".{module}")
+        return index is not None and int(index[1]) in self.layers
 
     def scale(self, modules: Sequence[str], rank: int) -> float:
         """Returns the scale of the adapter of a module, which may have several names."""
@@ -94,9 +119,39 @@ def read_adapter_config(path: Path) -> PeftConfig:
         settings.get("lora_alpha", 8),
         alphas,
         settings.get("use_rslora", False),
-        settings.get("layers_to_transform") is not None,
         tuple(saved),
+        bool(settings.get("ensure_weight_tying")),
+        **_chosen(settings, path),
     )
+
+
+def _chosen(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Reads which modules have adapters."""
+    layers = settings.get("layers_to_transform")
+    values = {
+        "target_modules": settings.get("target_modules") or [],
+        "exclude_modules": settings.get("exclude_modules") or [],
+        "layers_to_transform": [layers] if isinstance(layers, int) else layers or [],
+    }
+    patterns = [name for name, value in values.items() if isinstance(value, str)]
+    for name, value in values.items():
+        kind, what = (int, "numbers") if name == "layers_to_transform" else (str, "names")
+        if name not in patterns and not _is_list(value, kind):
+            raise ValueError(
+                f"`{name}` in {path / CONFIG} is {value!r}. It must be a list of {what}."
+            )
+    # A pattern of layers is a part of a regular expression, too.
+    by_pattern = bool(
+        patterns or (values["layers_to_transform"] and settings.get("layers_pattern"))
+    )
+    if by_pattern:
+        return {"by_pattern": True}
+    targets, excluded, layers = map(tuple, values.values())
+    return {"targets": targets, "excluded": excluded, "layers": layers or None}
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(x) is kind for x in value)
 
 
 def _check_alphas(path: Path, alpha: Any, alphas: Any) -> None:

@@ -1,5 +1,6 @@
 """Loading adapters in PEFT's format."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from ..core._pytree import show_path
 from ..models._einsum import LowRank
 from ..pretrained._files import file_inside
 from ..pretrained._lazy_tensor import Stored
-from ..pretrained._registry import family_of
+from ..pretrained._registry import family_of, hf_names
 from ..pretrained._safetensors import read_safetensors
 from ..pretrained._slices import locate
-from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
+from ..pretrained._tensors import Tensor, tensor_name, tensor_names, tensor_shape
 from ._peft_config import PeftConfig, read_adapter_config
-from ._peft_names import PREFIX, TENSORS, factors_of, is_in, live_table, module_of
+from ._peft_names import PREFIX, TENSORS, factors_of, is_in, is_saved, live_table, module_of
+from ._peft_tied import tied_heads, with_own_head
+from ._read_whole import read_whole
 from ._targets import find_adapted, matrix_of
 
 Index = tuple[int, ...]
@@ -54,19 +57,23 @@ class Slot:
 
     def find(self, stored: Mapping[str, Stored]) -> Ranks:
         """Returns the ranks of the stored adapters, by their index in the stack."""
-        # A rank of 0 is invalid, so `_check` lists the tensor as misshapen.
-        found = {i: stored[a].shape for i, (a, _) in self.names.items() if a in stored}
+        # One of the two is enough, so that `_check` lists the other as missing. A rank of 0 is
+        # invalid, so that it lists the tensor as misshapen.
+        found = {i: stored[b].shape[::-1] for i, (_, b) in self.names.items() if b in stored}
+        found |= {i: stored[a].shape for i, (a, _) in self.names.items() if a in stored}
         return {i: shape[0] if shape else 0 for i, shape in found.items()}
+
+    def modules(self, index: Index) -> tuple[str, str]:
+        """Returns the names of the live module of a weight in the stack, and of that in files."""
+        live = tensor_name(self.tensors[0], index).removeprefix(PREFIX)
+        return live.removesuffix(".lora_A.weight"), module_of(tensor_name(self.filed, index))
 
     def read(self, ranks: Ranks, stored: Mapping[str, Stored], config: PeftConfig) -> Any:
         """Reads the adapters of the weight; returns None if there are none."""
         if not ranks:
             return None
         names = self.names
-        module = lambda name: name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        filed = tensor_names(self.filed, self.sides[0])
-        named = {i: (module(names[i][0]), module_of(filed[i])) for i in ranks}
-        scales = {i: config.scale(named[i], rank) for i, rank in ranks.items()}
+        scales = {i: config.scale(self.modules(i), rank) for i, rank in ranks.items()}
         scale = next(iter(scales.values())) if len({*scales.values()}) == 1 else 1.0
         # Matrices in a stack with a smaller rank, or without an adapter, are padded with zeros in
         # both factors. These stay zero in training, because the gradient of each is a product with
@@ -95,10 +102,11 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     """Loads adapters that were saved by `peft` or by [`redcoast.lora.save_adapters`][].
 
     The adapter of a matrix that fuses Q, K and V is split into one for each, with the same A. If
-    only some layers have adapters, those of the others are zero. Modules that were trained and
-    saved entirely (`modules_to_save`), such as a classifier, replace those of the model, in its
-    dtype. Dropout of adapters
-    (`lora_dropout`) is not implemented and is ignored.
+    only some layers have adapters, those of the others are zero. Modules that are saved entirely
+    (`modules_to_save`, such as a classifier; embeddings that PEFT saves beside adapters) replace
+    those of the model, in its dtype. If this gives a tied output head other weights than the
+    embedding, or if the head has an adapter, the head becomes an array of its own, as in PEFT, and
+    `config.tied` is False. Dropout of adapters (`lora_dropout`) is not implemented and is ignored.
 
     **Arguments:**
 
@@ -108,7 +116,8 @@ def load_adapters(model: Any, path: str | Path) -> Any:
 
     **Returns:**
 
-    The model with adapters. Their dtype is that of the file.
+    The model with adapters. Their dtype is that of the file. [`redcoast.lora.save_adapters`][]
+    saves the replaced modules with them.
 
     **Raises:**
 
@@ -125,51 +134,85 @@ def load_adapters(model: Any, path: str | Path) -> Any:
     """
     path = Path(path).expanduser().absolute()
     config = read_adapter_config(path)
+    _check_model(model)
+    stored = _stored(model, path)
+    _check_vocabulary(model, stored, path)
+    model, stored = with_own_head(model, stored, config, path)
     slots = _slots(model)
-    stored = _stored(model, path, slots)
     found = {slot.path: slot.find(stored) for slot in slots}
-    saved = _saved(model, config)
-    _check(slots, found, _shapes(model, saved), stored, config, path)
+    whole = _whole_tensors(model)
+    _check(slots, found, _shapes(model), stored, config, path)
     new = {slot.path: slot.read(found[slot.path], stored, config) for slot in slots}
+    replaced = _read_replaced(model, whole, stored)
+    saved_with = _saved_with(model, replaced, whole, stored, config)
 
     def put(where, leaf):
-        tensor = saved.get(show_path(where))
-        adapted = new.get(show_path(where))
-        return adapted or (leaf if tensor is None else _read_whole(tensor, leaf, stored))
+        leaf = replaced.get(show_path(where), leaf)
+        node = new.get(show_path(where))
+        return (
+            leaf if node is None else LowRank(leaf, node.a, node.b, node.scale, False, saved_with)
+        )
 
     return jax.tree_util.tree_map_with_path(put, model)
 
 
-def _saved(model: Any, config: PeftConfig) -> dict[str, Tensor]:
-    """Returns the tensors of arrays that are saved entirely (`modules_to_save`), by their path."""
+def _leaves(model: Any) -> dict[str, Any]:
+    return {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
+
+
+def _whole_tensors(model: Any) -> dict[str, Tensor]:
+    """Returns the published tensors of the arrays of a model, with PEFT's prefix, by path."""
+    leaves = _leaves(model)
     return {
         path: Tensor(PREFIX + tensor.name, tensor.pattern, **dict(tensor.fixed))
         for path, tensor in live_table(model).items()
-        if is_in(tensor.name, config.saved)
+        if path in leaves
     }
 
 
-def _shapes(model: Any, saved: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of these arrays, by their names."""
-    leaves = {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the published tensors of a model, with PEFT's prefix, by name."""
+    leaves, whole = _leaves(model), _whole_tensors(model)
     return {
         name: tensor_shape(tensor, leaves[path].shape)
-        for path, tensor in saved.items()
-        if path in leaves
+        for path, tensor in whole.items()
         for name in tensor_names(tensor, leaves[path].shape).values()
     }
 
 
-def _read_whole(tensor: Tensor, leaf: Any, stored: Mapping[str, Stored]) -> Any:
-    window = locate(tensor, leaf.shape, tuple(slice(n) for n in leaf.shape))
-    read = np.stack([stored[name].take(window.slices) for name in window.names])
-    array = window.place(read).astype(leaf.dtype)
-    return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+def _read_replaced(
+    model: Any, whole: Mapping[str, Tensor], stored: Mapping[str, Stored]
+) -> dict[str, Any]:
+    """Reads the arrays of which the file holds some or all tensors entirely."""
+    leaves = _leaves(model)
+    return {
+        path: read_whole(tensor, leaves[path], stored)
+        for path, tensor in whole.items()
+        if not stored.keys().isdisjoint(tensor_names(tensor, leaves[path].shape).values())
+    }
 
 
-def _slots(model: Any) -> list[Slot]:
-    family = family_of(model)
-    if family is None:
+def _saved_with(
+    model: Any,
+    replaced: Mapping[str, Any],
+    whole: Mapping[str, Tensor],
+    stored: Mapping[str, Stored],
+    config: PeftConfig,
+) -> tuple[str, ...]:
+    """Returns the modules that differ from those of the model, by names that PEFT knows."""
+    leaves, names = _leaves(model), {}
+    for path, array in replaced.items():
+        tensors = tensor_names(whole[path], array.shape).values()
+        mine = [name.removeprefix(PREFIX) for name in tensors if name in stored]
+        named = [m for m in config.saved if any(is_saved(name, [m]) for name in mine)]
+        if not named and not jnp.array_equal(array, leaves[path]):
+            named = [module_of(name) for name in mine]
+        names |= dict.fromkeys(named)
+    return tuple(names)
+
+
+def _check_model(model: Any) -> None:
+    if family_of(model) is None:
         raise ValueError(
             "`load_adapters` loads adapters for models of `redcoast.models`, but got a "
             f"{type(model).__name__}."
@@ -179,68 +222,103 @@ def _slots(model: Any) -> list[Slot]:
             f"{', '.join(adapted)} has an adapter already. Merge it (`lora.merge`) before loading "
             "another."
         )
-    table, filed = live_table(model), family.hf.tensors(model.config)
+
+
+def _slots(model: Any) -> list[Slot]:
+    table, filed = live_table(model), hf_names(model.config).tensors(model.config)
     slots = []
-    for where, leaf in jax.tree_util.tree_leaves_with_path(model):
-        path = show_path(where)
+    for path, leaf in _leaves(model).items():
         tensor = table.get(path)
         if tensor and (tensors := factors_of(tensor)) and (matrix := matrix_of(tensor)):
             slots.append(Slot(path, leaf, tensors, filed[path], matrix.sides(leaf.shape)))
     return slots
 
 
-def _stored(model: Any, path: Path, slots: Sequence[Slot]) -> dict[str, Stored]:
+def _stored(model: Any, path: Path) -> dict[str, Stored]:
     if not (path / TENSORS).is_file():
         raise ValueError(
             f"{path} has no {TENSORS}. Adapters that are pickled (`adapter_model.bin`) are "
             "rejected, because unpickling runs any code in the file: save them with "
             "`safe_serialization=True`."
         )
-    hf = getattr(family_of(model), "hf", None)
+    hf = hf_names(model.config)
     rename = getattr(hf, "module_name", str)  # PEFT used the names of files before transformers 5
     read = read_safetensors(file_inside(path, TENSORS))
-    stored = {rename(name): x for name, x in read.items()}
+    # The weight of an adapted embedding or head, as PEFT names it.
+    plain = {name: name.replace(".base_layer.", ".") for name in read}
+    stored = {rename(plain[name]): x for name, x in read.items()}
+    if len(stored) < len(read):
+        twice = Counter(map(rename, plain.values())).most_common(1)[0][0]
+        raise ValueError(f"{path / TENSORS} holds {twice} twice, under two names.")
     base = PREFIX + getattr(hf, "BASE_PREFIX", "")
-    known = {name for slot in slots for both in slot.names.values() for name in both}
-    if any(name.startswith(base) or name in known for name in stored):
+    ends = tuple(f"{PREFIX}{module_of(name)}." for name in _outside_of_base(model))
+    if any(name.startswith((base, *ends)) for name in stored):
         return stored
     # The adapters were trained for the base model, without its head.
     return {base + name.removeprefix(PREFIX): x for name, x in stored.items()}
 
 
+def _outside_of_base(model: Any) -> list[str]:
+    """Returns the names of tensors that the base model lacks, such as those of heads."""
+    base = getattr(hf_names(model.config), "BASE_PREFIX", "")
+    names = [*tied_heads(model), *(name.removeprefix(PREFIX) for name in _shapes(model))]
+    return [name for name in names if not name.startswith(base)]
+
+
+def _check_vocabulary(model: Any, stored: Mapping[str, Stored], path: Path) -> None:
+    """Raises if the tensors are those of a model whose vocabulary was resized."""
+    shapes = _shapes(model)
+    shapes |= {PREFIX + head: shapes[PREFIX + embed] for head, embed in tied_heads(model).items()}
+    vocab = getattr(model.config, "vocab", None)
+    for name, x in stored.items():
+        right = shapes.get(name, ())
+        if right[:1] == (vocab,) and x.shape[1:] == right[1:] and x.shape[0] != vocab:
+            raise ValueError(
+                f"The adapters in {path} were trained with a vocabulary of {x.shape[0]} tokens "
+                f"({name.removeprefix(PREFIX)} is {x.shape}), but that of the model has {vocab}. "
+                f"Resize it in `transformers` (`resize_token_embeddings({x.shape[0]})`), merge the "
+                "adapters with PEFT (`merge_and_unload`), and load the merged model."
+            )
+
+
 def _check(
     slots: Sequence[Slot],
     found: Mapping[str, Ranks],
-    saved: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     config: PeftConfig,
     path: Path,
 ) -> None:
     """Raises one error for all tensors that are missing, unexpected or misshapen."""
-    used = [slot for slot in slots if found[slot.path]]
     # A dictionary removes duplicates: the parts of a fused matrix share tensors.
     expected: dict[str, tuple[int, ...] | None] = {}
-    for slot in used:
+    for slot in slots:
+        ranks = found[slot.path]
         for index, names in slot.names.items():
-            rank = found[slot.path].get(index)
-            if rank is None and config.some_layers:
-                continue
-            for name, tensor, shape in zip(
-                names, slot.tensors, slot.shapes(rank or 1), strict=True
-            ):
-                expected[name] = None if rank is None else tensor_shape(tensor, shape)
-    expected |= saved
+            rank = ranks.get(index)
+            if rank is None and config.expects(slot.modules(index), used=bool(ranks)):
+                expected |= dict.fromkeys(names)
+            elif rank is not None:
+                shapes = slot.shapes(rank or 1)
+                expected |= dict(zip(names, map(tensor_shape, slot.tensors, shapes), strict=True))
+    expected |= {
+        name: shape for name, shape in whole.items() if name in stored or is_in(name, config.saved)
+    }
     missing = [name for name in expected if name not in stored]
     misshapen = [
         f"{name} ({stored[name].shape}, expected {right})"
         for name, right in expected.items()
         if right is not None and name in stored and stored[name].shape != right
     ]
-    known = {name for slot in slots for names in slot.names.values() for name in names}
-    unexpected = [name for name in stored if name not in known | saved.keys()]
+    unexpected = [name for name in stored if name not in expected]
     kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     problems = [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names]
-    if problems or not used:
+    if any(".lora_embedding_" in name for name in unexpected):
+        problems.append(
+            "adapters of embeddings (`lora_embedding_A`) are not implemented: merge them with PEFT "
+            "(`merge_and_unload`), and load the merged model"
+        )
+    if problems or not any(found.values()):
         raise ValueError(
             f"{path} does not hold adapters of this model. "
             f"{'; '.join(problems) or 'There are none'}."

@@ -25,8 +25,16 @@ def live_table(model: Any) -> dict[str, Tensor]:
 
 
 def is_in(name: str, modules: Sequence[str]) -> bool:
-    """Whether a tensor belongs to one of these modules, or to a module in them."""
+    """Whether a tensor belongs to a module with one of these names, or to a module in it."""
     return any(f".{module}." in f".{name}" for module in modules)
+
+
+def is_saved(name: str, modules: Sequence[str]) -> bool:
+    """Whether PEFT saves a tensor entirely with `modules_to_save`: the name of a module that it
+    belongs to ends with one of these, which may be a part of a word."""
+    parts = name.split(".")
+    owners = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return any(owner.endswith(module) for owner in owners for module in modules)
 
 
 def factors_of(tensor: Tensor) -> tuple[Tensor, Tensor] | None:

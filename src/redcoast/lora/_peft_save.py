@@ -3,7 +3,7 @@
 import functools as ft
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from jax.experimental import multihost_utils
 
 from ..core._durable_files import sync_name
 from ..core._frames import hide_frames
-from ..core._pytree import show_path
+from ..core._pytree import leaf_paths
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
+from ..models._einsum import LowRank
 from ..pretrained._registry import family_of
 from ..pretrained._safetensors import write_safetensors
 from ..pretrained._slices import insert
 from ..pretrained._tensors import Tensor, tensor_names, tensor_shape
-from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_in, live_table, module_of
+from ._peft_names import CONFIG, PREFIX, TENSORS, factors_of, is_saved, live_table, module_of
+from ._peft_tied import tied_heads
 from ._targets import find_adapted, inputs_of
 
 
@@ -108,7 +110,9 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
     - `model`: a model of `redcoast.models` with adapters.
     - `path`: a directory without such files. It is created if it does not exist.
     - `modules_to_save`: the names that modules of the `transformers` model end with, whose arrays
-        are saved entirely: those that were trained, such as `"classifier"`.
+        are saved entirely: those that were trained, such as `"classifier"`. Modules that
+        [`redcoast.lora.load_adapters`][] replaced are always saved. An embedding is saved together
+        with a head that shares its weights, and they stay tied in PEFT.
 
     **Raises:**
 
@@ -130,13 +134,16 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
             f"{path} has {' and '.join(existing)} already, and nothing is overwritten. Choose "
             "another directory."
         )
-    modules, others = _modules(model), _others(model, modules_to_save)
+    modules = _modules(model)
+    loaded = [name for node in find_adapted(model).values() for name in node.saved_with]
+    others = _others(model, dict.fromkeys((*modules_to_save, *loaded)))
     if jax.process_index() == 0:
         path.mkdir(parents=True, exist_ok=True)
-        arrays = {name: x for module in modules.values() for name, x in module.arrays()} | others
+        arrays = {name: x for module in modules.values() for name, x in module.arrays()}
+        arrays |= others.arrays
         shapes = {name: (x.shape, x.dtype) for name, x in arrays.items()}
         write_safetensors(path / TENSORS, shapes, iter(arrays.values()))
-        text = json.dumps(_settings(modules, modules_to_save), indent=2, sort_keys=True)
+        text = json.dumps(_settings(modules, others), indent=2, sort_keys=True)
         (path / CONFIG).write_text(text + "\n")
         sync_name(path)
     multihost_utils.sync_global_devices("redcoast.save_adapters")
@@ -167,23 +174,52 @@ def _modules(model: Any) -> dict[str, AdaptedModule]:
     return {name: AdaptedModule(found) for name, found in parts.items()}
 
 
-def _others(model: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Others:
+    """What is saved beside the adapters.
+
+    - `modules`: the names that the modules end with.
+    - `arrays`: their tensors.
+    - `tied`: whether they are an embedding and a head with the same weights.
+    """
+
+    modules: list[str]
+    arrays: dict[str, np.ndarray]
+    tied: bool = False
+
+
+def _others(model: Any, modules: Iterable[str]) -> Others:
     """Returns the tensors of modules that are saved entirely."""
-    table = live_table(model)
-    for name in names:
-        if not any(is_in(tensor.name, [name]) for tensor in table.values()):
-            modules = sorted({module_of(t.name).rpartition(".")[2] for t in table.values()})
-            raise ValueError(
-                f"`modules_to_save` has {name!r}, but no module of the `transformers` model has "
-                f"this name. Its modules are {', '.join(modules)}."
-            )
-    leaves = {show_path(where): x for where, x in jax.tree_util.tree_leaves_with_path(model)}
-    chosen = {k: t for k, t in table.items() if is_in(t.name, names) and k in leaves}
-    return {
-        PREFIX + name: _published(tensor, whole(leaves[path])[index])
-        for path, tensor in chosen.items()
+    leaves = leaf_paths(model, (jax.Array, np.ndarray, LowRank))
+    table = {path: t for path, t in live_table(model).items() if path in leaves}
+    names = {
+        name: (path, index)
+        for path, tensor in table.items()
         for index, name in tensor_names(tensor, leaves[path].shape).items()
     }
+    heads = {head: embed for head, embed in tied_heads(model).items() if embed in names}
+    modules = list(modules)
+    for module in modules:
+        if not any(is_saved(name, [module]) for name in (*names, *heads)):
+            known = sorted({module_of(name).rpartition(".")[2] for name in names})
+            raise ValueError(
+                f"`modules_to_save` has {module!r}, but no module of the `transformers` model has "
+                f"this name. Its modules are {', '.join(known)}."
+            )
+    chosen = [name for name in names if is_saved(name, modules)]
+    pairs = {
+        head: embed for head, embed in heads.items() if embed in chosen or is_saved(head, modules)
+    }
+    arrays = {}
+    for name in dict.fromkeys((*chosen, *pairs.values())):
+        path, index = names[name]
+        node = leaves[path]
+        part = whole(node.weight if isinstance(node, LowRank) else node)[index]
+        arrays[PREFIX + name] = _published(table[path], part)
+    arrays |= {PREFIX + head: arrays[PREFIX + embed] for head, embed in pairs.items()}
+    both = [module_of(name) for pair in pairs.items() for name in pair]
+    more = [name for name in both if not is_saved(f"{name}.weight", modules)]
+    return Others([*modules, *more], arrays, bool(pairs))
 
 
 def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
@@ -193,7 +229,7 @@ def _published(tensor: Tensor, part: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settings(modules: Mapping[str, AdaptedModule], others: Sequence[str]) -> dict[str, Any]:
+def _settings(modules: Mapping[str, AdaptedModule], others: Others) -> dict[str, Any]:
     first = next(iter(modules.values()))
     published = [part.published for module in modules.values() for part in module.parts]
     return {
@@ -205,7 +241,8 @@ def _settings(modules: Mapping[str, AdaptedModule], others: Sequence[str]) -> di
         "lora_dropout": 0.0,
         "fan_in_fan_out": any(inputs_of(tensor) == tensor.left[0] for tensor in published),
         "target_modules": [name for module in modules.values() for name in module.names],
-        "modules_to_save": list(others) or None,
+        "modules_to_save": others.modules or None,
+        **({"ensure_weight_tying": True} if others.tied else {}),
         "r": first.rank,
         "lora_alpha": first.alpha,
         "rank_pattern": {m.pattern: m.rank for m in modules.values() if m.rank != first.rank},

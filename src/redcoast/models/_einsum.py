@@ -26,6 +26,8 @@ class LowRank(AbstractLowRank):
     - `weight`: `"*stack *inputs *outputs"`, or, with `outputs_first`, `"*stack output input"`.
     - `a`: `"*stack *inputs rank"`.
     - `b`: `"*stack rank *outputs"`.
+    - `saved_with`: the modules of the published model that were trained with the adapter, and that
+      `lora.save_adapters` saves entirely beside it.
     """
 
     weight: Float[Array, "..."]
@@ -33,6 +35,7 @@ class LowRank(AbstractLowRank):
     b: Float[Array, "..."]
     scale: float = eqx.field(static=True)
     outputs_first: bool = eqx.field(static=True, default=False)
+    saved_with: tuple[str, ...] = eqx.field(static=True, default=())
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Output heads that share the weights of the embedding, of a model that has adapters of PEFT."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..models._untie import can_untie, untie
+from ..pretrained._lazy_tensor import Stored
+from ..pretrained._match import layout_of
+from ..pretrained._registry import hf_names
+from ..pretrained._tensors import Tensor
+from ._peft_config import PeftConfig
+from ._peft_names import PREFIX, is_saved, live_table, module_of
+from ._read_whole import read_whole
+
+
+def tied_heads(model: Any) -> dict[str, str]:
+    """Returns the published names of tensors that share the weights of the embedding, and that of
+    the embedding."""
+    embed = live_table(model).get("embed")
+    if embed is None:
+        return {}
+    if can_untie(model):
+        own = dataclasses.replace(model.config, tied=False)
+        return {hf_names(own).tensors(own)["head"].name: embed.name}
+    copies = layout_of(model.config).duplicates
+    return {copy: name for copy, name in copies.items() if name == embed.name}
+
+
+def with_own_head(
+    model: Any, stored: Mapping[str, Stored], config: PeftConfig, path: Path
+) -> tuple[Any, dict[str, Stored]]:
+    """Gives a tied head weights of its own, if it has others than the embedding with the adapters.
+
+    PEFT replaces an embedding that is saved entirely by a copy. The head keeps the weights that
+    both had, unless the settings say otherwise (`ensure_weight_tying`).
+
+    **Returns:**
+
+    The model; and the tensors, without those that repeat the embedding.
+    """
+    kept = dict(stored)
+    for head, embed in tied_heads(model).items():
+        if not _is_apart(model, head, embed, stored, config):
+            kept.pop(PREFIX + head, None)
+        elif can_untie(model):
+            return untie(model), kept
+        else:
+            raise ValueError(
+                f"The adapters in {path} give {embed} and {head} different weights, but in a "
+                f"{type(model).__name__} they are the same array. Merge the adapters with PEFT "
+                "(`merge_and_unload`), or train them with `ensure_weight_tying=True`."
+            )
+    return model, kept
+
+
+def _is_apart(
+    model: Any, head: str, embed: str, stored: Mapping[str, Stored], config: PeftConfig
+) -> bool:
+    if any(name.startswith(f"{PREFIX}{module_of(head)}.lora_") for name in stored):
+        return True
+    tensor = Tensor("tensor", live_table(model)["embed"].pattern)
+    read = lambda name: read_whole(tensor, model.embed, {"tensor": stored[PREFIX + name]})
+    new_embed = read(embed) if PREFIX + embed in stored else model.embed
+    if PREFIX + head in stored:
+        return not jnp.array_equal(read(head), new_embed)
+    stays = not is_saved(embed, config.saved) or config.stays_tied
+    return not stays and not jnp.array_equal(new_embed, model.embed)

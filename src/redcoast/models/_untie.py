@@ -1,0 +1,25 @@
+"""Giving a model whose output head is the embedding a head of its own."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from ..core._tracing import abstract_key
+
+
+def can_untie(model: Any) -> bool:
+    """Whether the head of a model is its embedding, and could be an array of its own."""
+    scaled = getattr(model.config, "scaled", False)  # which only tied heads of T5 are
+    return getattr(model.config, "tied", False) and not scaled
+
+
+def untie(model: Any) -> Any:
+    """Returns the same model with `config.tied` False, and a copy of the embedding as its head."""
+    config = dataclasses.replace(model.config, tied=False)
+    skeleton = eqx.filter_eval_shape(type(model), config, key=abstract_key())
+    names = [f.name for f in dataclasses.fields(model) if f.name != "config"]
+    new = {name: getattr(model, name) for name in names} | {"head": jnp.transpose(model.embed)}
+    where = lambda m: [getattr(m, name) for name in names]
+    return eqx.tree_at(where, skeleton, [*new.values()], is_leaf=lambda x: x is None)

@@ -126,7 +126,7 @@ def test_no_step_gathers_the_cache(how):
     model = planned("2x4")[1]
     arrays, static = split((model, by_layer(model)))
     decoding = rc.Decoding(eos=(), **HOW[how])
-    length = {"max_new_tokens": 16, "room": 16, "prompt": TOKENS.shape[1]}
+    length = {"max_new_tokens": 16, "room": 16, "decoder_only": True}
     request = make_request(CONFIG, decoding, key=None, **length)
     prompt = eager.prepare_prompt(model, arrays, TOKENS, MASK)
     program: Any = eager._decode.lower(arrays, static, *prompt, request).compile().as_text()

@@ -37,7 +37,7 @@ def slow_scores(scores, prompt, new, d: rc.Decoding):
     for word in d.bad_words:
         if len(word) == 1 or has_word(history, word):
             scores[word[-1]] = -np.inf
-    if len(new) < d.min_new_tokens:
+    if len(new) < d.min_new_tokens or len(history) < d.min_length:
         scores[list(d.eos)] = -np.inf  # pyright: ignore[reportArgumentType]
     if len(new) + 1 == COUNT and d.forced_eos:
         scores[:] = np.where(np.isin(np.arange(len(scores)), d.forced_eos), 0, -np.inf)
@@ -64,6 +64,9 @@ DECODINGS = [
         eos=(),
         pad=0,
     ),
+    # The prompts have 3, 7, 1 and 5 tokens, and all are padded to 7.
+    rc.Decoding(min_length=6, eos=range(9), pad=8),
+    rc.Decoding(min_length=4, min_new_tokens=2, eos=range(9), pad=8),
 ]
 
 
@@ -74,6 +77,14 @@ def test_greedy_tokens_are_those_of_the_definitions(decoding):
     np.testing.assert_array_equal(found, expected)
     plain = rc.generate(MODEL, LEFT, mask=MASK, max_new_tokens=COUNT, eos=decoding.eos, pad=8)
     assert (np.asarray(found) != np.asarray(plain)).any()
+
+
+@pytest.mark.parametrize("how", [{"beams": 2}, {"stream": lambda tokens: None}], ids=str)
+def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(how):
+    options: Any = {"max_new_tokens": 6, "min_length": 6, "eos": range(9), "pad": 8, **how}
+    found = rc.generate(MODEL, LEFT, mask=MASK, **options)
+    alone = [rc.generate(MODEL, np.array([row]), **options)[0] for row in ROWS[:2]]
+    np.testing.assert_array_equal(found[:2], np.stack(alone))
 
 
 def test_a_stream_sees_the_history_too_and_stop_ends_a_row():

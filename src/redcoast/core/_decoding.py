@@ -41,7 +41,7 @@ class Decoding:
         <https://arxiv.org/abs/1909.05858>). Beam search applies it to log-probabilities.
     - `no_repeat_ngram_size`: no sequence of this many tokens occurs twice in a row; 0 allows all.
     - `min_length`, `min_new_tokens`: a row does not end before it has this many tokens, with and
-        without its prompt. Padding counts as a part of the prompt.
+        without its prompt, of which padding is no part.
     - `forced_bos`: the first new token of an encoder-decoder.
     - `prefix`: the tokens that an encoder-decoder's text has after the first one, `decoder_start`,
         and before the first new one. Whisper has its language and its task there.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, reorder_rows, repeat_rows
 from ._logits import INVALID
-from ._processors import process
+from ._processors import least_new, process
 from ._prompt import append_tokens, prefill
 from ._request import Request
 from ._sampling import is_any
@@ -157,7 +157,9 @@ def _candidates(
         before = jnp.broadcast_to(prompt[:, None], (batch, beams, prompt.shape[1]))
         history = jnp.concatenate([before, new], axis=2).reshape(batch * beams, -1)
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    log_probs = process(log_probs, history, last.count, request).reshape(batch, beams, vocab)
+    least = least_new(jnp.repeat(prompt, beams, axis=0), request)
+    log_probs = process(log_probs, history, last.count, least, request)
+    log_probs = log_probs.reshape(batch, beams, vocab)
     scores = (log_probs + last.running.scores[:, :, None]).reshape(batch, beams * vocab)
     # Enough candidates that `beams` of them continue even if all possible ends are among them.
     keep = min(max(2, 1 + len(request.eos)) * beams, beams * vocab)

@@ -104,9 +104,14 @@ def generate(
         check_positions(model, tokens, mask, chosen.prefix, max_new_tokens)
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
         room = max_new_tokens if traced else bucket(max_new_tokens)
-        prompt = None if is_encoder_decoder(model) else tokens.shape[1]
-        length = {"max_new_tokens": max_new_tokens, "room": room, "prompt": prompt}
-        request = make_request(model.config, chosen, key=key, **length)
+        request = make_request(
+            model.config,
+            chosen,
+            max_new_tokens=max_new_tokens,
+            room=room,
+            decoder_only=not is_encoder_decoder(model),
+            key=key,
+        )
         if stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)
             new = decode_streaming(model, tokens, mask, request, stream, stop)

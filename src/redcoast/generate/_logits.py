@@ -15,10 +15,11 @@ def choose_tokens(
     logits: Float[Array, "batch vocab"],
     history: History | None,
     step: Int[Array, ""],
+    least: Int[Array, "batch_or_1"] | None,
     request: Request,
 ) -> Int[Array, " batch"]:
     """Returns the next token of each row; `INVALID` if a logit is NaN."""
-    scores = process(logits.astype(jnp.float32), history, step, request)
+    scores = process(logits.astype(jnp.float32), history, step, least, request)
     if request.key is not None and request.temperature is not None:
         given = request.top_k, request.tail, request.min_p
         scores = filter_logits(scores, request.temperature, *given)

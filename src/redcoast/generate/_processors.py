@@ -15,11 +15,29 @@ Scores = Float[Array, "rows vocab"]
 History = Int[Array, "rows length"]
 
 
+def least_new(
+    prompt: Int[Array, "rows prompt"], request: Request
+) -> Int[Array, "rows_or_1"] | None:
+    """Returns the number of new tokens before which a row must not end; None if there is none.
+
+    `prompt` holds -1 at padding, which is no part of the prompt: the length of a row does not
+    depend on the other rows.
+    """
+    if request.least_with_prompt is None:
+        return None if request.least is None else jnp.asarray(request.least)[None]
+    missing = jnp.asarray(request.least_with_prompt) - jnp.sum(prompt >= 0, axis=1, dtype=jnp.int32)
+    return missing if request.least is None else jnp.maximum(missing, request.least)
+
+
 def process(
-    scores: Scores, history: History | None, count: Int[Array, ""], request: Request
+    scores: Scores,
+    history: History | None,
+    count: Int[Array, ""],
+    least: Int[Array, "rows_or_1"] | None,
+    request: Request,
 ) -> Scores:
     """Applies the options to logits, or to log-probabilities in beam search. `count` is the number
-    of new tokens so far."""
+    of new tokens so far, and `least` is what `least_new` returned."""
     given = scores
     if request.logits_fn is not None:
         scores = request.logits_fn(given)
@@ -35,8 +53,8 @@ def process(
     for word in request.bad_words:
         last = jnp.arange(scores.shape[1]) == word[-1]
         scores = _exclude(scores, follows(history, count, request, word[:-1])[:, None] & last[None])
-    if request.least is not None:
-        early = count < request.least
+    if least is not None:
+        early = (count < least)[:, None]
         scores = _exclude(scores, early & _is(request.eos, scores))
     if request.forced_bos is not None:
         scores = _force(scores, count == 0, (request.forced_bos,))

@@ -23,7 +23,8 @@ class Request(eqx.Module):
     - `key`, `temperature`: for sampling; None decodes greedily.
     - `tail`: `1 - top_p`, the probability that may be excluded.
     - `norms`: the divisor of a hypothesis' score for each number of tokens.
-    - `least`: the number of new tokens before which no row ends.
+    - `least`, `least_with_prompt`: the number of tokens before which no row ends: of new ones, and
+      with the real ones of its prompt.
     - `eos`, `pad`: the tokens that end a row, and the token after that.
     - `copies`: the number of results for each row.
     """
@@ -36,6 +37,7 @@ class Request(eqx.Module):
     norms: Float[np.ndarray, " room"] | Float[Array, " room"] | None
     repetition_penalty: Scalar | None
     least: Count | None
+    least_with_prompt: Count | None
     room: int = eqx.field(static=True)
     top_k: int | None = eqx.field(static=True)
     beams: int = eqx.field(static=True)
@@ -95,20 +97,18 @@ def make_request(
     *,
     max_new_tokens: int,
     room: int,
-    prompt: int | None,
+    decoder_only: bool,
     key: PRNGKeyArray | None,
 ) -> Request:
-    """Makes a request from a decoding, the configuration and the length of a decoder's prompt,
-    which is None for an encoder-decoder."""
+    """Makes a request from a decoding and the configuration of a model."""
     sampled = d.temperature > 0
     given = getattr(config, "eos", ()) if d.eos is None else d.eos
     ends = tuple(dict.fromkeys(as_tuple(given)))
     pad = getattr(config, "pad", None) if d.pad is None else d.pad
     if pad is None or pad < 0:  # some configurations use a negative id if there is no padding token
         pad = next(iter(ends), 0)
-    before = 1 + len(d.prefix) if prompt is None else prompt
-    least = max(d.min_new_tokens, d.min_length - before)
     number = lambda x: np.asarray(x, np.float32)
+    count = lambda x: np.asarray(x, np.int32) if x > 0 and ends else None
     # In double precision first, as in `transformers`.
     lengths = np.arange(1, room + 1, dtype=np.float64)
     return Request(
@@ -120,7 +120,8 @@ def make_request(
         min_p=None if d.min_p is None else number(d.min_p),
         norms=(lengths**d.length_penalty).astype(np.float32) if d.beams > 1 else None,
         repetition_penalty=None if d.repetition_penalty == 1 else number(d.repetition_penalty),
-        least=np.asarray(least, np.int32) if least > 0 and ends else None,
+        least=count(d.min_new_tokens),
+        least_with_prompt=count(d.min_length),
         room=room,
         top_k=d.top_k,
         beams=d.beams,
@@ -129,12 +130,12 @@ def make_request(
         copies=d.num_return_sequences,
         # If the penalty is not positive, a longer hypothesis cannot become better.
         early_stopping=d.early_stopping is True or (d.length_penalty > 0 and d.early_stopping),
-        forced_bos=d.forced_bos if prompt is None else None,
+        forced_bos=None if decoder_only else d.forced_bos,
         forced_eos=as_tuple(d.forced_eos),
         ngram=d.no_repeat_ngram_size,
         suppress=tuple(d.suppress),
         begin_suppress=tuple(d.begin_suppress),
-        prefix=tuple(d.prefix) if prompt is None else (),
+        prefix=() if decoder_only else tuple(d.prefix),
         bad_words=tuple(map(tuple, d.bad_words)),
         logits_fn=d.logits_fn,
     )

@@ -10,19 +10,20 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ..models._inputs import AnyArray, Mask
 from ._cache_rows import cache_batch_dims, repeat_rows
 from ._logits import INVALID, choose_tokens
-from ._processors import History
+from ._processors import History, least_new
 from ._prompt import append_tokens, prefill
 from ._request import Request
 
 
 class Last(eqx.Module):
-    """The newest token of each row, whether the row has ended, the number of steps so far, and all
-    tokens of the row if a choice depends on them."""
+    """The newest token of each row, whether the row has ended, the number of steps so far; all
+    tokens of the row if a choice depends on them, and the step before which it must not end."""
 
     tokens: Int[Array, " batch"]
     ended: Bool[Array, " batch"]
     count: Int[Array, ""]
     history: History | None
+    least: Int[Array, "rows_or_1"] | None
 
 
 def sample(
@@ -61,7 +62,8 @@ def begin(
     rows = jnp.zeros(logits.shape[0], jnp.int32)
     room = ((0, 0), (0, request.room))
     history = jnp.pad(prompt, room, constant_values=-1) if request.needs_history else None
-    nothing = Last(rows, rows.astype(bool), jnp.zeros((), jnp.int32), history)
+    count = jnp.zeros((), jnp.int32)
+    nothing = Last(rows, rows.astype(bool), count, history, least_new(prompt, request))
     return cache, _next(logits, nothing, request)
 
 
@@ -73,13 +75,13 @@ def advance(model: Any, cache: Any, last: Last, request: Request) -> tuple[Any, 
 
 def _next(logits: Float[Array, "batch vocab"], last: Last, request: Request) -> Last:
     history, count = last.history, last.count
-    tokens = choose_tokens(logits, history, count, request)
+    tokens = choose_tokens(logits, history, count, last.least, request)
     tokens = jnp.where(last.ended, request.pad, tokens)
     if history is not None:
         place = history.shape[1] - request.room + count
         history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
     ended = last.ended | is_any(tokens, (*request.eos, INVALID))
-    return Last(tokens, ended, count + 1, history)
+    return Last(tokens, ended, count + 1, history, last.least)
 
 
 def is_any(tokens: Int[Array, "..."], some: tuple[int, ...]) -> Bool[Array, "..."]:

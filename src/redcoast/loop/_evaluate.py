@@ -33,7 +33,7 @@ from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
 from ..train._compile import CompiledCall
-from ..train._coupled import find_coupled, warn_of_batches
+from ..train._coupled import find_coupled, find_summed, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
 from ..train._predict import PredictFn, predict
@@ -116,7 +116,11 @@ def _evaluate(
     compute_dtype: Any,
 ) -> dict[str, float]:
     evaluated = ft.partial(_evaluation, loss_fn=loss_fn, compute_dtype=compute_dtype)
-    loss = lambda *args: evaluated(*args)[0]["loss"]
+
+    def loss(*args: Any) -> tuple[Any, dict[str, Any]]:
+        means, _ = evaluated(*args)
+        return means.pop("loss"), means
+
     plan, batches, key = _plan(loss, model, examples, collate_fn, batch_size, mesh, key)
     if (count_examples(examples) or 0) > batch_size:
         batches = _check_coupling(plan, model, batches, batch_size, loss_fn, compute_dtype)
@@ -266,13 +270,15 @@ def _check_coupling(
 ) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
     first = next(batches)
-    if (program := plan.report.program_or_none) is not None:
-        coupled = program.coupled
-    else:  # nothing is planned for one device
-        given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
-        coupled = find_coupled(*given, training=False)
-    if not first.per_batch:  # nodes depend on each other, and graphs need not
-        warn_of_batches(coupled, batch_size)
+    program = plan.report.program_or_none
+    given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
+    # Nothing is planned for one device.
+    coupled = find_coupled(*given, training=False) if program is None else program.coupled
+    if first.per_batch:  # nodes depend on each other, and graphs need not
+        return _and_rest(first, batches)
+    warn_of_batches(coupled, batch_size)
+    if coupled is None:
+        warn_of_sums(find_summed(*given, training=False) if program is None else program.summed)
     return _and_rest(first, batches)
 
 

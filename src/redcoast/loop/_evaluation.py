@@ -25,7 +25,7 @@ from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan, with_auto_plan
 from ..train._compile import CompiledCall
-from ..train._coupled import find_coupled, warn_of_batches
+from ..train._coupled import find_coupled, find_summed, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn
 from ..train._predict import PredictFn
 from ._evaluate import (
@@ -260,17 +260,29 @@ def compile_evaluation(
     return CompiledEvaluation(examples, plan.mesh, mean_loss, prediction)
 
 
-def warn_if_coupled(
-    evaluation: Evaluation, plan: Plan, model: PyTree, data: Batches, compute_dtype: Any
+def warn_if_not_mean(
+    evaluation: Evaluation,
+    plan: Plan,
+    model: PyTree,
+    data: Batches,
+    loss_fn: LossFn,
+    compute_dtype: Any,
 ) -> None:
-    """Warns if the examples of a batch depend on each other and there are several batches."""
+    """Warns if the loss is not a mean over examples and there are several batches.
+
+    A warning of the training's `loss_fn` was given already.
+    """
     count, size = count_examples(evaluation.examples, _NAME), evaluation.batch_size
     if evaluation.loss_fn is None or size is None or (count or 0) <= size:
         return
     # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
     if evaluation.collate_fn is data.collate_fn and not data.per_batch:
         given = (evaluation.loss_fn, model, data.spec, plan.mesh, compute_dtype)
-        warn_of_batches(find_coupled(*given, training=False), size)
+        coupled = find_coupled(*given, training=False)
+        warn_of_batches(coupled, size)
+        if coupled is None:
+            said = evaluation.loss_fn is loss_fn
+            warn_of_sums(find_summed(*given, training=False), loss=not said)
 
 
 def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:

@@ -178,7 +178,9 @@ def fit(
         about = {"resumed": restored is not None, "epochs": epochs, **options}
         info = run_of_fit(found, data, abstract, saver.directory, **about)
         announce(found, data, resumed=info.resumed, quiet=quiet)
-        measure = prepare_evaluation(evaluation, found, state, data, checkpoints, compute_dtype)
+        measure = prepare_evaluation(
+            evaluation, found, state, data, checkpoints, loss_fn, compute_dtype
+        )
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
         step = by_microbatches(compiled, batch_size, accumulate)

@@ -24,7 +24,7 @@ from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
 from ..train._optimizer import refuse_optimizer_states, refuse_per_example
-from ..train._plan_step import check_coupling
+from ..train._plan_step import check_coupling, check_sums
 from ..train._reused_steps import reused_plan as plan_step
 from ..train._shared import warn_of_shared
 from ..train._step import (
@@ -35,7 +35,7 @@ from ..train._step import (
     state_of,
     with_loss_scale,
 )
-from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_coupled
+from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
 
 
 def starting_state(
@@ -144,6 +144,7 @@ def plan_run(
         planned = {"trainable": trainable, "overrides": overrides, **step}
         found = plan_step(state, loss_fn, data.spec, data.mesh, **planned)
         check_coupling(found, state, data.spec, loss_fn=loss_fn, **step)
+        check_sums(found, state, data.spec, loss_fn=loss_fn, **step)
     return found
 
 
@@ -183,6 +184,7 @@ def prepare_evaluation(
     state: TrainState,
     data: Batches,
     checkpoints: Checkpoints | None,
+    loss_fn: LossFn,
     compute_dtype: Any,
 ) -> CompiledEvaluation | None:
     """The compiled evaluation of a run, after its loss was traced and its metrics were tried.
@@ -193,7 +195,7 @@ def prepare_evaluation(
     if evaluation is not None:
         compiled = compile_evaluation(evaluation, plan, compute_dtype=compute_dtype)
         with noting("Raised in the evaluation of one batch before the first step."):
-            warn_if_coupled(evaluation, plan, state.model, data, compute_dtype)
+            warn_if_not_mean(evaluation, plan, state.model, data, loss_fn, compute_dtype)
             names = compiled.rehearse(state.model, state.key)
     if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
         have = ", ".join(names) or "none, because there is no `evaluation`"

@@ -19,6 +19,7 @@ from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
 from .report._repeated import repeated
+from .report._sums import find_sums
 from .report._traffic import pipelining, traffic
 from .solver import _memory
 from .solver._hardware import Hardware
@@ -276,6 +277,7 @@ def _report(
         traffic=traffic(rows, reasons, task.hardware),
         closed_over=_reasons.closed_over(reasons),
         coupled=find_coupling(task.program),
+        summed=find_sums(task.program),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),

@@ -355,6 +355,15 @@ def examples_coupled(
     return find_coupling(_followed(fn, tree, args, mesh))
 
 
+def results_summed(
+    fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> dict[str, str]:
+    """The paths of the scalar results that are sums over the examples of a batch, and where."""
+    from .report._sums import find_sums
+
+    return find_sums(_followed(fn, tree, args, mesh))
+
+
 def layer_counts(
     fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
 ) -> list[int]:

@@ -1,6 +1,6 @@
-"""Warnings for losses that are not a mean over examples if a batch is divided."""
+"""Warnings for losses that are not a mean over examples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,14 +8,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from ..core._errors import several
 from ..core._frames import warn
 from ..core._pytree import join, split
 from ..core._reuse import reuse
 from ..core._tracing import abstract_key
-from ..sharding import Coupling, coupling_sentence, examples_coupled
-from ._loss import LossFn, evaluate_loss
+from ..sharding import Coupling, coupling_sentence, examples_coupled, results_summed
+from ._loss import LossFn, LossResult, evaluate_loss
 
 _COUPLED: dict[Any, Any] = {}
+_SUMMED: dict[Any, Any] = {}
 
 
 def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
@@ -37,17 +39,76 @@ def find_coupled(
     training: bool,
 ) -> Coupling | None:
     """Finds the first operation that makes the examples of a batch depend on each other."""
+
+    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Coupling | None:
+        return examples_coupled(
+            lambda *args: loss(*args).loss, model, (batch, abstract_key()), mesh
+        )
+
+    return _reused(_COUPLED, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+
+
+def find_summed(
+    loss_fn: LossFn,
+    model: PyTree,
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    compute_dtype: Any,
+    *,
+    training: bool,
+) -> Mapping[str, str]:
+    """The results `(loss, aux)` that are sums over the examples, by path, and where."""
+
+    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Mapping[str, str]:
+        def results(*args: Any) -> Any:
+            result = loss(*args)
+            return result.loss, result.aux
+
+        return results_summed(results, model, (batch, abstract_key()), mesh)
+
+    return _reused(_SUMMED, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+
+
+def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = True) -> None:
+    """Warns of the results `(loss, aux)` that are sums, by path."""
+    names = {path: path.removeprefix("1/") for path in summed if path.startswith("1/") and aux}
+    names |= {path: "loss" for path in summed if path in ("", "0") and loss}
+    lines = {name: summed[path] for path, name in names.items() if name != "weight"}
+    if not lines:
+        return
+    named = [f"`{name}`" + (f" ({line})" if line else "") for name, line in lines.items()]
+    warn(
+        f"`loss_fn` returns the sum over the examples of a batch, and not the mean, as "
+        f"{several(named)}. A batch with more examples has a larger value, and so has its "
+        "gradient; microbatches and the batches of an evaluation are averaged, so that the result "
+        "depends on their size. Divide by the number of examples, as `jnp.mean` does, or by that "
+        'of tokens, and return that number as `aux["weight"]`.'
+    )
+
+
+def _reused(
+    cache: dict[Any, Any],
+    find: Callable[..., Any],
+    loss_fn: LossFn,
+    model: PyTree,
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    compute_dtype: Any,
+    *,
+    training: bool,
+) -> Any:
+    """What `find(loss, model, batch)` returns; repeated runs and evaluations trace a loss once."""
     shapes = lambda arrays: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     arrays, static = split((model, batch))
     key = (shapes(arrays), static, mesh, compute_dtype, training)
 
-    def find(functions: Sequence[LossFn]) -> Coupling | None:
+    def make(functions: Sequence[LossFn]) -> Any:
         model, batch = join(list(key[0]), static)
 
-        def loss(model: PyTree, batch: PyTree, key: Any) -> Any:
+        def loss(model: PyTree, batch: PyTree, key: Any) -> LossResult:
             model = model if training else eqx.nn.inference_mode(model)
-            return evaluate_loss(functions[0], model, batch, key, compute_dtype).loss
+            return evaluate_loss(functions[0], model, batch, key, compute_dtype)
 
-        return examples_coupled(loss, model, (batch, abstract_key()), mesh)
+        return find(loss, model, batch)
 
-    return reuse(_COUPLED, [loss_fn], key, find)  # repeated evaluations of a loss trace it once
+    return reuse(cache, [loss_fn], key, make)

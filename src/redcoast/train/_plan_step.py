@@ -16,7 +16,7 @@ from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
-from ._coupled import find_coupled
+from ._coupled import find_coupled, find_summed, warn_of_sums
 from ._loss import LossFn, evaluate_loss
 from ._precision import check_compute_dtype
 from ._step import TrainState, refuse_other_rows
@@ -117,6 +117,25 @@ def check_coupling(
             f"{batch_size // accumulate}, which is a different loss. Leave out `accumulate` to "
             "train on the loss of the full batch."
         )
+
+
+def check_sums(
+    plan: Plan,
+    state: TrainState,
+    batch: PyTree,
+    *,
+    accumulate: int,
+    loss_fn: LossFn,
+    compute_dtype: Any,
+) -> None:
+    """Warns if the loss is a sum over the examples; with microbatches, also of other metrics."""
+    program = plan.report.program_or_none
+    if program is not None and accumulate <= 1:
+        summed = program.summed
+    else:
+        given = loss_fn, state.model, batch, plan.mesh, compute_dtype
+        summed = find_summed(*given, training=True)
+    warn_of_sums(summed, aux=accumulate > 1)
 
 
 def verify_step(

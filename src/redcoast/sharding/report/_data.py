@@ -1,7 +1,7 @@
 """A plan's report as data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -161,6 +161,8 @@ class ProgramReport:
         computes, if they are many.
     - `memory`: An estimate of the memory in use on each device.
     - `pipeline`: How layers run as a pipeline; `None` if they do not.
+    - `summed`: The scalar results of the function that are sums over the examples, by path, with
+        the lines of the user's code.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -182,6 +184,7 @@ class ProgramReport:
     device_memory_known: bool
     sequences: bool = False
     pipeline: Pipelining | None = None
+    summed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         device_memory_known=saved.get("device_memory_known", memory != DEFAULT_MEMORY),
         sequences=saved.get("sequences", False),
         pipeline=None if pipeline is None else Pipelining(**pipeline),
+        summed=saved.get("summed", {}),
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from redcoast.sharding import plan_shardings
+from redcoast.train._step import TrainState
 
 AXES = ("data", "fsdp", "model")
 
@@ -109,10 +110,10 @@ def llama(layers=12, width=256, heads=12, kv_heads=4, head_dim=32, hidden=640, v
 
 
 def train_state(model, optimizer):
-    """A training state of shapes, laid out as `TrainState` is."""
+    """A training state of shapes."""
     params = eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     opt_state = eqx.filter_eval_shape(optimizer.init, params)
-    return {"key": jax.random.key(0), "model": model, "opt_state": opt_state, "step": array()}
+    return TrainState(model, opt_state, jnp.zeros((), jnp.int32), jax.random.key(0))
 
 
 def expanded(pattern):

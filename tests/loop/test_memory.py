@@ -11,8 +11,8 @@ import redcoast as rc
 from redcoast.loop import _error_notes as _memory
 from redcoast.loop import _fit
 from redcoast.loop._evaluation import CompiledEvaluation
-from redcoast.loop._setup import starting_state
 from redcoast.train._compile import CompiledStep
+from redcoast.train._start import starting_state
 
 
 def out_of_memory(monkeypatch, at):

@@ -1,5 +1,6 @@
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -7,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharding_helpers import array, mesh_of, reasons, specs, train_state
 
+import redcoast as rc
 from redcoast.sharding import infer_shardings, plan_shardings
 
 ALIASES = [
@@ -53,9 +55,9 @@ def test_optimizer_state_follows_its_parameters(name):
     state = train_state(model, optimizer)
     shardings = infer_shardings(state, mesh_of(1, 2, 4))
     alone = infer_shardings(model, mesh_of(1, 2, 4))
-    assert jax.tree.leaves(shardings["model"]) == jax.tree.leaves(alone)
-    arrays = jax.tree.leaves(state["opt_state"])
-    found = jax.tree.leaves(shardings["opt_state"])
+    assert jax.tree.leaves(shardings.model) == jax.tree.leaves(alone)
+    arrays = jax.tree.leaves(state.opt_state)
+    found = jax.tree.leaves(shardings.opt_state)
     for state_array, sharding in zip(arrays, found, strict=True):
         if state_array.shape == (512, 128):  # only copies of the embedding are
             assert sharding == alone["embed"].weight
@@ -67,11 +69,11 @@ def test_optimizer_state_follows_its_parameters(name):
 
 def check_with_optax(optimizer, state, alone, found):
     """The parameter that optax itself tells for an array of the state has the same sharding."""
-    params = eqx.filter(state["model"], lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    params = eqx.filter(state.model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     expected = optax.tree_map_params(
         optimizer,
         lambda array, param, sharding: sharding if array.shape == param.shape else "other",
-        state["opt_state"],
+        state.opt_state,
         params,
         eqx.filter(alone, lambda x: isinstance(x, NamedSharding)),
         transform_non_params=lambda _: "other",
@@ -106,7 +108,8 @@ def test_memory_of_several_steps_keeps_its_leading_dimension_whole():
 
 def test_state_of_another_shape_is_whole_with_the_reason():
     model = {"w": {"kernel": array(128, 512)}}
-    state = {"model": model, "opt_state": {"w": {"kernel": array(7, 9)}, "z": array(512)}}
+    opt_state = {"w": {"kernel": array(7, 9)}, "z": array(512)}
+    state = rc.TrainState(model, opt_state, jnp.zeros((), jnp.int32), jax.random.key(0))
     found = reasons(state, model=4)
     why = "its sharding cannot be inferred from that of w/kernel"
     assert found["opt_state/w/kernel"] == f"replicated: {why}"

@@ -173,7 +173,7 @@ def test_report_is_plain_data_that_adds_up():
     report = plan_shardings(state, mesh_of(1, 2, 4)).report
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
     totals = report.totals
-    size = sum(x.size for x in jax.tree.leaves(state["model"]) if hasattr(x, "size"))
+    size = sum(x.size for x in jax.tree.leaves(state.model) if hasattr(x, "size"))
     assert totals.parameters.bytes == 4 * size
     assert totals.optimizer_state.bytes == 8 * size + 4
     for key in ("bytes", "bytes_per_device", "arrays"):

@@ -230,10 +230,8 @@ def test_a_training_state_has_its_optimizers_state_split_as_its_model():
     plan = plan_of(mlp_loss, state, x, (1, 2, 4))
     inside = plan_of(mlp_loss, mlp(), x, (1, 2, 4))
     assert specs(inside) == {"down": ("model", "fsdp"), "up": ("fsdp", "model")}
-    assert plan.shardings["model"] == inside.shardings
-    assert (
-        plan.shardings["opt_state"][0].mu == plan.shardings["opt_state"][0].nu == inside.shardings
-    )
+    assert plan.shardings.model == inside.shardings
+    assert plan.shardings.opt_state[0].mu == plan.shardings.opt_state[0].nu == inside.shardings
     assert plan.compute == inside.compute
 
 

@@ -172,7 +172,7 @@ LINKS = {
     ),
     "segments": (lambda x, i: jax.ops.segment_sum(x, i, 4), [(8, 6), integers(8)], "ab,a->cb"),
     # Transforms and decompositions.
-    "fft": (lambda x: jnp.fft.fft(x, axis=1), [(4, 6, 8)], "###->###"),
+    "fft": (lambda x: jnp.fft.fft(x, axis=1), [(4, 6, 8)], "a#b->a#b"),
     "cholesky": (jnp.linalg.cholesky, [(4, 6, 6)], "a##->a##"),
     "svd": (
         lambda x: jnp.linalg.svd(x, full_matrices=False),

@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharding_helpers import Block, array, mesh_of, real_mesh, train_state
 
 import redcoast as rc
+from redcoast.core._train_state import AbstractTrainState
 
 
 def model(hidden=256):
@@ -139,9 +141,19 @@ def test_a_plan_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 EARLIER = Path(__file__).parent / "plan_of_format_1.json"
 
 
+class EarlierState(AbstractTrainState):
+    """The parts of a state in the order in which the file has them."""
+
+    key: Any
+    model: Any
+    opt_state: Any
+    step: Any
+
+
 def earlier_tree():
     layers = [{"up": array(64, 256), "down": array(256, 64)} for _ in range(2)]
-    return train_state(layers, optax.adam(1e-3))
+    state = train_state(layers, optax.adam(1e-3))
+    return EarlierState(state.key, layers, state.opt_state, array())
 
 
 def earlier_loss(model, batch, key):

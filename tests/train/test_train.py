@@ -351,6 +351,7 @@ def test_shared_weights_stay_one_parameter():
     assert not np.allclose(embedding.weight, model.shared()[0].weight)
 
 
+@pytest.mark.filterwarnings("ignore:The model has the same arrays at several places")
 def test_the_same_array_twice_trains_as_two_parameters():
     # As in all of Equinox, PyTrees do not represent shared leaves. Donation must support them.
     def init_fn(key):

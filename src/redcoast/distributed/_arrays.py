@@ -180,6 +180,17 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
     )
 
 
+def copy_tree(tree: PyTree) -> PyTree:
+    """Copies the JAX arrays of a tree, also while a function is traced."""
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return _wrap(jnp.copy(jax.random.key_data(x)), x) if _is_key(x) else jnp.copy(x)
+
+    return jax.tree.map(copy, tree)
+
+
 def whole(x: Any) -> np.ndarray:
     """Copies a complete array to the host; a collective if processes hold different shards."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

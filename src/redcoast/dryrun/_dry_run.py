@@ -23,7 +23,7 @@ from ..train._loss import LossFn
 from ._changes import find_changes
 from ._compile_job import Compiled, compile_job
 from ._devices import Place
-from ._job import Job, make_job, plan_job, split_batch
+from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely
 from ._place import planner_hardware, target_place
@@ -54,7 +54,7 @@ def dry_run(
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key)` makes the model; it is only traced.
+    - `init_fn`: `init_fn(key)` makes the model; it is only traced. Or a model, or its shapes.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
         of a step, over all devices.
@@ -101,7 +101,7 @@ def dry_run(
         overrides=overrides,
         trainable=trainable,
     )
-    place = target_place(target)
+    place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):
         job = make(init_fn, accumulate=accumulate, compute_dtype=compute_dtype)
         if mesh is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,7 @@ from ..train._compile import compile_step
 from ..train._loss import LossFn, evaluate_loss
 from ..train._plan_step import plan_step
 from ..train._precision import check_compute_dtype
-from ..train._step import TrainState, init_state, train_step
+from ..train._step import TrainState, init_state, is_model, train_step
 
 # What the axes in a loss's own constraints refer to before there is a mesh: all divides.
 _ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -51,6 +52,17 @@ class Job:
         parts = jax.tree.leaves(self.batch, is_leaf=is_per_batch)
         of_examples = [part for part in parts if not is_per_batch(part)]
         return jax.tree.leaves(of_examples or parts)[0].shape[0]
+
+
+def as_init_fn(model_or_init_fn: Any) -> Callable[..., Any]:
+    """A function `init_fn(key)` that returns a model, or that makes it of its shapes."""
+    if not is_model(model_or_init_fn):
+        return model_or_init_fn
+
+    def create(x: Any) -> Any:
+        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return lambda key: jax.tree.map(create, model_or_init_fn)
 
 
 def make_job(

@@ -30,7 +30,7 @@ from ..train._loss import LossFn
 from ..train._step import TrainState
 from ._compile_job import compile_job
 from ._devices import Place
-from ._job import Job, factorisations, make_job, plan_job, scanned_layers
+from ._job import Job, as_init_fn, factorisations, make_job, plan_job, scanned_layers
 from ._links import axis_bandwidths
 from ._mesh_table import Candidate, MeshSuggestion
 from ._place import attached_place, planner_hardware, target_hardware, target_place
@@ -64,7 +64,7 @@ def suggest_mesh(
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key)` makes the model; it is only traced.
+    - `init_fn`: `init_fn(key)` makes the model; it is only traced. Or a model, or its shapes.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
         of a step, over all devices.
@@ -106,7 +106,7 @@ def suggest_mesh(
     check_integer("compiled", compiled)
     with without_ambient_mesh():
         job = make_job(
-            *(init_fn, loss_fn, batch, optimizer),
+            *(as_init_fn(init_fn), loss_fn, batch, optimizer),
             accumulate=accumulate,
             compute_dtype=compute_dtype,
             overrides=overrides,

@@ -17,10 +17,10 @@ from ..sharding import Plan
 from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
 from ..train._loss import LossFn
+from ..train._start import is_init_fn
 from ..train._step import TrainState
 from ._evaluation import Evaluation
 from ._first_examples import first_examples, first_training_examples
-from ._setup import is_init_fn
 
 # JAX's settings that change a program, or how it runs.
 _SETTINGS = (

@@ -28,6 +28,7 @@ from ..train._compile import by_microbatches
 from ..train._loss import LossFn
 from ..train._plan_step import verify_step
 from ..train._reused_steps import reused_step
+from ..train._start import starting_state
 from ..train._step import TrainState
 from ._consistency import check_agreement
 from ._error_notes import explained_memory, noted_checkpoint, rescued
@@ -41,7 +42,6 @@ from ._setup import (
     mesh_of_run,
     plan_run,
     prepare_evaluation,
-    starting_state,
 )
 from ._steps import Step, training_steps
 from ._stop import StopRequest, end_after_signal, refuse_after_signal, stop_request
@@ -158,7 +158,9 @@ def fit(
         saver.locked(),
         contextlib.ExitStack() as stack,
     ):
-        abstract, key, create = starting_state(model_or_state, optimizer, key, **given)
+        abstract, key, create = starting_state(
+            model_or_state, optimizer, key, caller="fit", **given
+        )
         data = batches(examples, collate_fn, key=key, mesh=with_auto_axes(chosen), **length)
         describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
         if mesh == "auto":

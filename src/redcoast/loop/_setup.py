@@ -1,90 +1,28 @@
 """What a run does before its first step."""
 
-import functools as ft
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import equinox as eqx
-import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import PyTree
 
 from ..checkpoint._policy import Checkpoints
-from ..core._donation import refuse_deleted
-from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_kind, noting, several
-from ..core._pytree import ARRAYS, leaf_paths, partition_trainable
+from ..core._pytree import ARRAYS, leaf_paths
 from ..data._batches import Batches
 from ..data._collate import CollateFn
-from ..distributed._arrays import place_tree, put
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
-from ..train._optimizer import refuse_optimizer_states, refuse_per_example
 from ..train._plan_step import check_coupling, check_sums
 from ..train._reused_steps import reused_plan as plan_step
-from ..train._shared import warn_of_shared
 from ..train._step import (
     TrainState,
-    create_split,
-    init_state,
     refuse_per_batch,
-    state_of,
-    with_loss_scale,
 )
 from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, warn_if_not_mean
-
-
-def starting_state(
-    model_or_state: PyTree,
-    optimizer: optax.GradientTransformation,
-    key: PRNGKeyArray | None,
-    compute_dtype: Any,
-    trainable: PyTree,
-) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
-    """The abstract state of the run, its key, and a function that makes it with given shardings."""
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
-    if isinstance(model_or_state, TrainState):
-        if key is not None:
-            raise ValueError("The `TrainState` that `fit` was given has a `key`; leave `key` out.")
-        refuse_deleted(
-            model_or_state,
-            "The `TrainState` that `fit` was given",
-            "Pass the state that the last step, or `fit`, returned.",
-        )
-        refuse_per_example(model_or_state.opt_state)
-        refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
-        warn_of_shared(model_or_state.model, trainable)
-        state = with_loss_scale(model_or_state, compute_dtype)
-        return state, state.key, lambda shardings: place_tree(state, shardings)
-    key = jax.random.key(0) if key is None else key
-    if is_init_fn(model_or_state):
-        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
-        return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
-    refuse_deleted(
-        model_or_state,
-        "The model that `fit` was given",
-        "Pass the model of the state that the last step returned, `state.model`.",
-    )
-    warn_of_shared(model_or_state, trainable)
-    create = lambda m, k: state_of(m, optimizer, key=k, **given)
-
-    def make(shardings: PyTree) -> TrainState:
-        # A copy: training donates its state, and the caller's model stays theirs.
-        model = place_tree(model_or_state, shardings.model, copy=True)
-        return create_split(create, model, put(key, shardings.key), shardings=shardings)
-
-    return eqx.filter_eval_shape(create, model_or_state, key), key, make
-
-
-def is_init_fn(model: Any) -> bool:
-    """Whether a model is given as a function of a key, and not as a module that can be called."""
-    plain = inspect.isfunction(model) or inspect.ismethod(model)
-    return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))
 
 
 def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:

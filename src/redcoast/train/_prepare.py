@@ -1,7 +1,7 @@
 """The state, the compiled step and the plan of a training loop, in one call."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,7 +16,8 @@ from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
 from ._plan_step import plan_step
-from ._step import TrainState, init_state, train_step
+from ._start import starting_state
+from ._step import TrainState, train_step
 
 
 class Prepared(NamedTuple):
@@ -36,12 +37,12 @@ class Prepared(NamedTuple):
 
 @hide_frames
 def prepare(
-    init_fn: Callable[[PRNGKeyArray], PyTree],
+    init_fn: PyTree,
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
     batch: PyTree,
     *,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
     mesh: Mesh | None = None,
     overrides: Sequence[tuple[str, Any]] = (),
     accumulate: int = 1,
@@ -55,11 +56,13 @@ def prepare(
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key) -> model`. Its arrays are created sharded.
+    - `init_fn`: `init_fn(key) -> model`, whose arrays are created sharded, or a model, or a
+        [`redcoast.TrainState`][], as for [`redcoast.fit`][]. A model is copied; the state that is
+        given is donated by the first step.
     - `optimizer`: an optax optimizer.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch`: a batch, or its shapes, batch dimension first.
-    - `key`: a JAX key.
+    - `key`: a JAX key, by default `jax.random.key(0)`. A state has its own.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
@@ -81,11 +84,12 @@ def prepare(
     """
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
-    create = ft.partial(init_state, init_fn, optimizer, key=key, **given)
     options = {"accumulate": accumulate, **given}
     with auto_ambient_mesh():
-        abstract = eqx.filter_eval_shape(create)
+        abstract, _, create = starting_state(
+            on_auto_axes(init_fn), optimizer, key, caller="prepare", **given
+        )
     plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
     loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}
     step = compile_step(ft.partial(train_step, **loss, **options), plan.shardings)
-    return Prepared(create(shardings=plan.shardings), step, plan)
+    return Prepared(create(plan.shardings), step, plan)

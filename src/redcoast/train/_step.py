@@ -21,11 +21,12 @@ from ..core._errors import (
     several,
 )
 from ..core._frames import hide_frames
-from ..core._pytree import join, partition_trainable, show_path, split
+from ..core._pytree import ARRAYS, join, partition_trainable, show_path, split
 from ..core._train_state import AbstractTrainState
 from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
+from ..distributed._arrays import copy_tree, place_tree, put
 from ..tracking._metrics import check_scalars
 from ._layer_state import warn_of_kept_state
 from ._loss import LossFn, evaluate_loss
@@ -56,7 +57,7 @@ class TrainState(AbstractTrainState):
 
 @hide_frames
 def init_state(
-    init_fn: Callable[[PRNGKeyArray], PyTree],
+    init_fn: PyTree,
     optimizer: optax.GradientTransformation,
     *,
     key: PRNGKeyArray,
@@ -72,7 +73,7 @@ def init_state(
 
     **Arguments:**
 
-    - `init_fn`: `init_fn(key) -> model`.
+    - `init_fn`: `init_fn(key) -> model`, or a model with arrays, which is copied.
     - `optimizer`: an optax optimizer.
     - `key`: a JAX key. It is split into the key that initialises the model and the key of the run.
     - `shardings`: the result of [`redcoast.infer_shardings`][] for the abstract state.
@@ -107,12 +108,41 @@ def init_state(
             warn_of_shared(model, trainable)
         return state_of(model, optimizer, key=key, compute_dtype=compute_dtype, trainable=trainable)
 
-    check_functions(init_fn=init_fn)
     check_optimizer(optimizer)
     check_key(key)
+    if is_model(init_fn):
+        options = {"compute_dtype": compute_dtype, "trainable": trainable}
+        if shardings is None:
+            warn_of_shared(init_fn, trainable)
+        return state_of_model(init_fn, optimizer, key=key, shardings=shardings, **options)
+    check_functions(init_fn=init_fn)
     if shardings is None:
         return create(key)
     return create_split(create, key, shardings=shardings)
+
+
+def is_model(model_or_init_fn: Any) -> bool:
+    """Whether this is a model, which may be callable, and not a function that makes one."""
+    is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))
+    return any(map(is_array, jax.tree.leaves(model_or_init_fn)))
+
+
+def state_of_model(
+    model: PyTree,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: PRNGKeyArray,
+    shardings: PyTree[NamedSharding | None] | None,
+    **options: Any,
+) -> TrainState:
+    """Creates the state at step 0 for a given model, which stays the caller's."""
+    create = lambda model, key: state_of(model, optimizer, key=key, **options)
+    # Copies: training donates its state.
+    if shardings is None:
+        return create(*copy_tree((model, key)))
+    copied = place_tree(model, shardings.model, copy=True)
+    key = put(key, shardings.key, may_alias=False)
+    return create_split(create, copied, key, shardings=shardings)
 
 
 def state_of(

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
-from ...core._jaxpr import scan_operands, while_operands
 from ...core._pytree import join, show_path
 from ..program._graph import Value
 from ..program._walk import Scope
@@ -124,16 +124,15 @@ def _nested(
     examples: _Examples, equation: JaxprEqn, inner: list[Scope], operands: Growths
 ) -> list[_Growth]:
     """The results of loops, branches and calls."""
-    name = equation.primitive.name
-    if name == "cond":
-        branches = [_follow(examples, scope, operands[1:]) for scope in inner]
-        return [_largest(results) for results in zip(*branches, strict=True)]
-    if name == "scan":
-        consts, carry, xs = scan_operands(equation, operands)
-        return _loop(examples, inner[0], consts, carry, xs)
-    if name == "while":
-        _, consts, carry = while_operands(equation, operands)
-        return _loop(examples, inner[1], consts, carry, [])
+    match control_flow(equation):
+        case Cond():
+            branches = [_follow(examples, scope, operands[1:]) for scope in inner]
+            return [_largest(results) for results in zip(*branches, strict=True)]
+        case Scan() as scan:
+            return _loop(examples, inner[0], *scan.split(operands))
+        case While() as loop:
+            _, consts, carry = loop.split(operands)
+            return _loop(examples, inner[1], consts, carry, [])
     return _follow(examples, inner[0], operands)
 
 

@@ -1,0 +1,70 @@
+"""The state that a run begins with, from a model, a function that makes one, or a state."""
+
+import functools as ft
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PRNGKeyArray, PyTree
+
+from ..core._donation import refuse_deleted
+from ..core._dtypes import tree_to_jax_dtypes
+from ..core._pytree import partition_trainable
+from ..distributed._arrays import place_tree
+from ._optimizer import refuse_optimizer_states, refuse_per_example
+from ._shared import warn_of_shared
+from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
+
+
+def starting_state(
+    model_or_state: PyTree,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray | None,
+    *,
+    compute_dtype: Any,
+    trainable: PyTree,
+    caller: str,
+) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
+    """The abstract state of a run, its key, and a function that makes it with given shardings.
+
+    `caller` is the function that was given the model, as messages name it.
+    """
+    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
+    if isinstance(model_or_state, TrainState):
+        if key is not None:
+            raise ValueError(
+                f"The `TrainState` that `{caller}` was given has its own key; leave `key` out."
+            )
+        refuse_deleted(
+            model_or_state,
+            f"The `TrainState` that `{caller}` was given",
+            "Pass the state that the last step, or `fit`, returned.",
+        )
+        refuse_per_example(model_or_state.opt_state)
+        refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
+        warn_of_shared(model_or_state.model, trainable)
+        state = with_loss_scale(model_or_state, compute_dtype)
+        return state, state.key, lambda shardings: place_tree(state, shardings)
+    key = jax.random.key(0) if key is None else key
+    if is_init_fn(model_or_state):
+        create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
+        return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
+    refuse_deleted(
+        model_or_state,
+        f"The model that `{caller}` was given",
+        "Pass the model of the state that the last step returned, `state.model`.",
+    )
+    warn_of_shared(model_or_state, trainable)
+    create = lambda model, key: state_of(model, optimizer, key=key, **given)
+    make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **given)
+    return eqx.filter_eval_shape(create, model_or_state, key), key, lambda x: make(shardings=x)
+
+
+def is_init_fn(model: Any) -> bool:
+    """Whether a model is given as a function of a key, and not as a module that can be called."""
+    plain = inspect.isfunction(model) or inspect.ismethod(model)
+    return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))

@@ -1,0 +1,67 @@
+"""What a run begins with: a function that makes a model, a model that can be called, or a state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redcoast as rc
+
+KEY = jax.random.key(3)
+BATCH = np.ones((8, 4), np.float32)
+OPTIMIZER = optax.sgd(0.1)
+
+
+class Callable(eqx.Module):
+    """A model that can be called with an array, and so with a key."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean(model(batch) ** 2)
+
+
+def model():
+    return Callable(jnp.arange(16.0).reshape(4, 4))
+
+
+@pytest.mark.parametrize("mesh", [rc.make_mesh(), rc.make_mesh(devices=jax.devices()[:1])])
+def test_a_loop_begins_with_a_function_a_model_or_a_state(mesh):
+    begin = lambda first, **options: rc.prepare(
+        first, OPTIMIZER, loss_fn, BATCH, mesh=mesh, **options
+    )
+    mine = model()
+    first = begin(lambda key: model(), key=KEY)
+    second = begin(mine, key=KEY)
+    third = begin(rc.init_state(mine, OPTIMIZER, key=KEY))
+    for state, step, _ in (first, second, third):
+        state, metrics = step(state, BATCH)
+        np.testing.assert_allclose(metrics["loss"], loss_fn(mine, BATCH, None), rtol=1e-6)
+    np.testing.assert_array_equal(mine.weight, model().weight)  # it was copied, not donated
+    with pytest.raises(ValueError, match="`prepare` was given has its own key"):
+        begin(rc.init_state(mine, OPTIMIZER, key=KEY), key=KEY)
+
+
+def test_a_state_of_a_model_is_created_sharded():
+    mine, mesh = model(), rc.make_mesh(fsdp=4)
+    create = lambda **options: rc.init_state(mine, OPTIMIZER, key=KEY, **options)
+    abstract = eqx.filter_eval_shape(create)
+    shardings = rc.infer_shardings(abstract, mesh, overrides=[("weight", jax.P("fsdp"))])
+    state = create(shardings=shardings)
+    assert state.model.weight.sharding.spec == jax.P("fsdp")
+    np.testing.assert_array_equal(state.model.weight, mine.weight)
+    with pytest.raises(TypeError, match="`init_fn` is of type int"):
+        rc.init_state(3, OPTIMIZER, key=KEY)
+
+
+def test_a_model_or_its_shapes_are_tried_without_the_hardware():
+    run = lambda model: rc.dry_run(model, loss_fn, BATCH, OPTIMIZER, target="cpu:2")
+    shapes = jax.eval_shape(model)
+    assert run(model()).fits
+    assert run(shapes).memory == run(lambda key: model()).memory

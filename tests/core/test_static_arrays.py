@@ -75,7 +75,7 @@ def test_errors_of_other_kinds_stay():
 @dataclasses.dataclass
 class Plain:
     weight: jax.Array
-    names: list[str] = dataclasses.field(metadata={"static": True})
+    names: list = dataclasses.field(metadata={"static": True})
 
 
 def test_only_arrays_that_are_no_children_are_found():

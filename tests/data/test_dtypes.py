@@ -56,6 +56,11 @@ def step_of(model):
     return state, rc.compile_step(step, rc.infer_shardings(state, rc.make_mesh()))
 
 
+def take_step(batch):
+    state, step = step_of(init_fn(KEY))
+    return step(state, batch)
+
+
 BATCH = {"x": X, "id": LARGE}
 LOOP = {"collate_fn": lambda examples: {"x": np.stack(examples)}, "batch_size": 8}
 PLACES = {
@@ -68,11 +73,11 @@ PLACES = {
         "at id of the batch",
     ),
     "a compiled step": (
-        lambda: (lambda state, step: step(state, BATCH))(*step_of(init_fn(KEY))),
+        lambda: take_step(BATCH),
         "at 0/id of the arguments",
     ),
     "a number": (
-        lambda: (lambda state, step: step(state, BATCH | {"id": LARGE[0]}))(*step_of(init_fn(KEY))),
+        lambda: take_step(BATCH | {"id": LARGE[0]}),
         "at 0/id of the arguments",
     ),
     "prepare": (

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ def joined(batch):
     return np.concatenate([np.asarray(x) for x in leaves], axis=-1)
 
 
-def batches(collate_fn, examples=DATA, devices=1, **options):
+def batches(collate_fn, examples: Any = DATA, devices=1, **options):
     mesh = rc.make_mesh(devices=jax.devices()[:devices])
     given = {"batch_size": ROWS, "key": KEY, "steps": STEPS, "mesh": mesh} | options
     return [joined(batch.arrays) for batch in rc.batches(examples, collate_fn, **given)]

@@ -101,6 +101,19 @@ def _is_array_held(x: Any, held: set[int], safe: set[int]) -> bool:
     return _kind(type(x.base)) is not np.ndarray or _is_array_held(x.base, held, safe)
 
 
+def memory_of(x: Any) -> list[int]:
+    """Where the arrays and the dicts and lists of a tree are."""
+    kind = _kind(type(x))
+    if kind is np.ndarray:
+        if x.base is None:
+            return [id(x)]
+        return [x.__array_interface__["data"][0]] if x.size else []
+    if kind in (None, jax.Array):
+        return []
+    inner = [place for part in _parts(x, kind) for place in memory_of(part)]
+    return inner if kind is tuple else [id(x), *inner]
+
+
 def copied(x: Any) -> Any:
     """Copies the arrays and the containers of a tree; all else is taken to be immutable."""
     kind = _kind(type(x))

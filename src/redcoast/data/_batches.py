@@ -14,14 +14,20 @@ from jaxtyping import PRNGKeyArray, PyTree, UInt64
 from ..core._errors import check_functions, check_integer, check_key, listed, noting
 from ..core._frames import hide_frames
 from ..core._iterate import with_last
-from ..core._owned import copied
 from ..distributed._kv_store import is_main
 from ..distributed._mesh import ambient_or_default
 from ._collate import CollateFn, collate
 from ._loading import Collating, Loaded, stream_batches, training_batches
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
-from ._sources import by_epoch, decode_stream_state, encode_stream_state, fetch, is_stream
+from ._sources import (
+    StreamReader,
+    by_epoch,
+    decode_stream_state,
+    encode_stream_state,
+    fetch,
+    is_stream,
+)
 
 logger = logging.getLogger("redcoast")
 
@@ -73,7 +79,8 @@ class Batches:
         self.batch_size, self.mesh = batch_size, mesh
         self.collate_fn = collate_fn
         self._epochs, self._steps = epochs, steps
-        self._examples, self.length = examples, None
+        self._examples: Any = examples
+        self.length: int | None = None
         if not is_stream(examples):
             self._examples, self.length = by_epoch(examples)
         self._state: dict[str, Any] = {}
@@ -152,8 +159,7 @@ class Batches:
             with self._examples.using(0) as dataset:
                 return fetch(dataset, [i % self.length for i in rows])
         state = self._examples.get_state()
-        read = zip(range(self.batch_size), self._examples, strict=False)
-        found = [copied(x) for _, x in read]
+        found = StreamReader(self._examples)(self.batch_size)
         self._examples.set_state(state)
         if not found:
             raise ValueError(_EMPTY)

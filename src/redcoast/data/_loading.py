@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
 from ..core._iterate import map_in_threads
-from ..core._owned import copied
 from ..distributed._arrays import own_rows, place_batch, place_rows
 from ..distributed._mesh import batch_shards
 from ._collate import CollateFn, check_alike, collate
 from ._in_turn import InTurn
 from ._per_batch import has_per_batch, without_marks
 from ._permutation import batch_indices, example_generators
-from ._sources import by_epoch, encode_stream_state, fetch
+from ._sources import StreamReader, by_epoch, fetch
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -121,15 +120,14 @@ def stream_batches(
     collating = Collating(collate_fn, mesh)
 
     def read() -> Iterator[tuple[int, list[Any], Any]]:
-        position = start
+        position, reader = start, StreamReader(stream, used=AHEAD + WORKERS + 1)
         while stop is None or position < stop:
             wanted = batch_size if stop is None else min(batch_size, stop - position)
-            # The stream may write into an example when it is asked for the next one.
-            found = [copied(x) for _, x in zip(range(wanted), stream, strict=False)]
+            found = reader(wanted)
             if not found:
                 return
             position += len(found)
-            yield position, found, encode_stream_state(stream.get_state())
+            yield position, found, reader.state
 
     def make(batch: tuple[int, list[Any], Any]) -> Loaded:
         position, found, state = batch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..core._errors import listed, noting
-from ..core._owned import copied, held_elsewhere
+from ..core._owned import copied, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
 from ._in_turn import InTurn
 
@@ -173,6 +173,44 @@ def _read(examples: Any, indices: list[int], reuses: bool) -> tuple[list[Any], b
             return found, False
     # Each is copied before the next is read into the same memory.
     return [copied(examples[i]) for i in indices], True
+
+
+class StreamReader:
+    """Reads examples of a stream, which may give the same memory again and again.
+
+    If an example has the memory of one that is still used, that one has been overwritten: the
+    examples are read again, and each is copied before the next.
+
+    **Arguments:**
+
+    - `stream`: an iterator with `get_state` and `set_state`.
+    - `used`: the number of calls whose examples may still be used.
+    """
+
+    def __init__(self, stream: Any, *, used: int = 0):
+        self._stream, self._copies = stream, False
+        self._used: collections.deque[tuple[list[Any], list[int]]] = collections.deque(maxlen=used)
+        self.state = encode_stream_state(stream.get_state())  # after the last example
+
+    def __call__(self, count: int) -> list[Any]:
+        """Returns the next examples, fewer than `count` at the end of the stream."""
+        found = self._read(count)
+        if not self._copies:
+            places = [place for x in found for place in memory_of(x)]
+            # The examples are kept, so that no other has their memory by chance.
+            others = [place for _, of_call in self._used for place in of_call]
+            self._used.append((found, places))
+            if len({*places, *others}) < len(places) + len(set(others)):
+                self._used.clear()
+                self._copies = True
+                self._stream.set_state(decode_stream_state(self.state))
+                found = self._read(count)
+        self.state = encode_stream_state(self._stream.get_state())
+        return found
+
+    def _read(self, count: int) -> list[Any]:
+        read = zip(range(count), self._stream, strict=False)
+        return [copied(x) for _, x in read] if self._copies else [x for _, x in read]
 
 
 def encode_stream_state(state: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from graph_problem import GRAPHS, collate_fn, init_fn, loss_fn, node_values, predict_fn
 
 rc.initialize()
-run = {"collate_fn": collate_fn, "batch_size": 8, "mesh": rc.make_mesh()}
+run: dict[str, Any] = {"collate_fn": collate_fn, "batch_size": 8, "mesh": rc.make_mesh()}
 state = rc.fit(init_fn, optax.sgd(0.05), GRAPHS, loss_fn=loss_fn, steps=3, log=False, **run)
 outputs = rc.predict_examples(state.model, GRAPHS, predict_fn=predict_fn, **run)
 of_nodes = lambda model, batch, key: node_values(model, batch["graphs"])
@@ -43,7 +44,12 @@ def drawn(model, batch, key):
 
 
 keyed = rc.predict_examples(
-    state.model, GRAPHS, predict_fn=drawn, **(run | {"collate_fn": with_keys})
+    state.model,
+    GRAPHS,
+    collate_fn=with_keys,
+    predict_fn=drawn,
+    batch_size=8,
+    mesh=run["mesh"],
 )
 labels = np.array([graph["label"] for graph in GRAPHS]).view(np.uint32)
 expected = jax.vmap(jax.random.uniform)(jax.vmap(jax.random.key)(labels))

@@ -132,6 +132,11 @@ ROWS = {
             "`predict_fn`",
         ),
     ],
+    "per_batch": [
+        (lambda d: rc.per_batch({"a": [1.0]}), TypeError, "float at a/0"),
+        (lambda d: rc.per_batch({}), ValueError, "no arrays"),
+        (lambda d: rc.per_batch([rc.per_batch(np.ones(3))]), ValueError, "already"),
+    ],
     "batches": [
         (lambda d: loop_batches(batch_size=0), ValueError, "`batch_size` is 0"),
         (lambda d: loop_batches(steps=None), ValueError, "how long"),

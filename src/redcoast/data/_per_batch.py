@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from ..core._pytree import ARRAYS, show_path
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,11 @@ def per_batch(arrays: PyTree) -> PyTree:
     A marked PyTree, as a part of what `collate_fn` returns. `loss_fn` and `predict_fn` are given
     `arrays` in its place.
 
+    **Raises:**
+
+    `TypeError` if a leaf is not an array. `ValueError` if there are none, or if a part is marked
+    already.
+
     !!! Example
 
         ```python
@@ -41,6 +48,17 @@ def per_batch(arrays: PyTree) -> PyTree:
             return {"graphs": rc.per_batch({"nodes": nodes, "of_graph": of_graph}), "y": labels}
         ```
     """
+    if has_per_batch(arrays):
+        raise ValueError("A part of `arrays` is marked as `per_batch` already. Mark it once.")
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves:
+        raise ValueError("`arrays` has no arrays. Pass an array, or a PyTree of arrays.")
+    for path, x in leaves:
+        if not isinstance(x, ARRAYS):
+            raise TypeError(
+                f"`arrays` has {type(x).__name__} at {show_path(path, 'its root')}. It must be an "
+                "array, or a PyTree of arrays."
+            )
     return PerBatch(arrays)
 
 

@@ -56,7 +56,7 @@ def test_a_state_of_a_model_is_created_sharded():
     state = create(shardings=shardings)
     assert state.model.weight.sharding.spec == jax.P("fsdp")
     np.testing.assert_array_equal(state.model.weight, mine.weight)
-    with pytest.raises(TypeError, match="`init_fn` is of type int"):
+    with pytest.raises(TypeError, match="`init_fn` is 3. It must be a function"):
         rc.init_state(3, OPTIMIZER, key=KEY)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools as ft
-import gc
 import itertools
 import logging
 import math
@@ -262,7 +261,6 @@ class Saver:
         if is_main():
             remove_unfinished(self._checkpoints.path)
         self._checkpointer = self._make()
-        gc.collect()  # tasks that failed are reported when they are collected, here without a word
 
     def _make(self) -> Any:
         barrier = self._together.barrier if jax.process_count() > 1 else None

@@ -19,6 +19,7 @@ from .data._batches import Batches as Batches
 from .data._batches import batches as batches
 from .data._per_batch import per_batch as per_batch
 from .distributed._arrays import batch_shardings as batch_shardings
+from .distributed._emulation import provide_threads as _provide_threads
 from .distributed._initialize import initialize as initialize
 from .distributed._kv_store import ProcessLost as ProcessLost
 from .distributed._mesh import emulate_devices as emulate_devices
@@ -65,6 +66,8 @@ from .train._step import TrainState as TrainState
 from .train._step import init_state as init_state
 from .train._step import train_step as train_step
 from .train._step import train_steps as train_steps
+
+_provide_threads()  # if devices are emulated, before JAX makes them
 
 if _typing.TYPE_CHECKING:
     from . import lora as lora

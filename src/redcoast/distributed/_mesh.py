@@ -1,5 +1,4 @@
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..core._errors import check_integer, check_mesh
 from ..core._frames import hide_frames
+from ._emulation import provide_threads, warn_of_few_threads
 
 AXES = ("data", "fsdp", "model")
 # An axis before these, of meshes that have stages.
@@ -63,7 +63,9 @@ def make_mesh(
     """
     if not isinstance(devices, Iterable | None):
         raise TypeError(f"`devices` is {devices!r}. It must be a list of JAX devices.")
+    provide_threads()
     devices = list(jax.devices() if devices is None else devices)
+    warn_of_few_threads()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
     # Without stages, meshes and the plans for them are as they are without the axis.
     sizes = sizes if isinstance(pipe, int | np.integer) and pipe == 1 else {PIPE: pipe, **sizes}
@@ -188,9 +190,7 @@ def emulate_devices(count: int) -> None:
         ```
     """
     check_integer("count", count)
-    # A device blocks a thread of XLA's pool in each collective that it waits for, and may wait for
-    # several at once: with one thread for each device (the default), they deadlock.
-    os.environ.setdefault("NPROC", str(4 * count))
+    provide_threads(count)
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

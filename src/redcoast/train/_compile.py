@@ -32,6 +32,7 @@ from ..core._pytree import ARRAYS, NUMBERS, Static, abstract_array, join, show_p
 from ..core._tracing import missing_mesh, traced_over
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import abstract_batch, place_array, place_batch, put
+from ..distributed._emulation import Overdue, overdue_on
 from ..distributed._mesh import batch_shards
 from ..tracking._metrics import PackedMetrics
 
@@ -133,6 +134,7 @@ class CompiledStep:
         self._mesh = with_auto_axes(mesh)
         self._step = _flatten_step(step, self._mesh)
         self._programs: dict[Static, _Program] = {}
+        self._overdue = overdue_on(mesh)
         # Caches the partition of the last returned state, because partitioning a tree of many
         # modules costs more than a small step. Weak references identify its frozen modules and the
         # arrays outside of them. What can be changed in place is taken apart again.
@@ -167,7 +169,7 @@ class CompiledStep:
         arrays = separate(arrays, kept, distinct=own)
         if not own or self._mesh is not self._given_mesh:
             arrays = list(map(_put, arrays, program.shardings))
-        arrays, aux = jitted(arrays, given)
+        arrays, aux = _called(self._overdue, jitted, arrays, given)
         if self._mesh is not self._given_mesh:
             aux = on_mesh(aux, self._given_mesh)
         state = join(arrays, program.static)
@@ -338,6 +340,21 @@ class _Constant:
     value: Any
 
 
+def _called(overdue: Overdue | None, jitted: Any, *args: Any) -> Any:
+    """Calls a jitted function, and has emulated devices watched meanwhile."""
+    if overdue is None:
+        return jitted(*args)
+    overdue.begin()
+    last = None
+    try:
+        out = jitted(*args)
+        # Of a step, the last array is one of its metrics: those of its state will be donated.
+        last = next((x for x in reversed(jax.tree.leaves(out)) if isinstance(x, jax.Array)), None)
+        return out
+    finally:
+        overdue.end(last)
+
+
 def _put(x: Any, sharding: NamedSharding) -> Any:
     # The jitted call would also move arrays that are elsewhere, but in a separate program.
     if is_concrete(x) and x.committed and x.sharding == sharding:
@@ -477,11 +494,13 @@ class CompiledCall:
         self._jitted = jax.jit(flat, static_argnums=(1, 3, 4), in_shardings=(placed, None))
         self._ambient = False  # whether it is traced with an ambient mesh
         self.mesh = mesh
+        self._overdue = overdue_on(mesh)
         self._last: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, tree: PyTree, *args: PyTree) -> PyTree:
+        call = ft.partial(self._first_of, self._jitted)
         with auto_ambient_mesh():
-            return self._first_of(self._jitted, *self._split(tree, args))
+            return _called(self._overdue, call, *self._split(tree, args))
 
     def trace(self, tree: PyTree, *args: PyTree) -> jax.stages.Traced:
         """Traces the function, like the method of a jitted function."""

@@ -1,0 +1,147 @@
+"""Emulated devices need threads: their collectives deadlock if XLA's pool has too few.
+
+A device blocks a thread of the pool in each collective that it waits for, and may wait for several
+at once. By default the pool has one thread for each device, or for each core if those are more. Its
+size is read from the environment variable NPROC when JAX is first used.
+"""
+
+import logging
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ._private_jax import has_chosen_devices
+
+logger = logging.getLogger("redcoast")
+
+THREADS = 4  # for each device
+_FEWEST = 2  # for each device; with fewer, programs were seen to deadlock
+OVERDUE = 120.0  # seconds after which a step on emulated devices is reported
+_POLL = 10.0  # seconds
+_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+_provided: str | None = None  # the NPROC that was set here
+_warned: set[str] = set()
+
+
+def provide_threads(count: int | None = None) -> None:
+    """Sets NPROC for emulated devices, unless it is set or JAX has been used already.
+
+    Without `count`, it is the number of devices that XLA_FLAGS or JAX's configuration ask for.
+    """
+    if count is None:
+        count = _configured_devices()
+    global _provided
+    if count > 1 and not has_chosen_devices() and os.environ.get("NPROC") in (None, _provided):
+        os.environ["NPROC"] = _provided = str(THREADS * count)
+
+
+def warn_of_few_threads() -> None:
+    """Warns once if JAX has emulated devices with too few threads; JAX has to be in use."""
+    count = _local_cpu_devices()
+    threads = pool_threads(count)
+    if count > 1 and threads < _FEWEST * count and "threads" not in _warned:
+        _warned.add("threads")
+        logger.warning(
+            "%d emulated devices share %d threads, and a program with several collectives at a "
+            "time may wait for ever. %s",
+            *(count, threads, _remedy(count)),
+        )
+
+
+def pool_threads(count: int) -> int:
+    """The number of threads in XLA's pool for emulated devices."""
+    given = os.environ.get("NPROC", "")
+    default = os.cpu_count() or 1
+    return max(int(given) if given.isdigit() else default, count)
+
+
+def _configured_devices() -> int:
+    flag = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
+    configured: Any = getattr(jax.config, "jax_num_cpu_devices", -1)
+    return max(int(flag[-1]) if flag else 0, configured or 0)
+
+
+def _local_cpu_devices() -> int:
+    return sum(device.platform == "cpu" for device in jax.local_devices())
+
+
+def _remedy(count: int) -> str:
+    return (
+        f"Set the environment variable NPROC={THREADS * count} before JAX is first used, or import "
+        f"redcoast before that, or call `redcoast.emulate_devices({count})` at the top of the "
+        "script."
+    )
+
+
+class Overdue:
+    """Warns if a program on emulated devices does not return for minutes.
+
+    It is told when a call begins, and given an array of its result. A thread looks at the last one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._begun: float | None = None
+        self._result: weakref.ref[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Records that a call begins: as long as calls begin, none of them hangs."""
+        self._begun, self._result = self._clock(), None
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._watch, name="redcoast-overdue", daemon=True
+            )
+            self._thread.start()
+
+    def end(self, result: Any) -> None:
+        """Records that a call has returned an array, which the devices may still compute; or
+        `None`."""
+        if result is None:
+            self._begun = None
+        else:
+            self._result = weakref.ref(result)
+
+    def look(self) -> None:
+        """Warns once if the last call began long ago and its result is not there."""
+        begun = self._begun
+        if begun is None or self._is_done() or self._clock() - begun < OVERDUE:
+            return
+        if "overdue" not in _warned:
+            _warned.add("overdue")
+            count = _local_cpu_devices()
+            logger.warning(
+                "A program on %d emulated devices has not returned for %.0f s. If it is not "
+                "compiled or computed for that long, its collectives wait for each other: XLA has "
+                "%d threads. %s",
+                *(count, self._clock() - begun, pool_threads(count), _remedy(count)),
+            )
+
+    def _is_done(self) -> bool:
+        """Whether the last call has returned, and its result is computed or no longer wanted."""
+        if self._result is None:
+            return False
+        result = self._result()
+        return result is None or result.is_deleted() or result.is_ready()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL)
+            self.look()
+
+
+_overdue = Overdue()
+
+
+def overdue_on(mesh: Mesh) -> Overdue | None:
+    """What watches the calls of a program on a mesh of emulated devices; `None` on others."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return _overdue if on_cpu and _local_cpu_devices() > 1 and mesh.size > 1 else None

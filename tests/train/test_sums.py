@@ -13,7 +13,7 @@ from problem import collate_fn, make_examples
 from test_coupled import APART, BATCH, COUPLED, MESHES, B, D, W, h
 
 import redcoast as rc
-from redcoast.sharding import results_summed
+from redcoast.sharding import batch_faults
 
 TABLE = jnp.ones((10, D))
 
@@ -61,6 +61,11 @@ MEANS = {
     "inner step": inner_step,
     "over time": over_time,
     "of parts": lambda w, b, k: each(w, b).reshape(4, B // 4).mean(1).mean(),
+    "by an expected number": lambda w, b, k: each(w, b).sum() / 1000.0,
+    "by a scaled number": lambda w, b, k: each(w, b).sum() / (B * 0.01),
+    "own gradient that is a sum": lambda w, b, k: rc.with_gradient(
+        each(w, b).mean(), w, jax.grad(lambda w: each(w, b).sum())(w)
+    ),
     "own gradient": lambda w, b, k: rc.with_gradient(
         each(w, b).mean(), w, jax.grad(lambda w: each(w, b).mean())(w)
     ),
@@ -72,7 +77,7 @@ SUMS = {
     "of means over tokens": lambda w, b, k: tokens(w, b)[0].mean(1).sum(),
     "count": lambda w, b, k: jnp.sum(h(w, b[0]).argmax(-1) == b[1]),
     "with decay": lambda w, b, k: 0.5 * jnp.sum(each(w, b)) + 0.1 * jnp.sum(w["a"] ** 2),
-    "of 1000": lambda w, b, k: each(w, b).sum() / 1000.0,
+    "of halves": lambda w, b, k: jnp.sum(each(w, b) ** 2) / 2,
     "dot": lambda w, b, k: jnp.vdot(each(w, b), b[2]),
     "where": lambda w, b, k: jnp.sum(jnp.where(b[2] > 0, each(w, b), 0.0)),
     "vmap": lambda w, b, k: jax.vmap(lambda x: jnp.sum(h(w, x)))(b[0]).sum(),
@@ -88,7 +93,7 @@ def places(fn, mesh):
         value = result[0] if isinstance(result, tuple) else result
         return value.astype(jnp.float32), {}
 
-    return results_summed(loss, W, (BATCH, jax.random.key(0)), mesh)
+    return batch_faults(loss, W, (BATCH, jax.random.key(0)), mesh)[0]
 
 
 @pytest.mark.parametrize("name", MEANS)

@@ -33,7 +33,7 @@ from ..distributed._mesh import ambient_or_default, batch_sharding
 from ..sharding import Plan, plan_shardings
 from ..tracking._metrics import check_scalars
 from ..train._compile import CompiledCall
-from ..train._coupled import find_coupled, find_summed, warn_of_batches, warn_of_sums
+from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn, evaluate_loss
 from ..train._precision import check_compute_dtype
 from ..train._predict import PredictFn, predict
@@ -278,7 +278,8 @@ def _check_coupling(
         return _and_rest(first, batches)
     warn_of_batches(coupled, batch_size)
     if coupled is None:
-        warn_of_sums(find_summed(*given, training=False) if program is None else program.summed)
+        summed = find_faults(*given, training=False)[0] if program is None else program.summed
+        warn_of_sums(summed)
     return _and_rest(first, batches)
 
 

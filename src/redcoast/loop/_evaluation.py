@@ -25,7 +25,7 @@ from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan, with_auto_plan
 from ..train._compile import CompiledCall
-from ..train._coupled import find_coupled, find_summed, warn_of_batches, warn_of_sums
+from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn
 from ..train._predict import PredictFn
 from ._evaluate import (
@@ -282,7 +282,7 @@ def warn_if_not_mean(
         warn_of_batches(coupled, size)
         if coupled is None:
             said = evaluation.loss_fn is loss_fn
-            warn_of_sums(find_summed(*given, training=False), loss=not said)
+            warn_of_sums(find_faults(*given, training=False)[0], loss=not said)
 
 
 def _check_metrics(found: Any, taken: dict[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from ..data._collate import CollateFn
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
-from ..train._plan_step import check_coupling, check_sums
+from ..train._plan_step import check_coupling, check_faults
 from ..train._reused_steps import reused_plan as plan_step
 from ..train._step import (
     TrainState,
@@ -82,7 +82,7 @@ def plan_run(
         planned = {"trainable": trainable, "overrides": overrides, **step}
         found = plan_step(state, loss_fn, data.spec, data.mesh, **planned)
         check_coupling(found, state, data.spec, loss_fn=loss_fn, **step)
-        check_sums(found, state, data.spec, loss_fn=loss_fn, **step)
+        check_faults(found, state, data.spec, loss_fn=loss_fn, **step)
     return found
 
 

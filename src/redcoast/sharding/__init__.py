@@ -1,8 +1,8 @@
 from ._plan import Plan as Plan
+from ._plan import batch_faults as batch_faults
 from ._plan import examples_coupled as examples_coupled
 from ._plan import infer_shardings as infer_shardings
 from ._plan import plan_shardings as plan_shardings
-from ._plan import results_summed as results_summed
 from ._plan import with_auto_plan as with_auto_plan
 from ._serialization import load_plan as load_plan
 from ._serialization import save_plan as save_plan

@@ -18,6 +18,7 @@ from .program._trace import trace_over
 from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
+from .report._masks import find_shared_masks
 from .report._repeated import repeated
 from .report._sums import find_sums
 from .report._traffic import pipelining, traffic
@@ -278,6 +279,7 @@ def _report(
         closed_over=_reasons.closed_over(reasons),
         coupled=find_coupling(task.program),
         summed=find_sums(task.program),
+        shared_masks=find_shared_masks(task.program),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),

@@ -1,6 +1,6 @@
 """Plans: the shardings of a tree over a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -355,13 +355,15 @@ def examples_coupled(
     return find_coupling(_followed(fn, tree, args, mesh))
 
 
-def results_summed(
+def batch_faults(
     fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
-) -> dict[str, str]:
-    """The paths of the scalar results that are sums over the examples of a batch, and where."""
+) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """What a plan's report of a function has as `summed` and `shared_masks`."""
+    from .report._masks import find_shared_masks
     from .report._sums import find_sums
 
-    return find_sums(_followed(fn, tree, args, mesh))
+    program = _followed(fn, tree, args, mesh)
+    return find_sums(program), find_shared_masks(program)
 
 
 def layer_counts(

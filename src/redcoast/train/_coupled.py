@@ -1,4 +1,4 @@
-"""Warnings for losses that are not a mean over examples."""
+"""Warnings for losses that are not a mean over examples, or treat them alike by mistake."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from ..core._frames import warn
 from ..core._pytree import join, split
 from ..core._reuse import reuse
 from ..core._tracing import abstract_key
-from ..sharding import Coupling, coupling_sentence, examples_coupled, results_summed
+from ..sharding import Coupling, batch_faults, coupling_sentence, examples_coupled
 from ._loss import LossFn, LossResult, evaluate_loss
 
 _COUPLED: dict[Any, Any] = {}
-_SUMMED: dict[Any, Any] = {}
+_FAULTS: dict[Any, Any] = {}
 
 
 def warn_of_batches(coupled: Coupling | None, batch_size: int) -> None:
@@ -48,7 +48,7 @@ def find_coupled(
     return _reused(_COUPLED, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
 
 
-def find_summed(
+def find_faults(
     loss_fn: LossFn,
     model: PyTree,
     batch: PyTree,
@@ -56,17 +56,28 @@ def find_summed(
     compute_dtype: Any,
     *,
     training: bool,
-) -> Mapping[str, str]:
-    """The results `(loss, aux)` that are sums over the examples, by path, and where."""
+) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """The results `(loss, aux)` that are sums over the examples, by path, and where; and the lines
+    that use one random mask for all examples."""
 
-    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Mapping[str, str]:
+    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Any:
         def results(*args: Any) -> Any:
             result = loss(*args)
             return result.loss, result.aux
 
-        return results_summed(results, model, (batch, abstract_key()), mesh)
+        return batch_faults(results, model, (batch, abstract_key()), mesh)
 
-    return _reused(_SUMMED, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+    return _reused(_FAULTS, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+
+
+def warn_of_shared_masks(lines: Sequence[str]) -> None:
+    if lines:
+        where = f" ({several([line for line in lines if line])})" if any(lines) else ""
+        warn(
+            f"A random mask{where} is the same for every example of a batch, as that of dropout "
+            "with one key under `jax.vmap`. Use a key for each example: "
+            "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
+        )
 
 
 def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = True) -> None:

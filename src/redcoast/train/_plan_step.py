@@ -16,7 +16,7 @@ from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
-from ._coupled import find_coupled, find_summed, warn_of_sums
+from ._coupled import find_coupled, find_faults, warn_of_shared_masks, warn_of_sums
 from ._loss import LossFn, evaluate_loss
 from ._precision import check_compute_dtype
 from ._step import TrainState, refuse_other_rows
@@ -119,7 +119,7 @@ def check_coupling(
         )
 
 
-def check_sums(
+def check_faults(
     plan: Plan,
     state: TrainState,
     batch: PyTree,
@@ -128,14 +128,18 @@ def check_sums(
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> None:
-    """Warns if the loss is a sum over the examples; with microbatches, also of other metrics."""
+    """Warns if the loss is a sum over the examples, or if they share the masks of dropout.
+
+    With microbatches, it also warns of other metrics that are sums.
+    """
     program = plan.report.program_or_none
     if program is not None and accumulate <= 1:
-        summed = program.summed
+        summed, masks = program.summed, program.shared_masks
     else:
         given = loss_fn, state.model, batch, plan.mesh, compute_dtype
-        summed = find_summed(*given, training=True)
+        summed, masks = find_faults(*given, training=True)
     warn_of_sums(summed, aux=accumulate > 1)
+    warn_of_shared_masks(masks)
 
 
 def verify_step(

@@ -163,6 +163,8 @@ class ProgramReport:
     - `pipeline`: How layers run as a pipeline; `None` if they do not.
     - `summed`: The scalar results of the function that are sums over the examples, by path, with
         the lines of the user's code.
+    - `shared_masks`: The lines of the user's code that use one random mask, as of dropout, for all
+        examples.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -185,6 +187,7 @@ class ProgramReport:
     sequences: bool = False
     pipeline: Pipelining | None = None
     summed: Mapping[str, str] = field(default_factory=dict)
+    shared_masks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ it. A degree that is not known is `None`, and nothing is said about such a resul
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,15 +109,27 @@ def _follow(examples: _Examples, scope: Scope, inputs: Growths) -> list[_Growth]
             return _Growth(number=_number(atom.val))
         return env.get(atom, _Growth())
 
+    stops = (equation for equation in jaxpr.eqns if equation.primitive.name == "stop_gradient")
+    stopped = {equation.outvars[0]: equation.invars[0] for equation in stops}
     for place, equation in enumerate(jaxpr.eqns):
         operands = [read(atom) for atom in equation.invars]
         if place in scope.inner:
             results = _nested(examples, equation, scope.inner[place], operands)
+        elif _is_zero(equation, stopped):
+            results = [_Growth(number=0.0)]
         else:
             result = _growth(examples, scope, equation, operands)
             results = [result] * len(equation.outvars)
         env.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_zero(equation: JaxprEqn, stopped: Mapping[Any, Any]) -> bool:
+    """Whether this is `x - stop_gradient(x)`, which carries a gradient of the user's own."""
+    if equation.primitive.name != "sub" or isinstance(equation.invars[1], Literal):
+        return False
+    x, other = equation.invars
+    return stopped.get(other) is x
 
 
 def _nested(
@@ -157,7 +169,7 @@ def _growth(examples: _Examples, scope: Scope, equation: JaxprEqn, operands: Gro
     if any(x.degree is None for x in operands):
         return _UNKNOWN
     result = _largest(operands)
-    sums = _sums_examples(examples, scope, equation)
+    sums = name in _SUMS | _SCATTERS and _sums_examples(examples, scope, equation)
     if sums and (name in _SCATTERS or examples.apart(scope, equation)):
         return _UNKNOWN
     if name == "div":
@@ -166,7 +178,7 @@ def _growth(examples: _Examples, scope: Scope, equation: JaxprEqn, operands: Gro
         return _product(examples, *operands)
     if name in _SUMS:
         degree = sum(x.degree or 0 for x in operands)
-        if not sums:
+        if result.number == 0 or not sums:
             return replace(result, degree=degree)
         line = own_line(getattr(equation.source_info, "traceback", None))
         return _Growth(degree + (not result.divided), line=line)
@@ -189,6 +201,8 @@ def _quotient(examples: _Examples, over: _Growth, under: _Growth) -> _Growth:
     degree = (over.degree or 0) - (under.degree or 0)
     if by_count and degree > 0:
         return replace(over, degree=degree - 1, number=None)
+    if degree > 0 and under.number not in (None, 1, 2, 3):
+        return _UNKNOWN  # an expected number of examples, or one that is scaled
     divided = over.divided or by_count or (under.degree or 0) > (over.degree or 0)
     known = over.number is not None and under.number not in (None, 0)
     number = over.number / under.number if known else None  # pyright: ignore
@@ -199,6 +213,8 @@ def _product(examples: _Examples, a: _Growth, b: _Growth) -> _Growth:
     for x, y in ((a, b), (b, a)):
         if x.number and examples.divides(1 / x.number):
             return _quotient(examples, y, _Growth(number=1 / x.number))
+    if 0 in (a.number, b.number):
+        return _Growth(number=0.0)
     degree = (a.degree or 0) + (b.degree or 0)
     divided = a.divided or b.divided
     if divided and degree > 0:  # a sum, and a number of which it was divided

@@ -1,6 +1,7 @@
 """What a library keeps from a trace does not depend on the mesh of the trace."""
 
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -43,7 +44,7 @@ def with_shard_map(model, batch, key):
     return loss + jnp.mean(double(batch)) * jnp.mean(model["w"])
 
 
-ONE = {"devices": jax.devices()[:1]}
+ONE: Any = {"devices": jax.devices()[:1]}
 OPTIONS = {"collate_fn": lambda rows: np.stack([row["x"] for row in rows]), "batch_size": 8}
 
 

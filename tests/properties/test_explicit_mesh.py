@@ -5,6 +5,7 @@ Only here: every public function that takes a mesh, or arrays on one, with both 
 
 import contextlib
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -154,7 +155,7 @@ def test_generation_from_a_model_on_a_mesh_with_explicit_axes(how):
     config = rc.models.LlamaConfig(vocab=32, width=16, layers=1, heads=4, kv_heads=4, hidden=32)
     model = rc.models.Llama(config, key=jax.random.key(0))
     prompts = np.array([[5, 3, 8], [7, 1, 2]])
-    options = {"stream": lambda tokens: None} if how == "stream" else {}
+    options: Any = {"stream": lambda tokens: None} if how == "stream" else {}
     expected = rc.generate(model, prompts, max_new_tokens=4, **options)
     explicit = mesh_of(AxisType.Explicit)
     shardings = rc.infer_shardings(model, explicit)

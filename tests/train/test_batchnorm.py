@@ -4,6 +4,7 @@ import functools as ft
 import sys
 import types
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -196,7 +197,7 @@ def test_a_state_in_another_place_is_told_where_to_go(result):
 @pytest.fixture
 def nnx(monkeypatch):
     """The kinds of variables that Flax's NNX has, as nodes of a tree; Flax is not installed."""
-    kinds = types.ModuleType("flax.nnx")
+    kinds: Any = types.ModuleType("flax.nnx")
 
     class Variable:
         def __init__(self, value):

@@ -1,6 +1,7 @@
 """Dropout with one key for all rows is a warning: every example has the same mask."""
 
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ from problem import collate_fn, make_examples
 import redcoast as rc
 
 DROPOUT = eqx.nn.Dropout(0.5)
-MESHES = {"8 devices": {"model": 4}, "one device": {"devices": jax.devices()[:1]}}
+MESHES: dict[str, Any] = {"8 devices": {"model": 4}, "one device": {"devices": jax.devices()[:1]}}
 
 
 def network(w, x, key):

@@ -149,9 +149,9 @@ class Plan:
                 "of devices, such as `rc.make_mesh()`."
             )
         planned, shardings = self.constrain(loss_fn), on_auto_axes(model_of(self.shardings))
-        mesh, given = with_auto_axes(self.mesh), on_auto_axes((model, batch, key))
+        mesh, (model, batch, key) = with_auto_axes(self.mesh), on_auto_axes((model, batch, key))
         with auto_ambient_mesh():
-            return verify(planned, loss_fn, shardings, mesh, *given, tolerance)
+            return verify(planned, loss_fn, shardings, mesh, model, batch, key, tolerance)
 
 
 @hide_frames

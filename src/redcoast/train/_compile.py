@@ -164,6 +164,7 @@ class CompiledStep:
             jitted, traced = self._traced(program, constants, arrays, given)
             agree_on_program("the program of the step", traced.jaxpr, self._mesh)
             self._closed_over[jitted] = list(consts_of(traced.jaxpr))
+        assert jitted is not None
         if is_new or not own:  # arrays that the step closes over stay valid
             kept = [*given, *self._closed_over[jitted]]
         arrays = separate(arrays, kept, distinct=own)

@@ -92,15 +92,78 @@ def test_summarising_models_keep_their_options_in_either_file(saved, where):
     )
 
 
-def test_options_that_are_not_implemented_are_warned_of_and_bad_ones_refused(saved):
+SAMPLED = {"temperature": 1.0, "top_k": 50}
+# Each with the option that is left out, if any, and the others.
+ODD = {
+    "no temperature": ({"do_sample": True, "temperature": 0.0}, "temperature", {}),
+    "top_p without": (
+        {"do_sample": True, "temperature": 0.0, "top_p": 0.9},
+        "temperature.*`top_p`, which is 0.9",
+        {},
+    ),
+    "top_p of 0": ({"do_sample": True, "top_p": 0.0}, "top_p", SAMPLED),
+    "top_p above 1": (
+        {"do_sample": True, "top_p": 1.5},
+        "top_p",
+        {"temperature": 1.0, "top_k": 50},
+    ),
+    "top_k below 0": ({"do_sample": True, "top_k": -1}, "top_k", {"temperature": 1.0}),
+    "top_k as a float": ({"do_sample": True, "top_k": 20.0}, "", {"temperature": 1.0, "top_k": 20}),
+    "words": ({"do_sample": True, "temperature": "hot"}, "temperature", {}),
+    "penalty": (
+        {"repetition_penalty": 0.0, "min_length": 3},
+        "repetition_penalty",
+        {"min_length": 3},
+    ),
+    "several": ({"num_return_sequences": 3}, "num_return_sequences", {}),
+    "beams": ({"num_beams": "x", "min_length": 3}, "num_beams", {"min_length": 3}),
+    "tokens": ({"suppress_tokens": "x"}, "suppress_tokens", {}),
+    "floats as tokens": (
+        {"suppress_tokens": [3.0], "forced_eos_token_id": 2.0},
+        "",
+        {"suppress": [3], "forced_eos": 2},
+    ),
+    "forced": ({"forced_decoder_ids": 3}, "forced_decoder_ids", {}),
+    "nothing": ({"length_penalty": None, "num_beams": None}, "", {}),
+    "bad words": ({"bad_words_ids": [3]}, "bad_words_ids", {}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_options_leave_the_others_and_the_weights(name, saved):
+    """The weights do not need them, and `transformers` loads such files. The warning says what the
+    file says, and no default."""
+    given, left_out, expected = ODD[name]
+    if not left_out:
+        assert config_of(saved / "llama", given).decoding == rc.Decoding(**expected)
+        return
+    with pytest.warns(UserWarning, match=f"generation_config.json .*`{left_out}") as warnings:
+        found = config_of(saved / "llama", given)
+    assert found.decoding == rc.Decoding(**expected)
+    assert "50" not in str(warnings[0].message)
+    # They do not matter if the caller says how to decode.
+    own = rc.Decoding(min_new_tokens=2)
+    assert rc.load_pretrained(saved / "llama", decoding=own).config.decoding == own
+
+
+def test_odd_tokens_and_files_leave_those_of_the_config(saved):
+    file = saved / "llama" / "generation_config.json"
+    with pytest.warns(UserWarning, match="`pad_token_id`.*`eos_token_id`, which is 'x'"):
+        found = config_of(saved / "llama", {"eos_token_id": "x", "pad_token_id": [1]})
+    assert (found.eos, found.pad) == (CONFIG.eos, CONFIG.pad)
+    assert config_of(saved / "llama", {"eos_token_id": 2.0}).eos == (2,)
+    file.write_text("{")
+    with pytest.warns(UserWarning, match=r"left out.*generation_config.json is damaged"):
+        assert rc.load_pretrained(saved / "llama").config.eos == CONFIG.eos
+
+
+def test_options_that_are_not_implemented_are_warned_of(saved):
     with pytest.warns(UserWarning, match=r"generation_config.json .*`typical_p`, which is 0.9"):
         found = config_of(saved / "llama", {"typical_p": 0.9, "repetition_penalty": 1.2})
     assert found.decoding == rc.Decoding(repetition_penalty=1.2)
     for given in ({"token_healing": True}, {"forced_decoder_ids": [[2, 7], [3, 8]]}):
         with pytest.warns(UserWarning, match=next(iter(given))):
             assert config_of(saved / "llama", given).decoding == rc.Decoding()
-    with pytest.raises(ValueError, match=r"generation_config.json .*`repetition_penalty` is -1"):
-        config_of(saved / "llama", {"repetition_penalty": -1})
     config = dataclasses.replace(CONFIG, decoding=rc.Decoding(logits_fn=abs))
     with pytest.raises(ValueError, match="`logits_fn`, which cannot be saved"):
         rc.save_pretrained(Llama(config, key=jax.random.key(0)), saved / "none")

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core._decoding import GREEDY, Decoding, as_tuple
+from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
 from ..core._errors import shortened
 from ..core._frames import warn
-from ._settings import published_ids, token_ids
+from ._settings import published_ids
 from ._source import GENERATION, SETTINGS
 
 # Options with the same meaning, and their names in the file.
@@ -25,7 +25,13 @@ _NAMES = {
     "suppress": "suppress_tokens",
     "begin_suppress": "begin_suppress_tokens",
 }
-_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+_FILTERS = ("top_k", "top_p", "min_p")
+_OF_SAMPLING = ("temperature", *_FILTERS)
+_SAMPLING = {name: name for name in _OF_SAMPLING}
+# The defaults of `transformers`.
+_DEFAULTS = {"temperature": 1.0, "top_k": 50}
+# What options of another type than expected raise.
+_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 # Options that are not implemented, with the values that disable them.
 _OFF: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,),
@@ -54,72 +60,96 @@ _OFF: dict[str, tuple[Any, ...]] = {
 def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     """Returns the options that a parsed file sets.
 
-    Warns of options that are not implemented; the others are used. Lengths are no options: those of
-    a file are defaults of `transformers`, and `generate` is given `max_new_tokens`.
+    Warns of options that are not implemented or not valid; the others are used. Lengths are no
+    options: those of a file are defaults of `transformers`, and `generate` is given
+    `max_new_tokens`.
     """
-    try:
-        options, unserved = _options(settings)
-        if unserved:
-            warn(
-                f"{where} sets options of decoding that `redcoast.generate` does not implement, "
-                f"and that are left out: {'; '.join(unserved)}."
-            )
-        return Decoding(**options)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"{where} has an invalid option of decoding. {error}") from error
-
-
-def _options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields of a `Decoding`, and what is not implemented."""
     given = {name: value for name, value in settings.items() if value is not None}
-    for name in ("lang_to_id", "task_to_id"):
-        if not isinstance(given.get(name, {}), dict):
-            raise TypeError(f"`{name}` must map names to tokens, but is {shortened(given[name])}.")
-    forced = given.get("forced_decoder_ids", [])
-    if not _are_pairs(forced):
-        raise TypeError(
-            "`forced_decoder_ids` must be a list of pairs of a position and a token, but is "
-            f"{shortened(forced)}."
-        )
     unserved = [
         f"`{name}`, which is {shortened(given[name])}"
         for name, off in _OFF.items()
         if name in given and given[name] not in off
     ]
-    options = {field: given[name] for field, name in _NAMES.items() if name in given}
-    options["forced_eos"] = token_ids(given.get("forced_eos_token_id"))
-    options["bad_words"] = given.get("bad_words_ids", ())
-    forced = sorted(forced, key=lambda pair: pair[0])
-    if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
-        unserved.append(
-            f"`forced_decoder_ids`, which is {shortened(forced)} and does not begin at 1"
-        )
-        forced = []
-    options["prefix"], unknown = _prefix(given, [token for _, token in forced])
+    options = {field: (name, given[name]) for field, name in _NAMES.items() if name in given}
+    for field, name in (("forced_eos", "forced_eos_token_id"), ("bad_words", "bad_words_ids")):
+        if name in given:
+            options[field] = (name, given[name])
+    forced = _forced(given, unserved)
+    prefix, unknown = _prefix(given, forced)
+    options["prefix"] = ("forced_decoder_ids", prefix)
     if unknown:
         unserved.append(
             "the detection of the language (pass those of the language, of the task and of the "
             "absence of timestamps as `prefix`)"
         )
-    if options.get("beams", 1) == 1:
+    if given.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
         options |= _sampling(given)
     elif given.get("do_sample"):
         unserved.append("beam search that samples (`do_sample`)")
-    return options, unserved
+    decoding, invalid = _valid(options)
+    if unserved:
+        warn(
+            f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
+            f"that are left out: {'; '.join(unserved)}."
+        )
+    if invalid:
+        warn(
+            f"{where} sets options of decoding that are not valid, and that are left out: "
+            f"{'; '.join(invalid)}. Pass `decoding` to `load_pretrained`, or options to `generate`."
+        )
+    return decoding
 
 
-def _are_pairs(found: Any) -> bool:
-    """Whether a list has only pairs, of a position and of a token or `None`."""
-    is_pair = lambda x: isinstance(x, list) and len(x) == 2 and type(x[0]) is int
-    return isinstance(found, list) and all(map(is_pair, found))
+def _valid(options: Mapping[str, tuple[str, Any]]) -> tuple[Decoding, list[str]]:
+    """Adds one option after the other, which has a name in the file and a value. Returns the
+    decoding with those that are valid, and what is wrong with the others."""
+    decoding, invalid = GREEDY, []
+    first = sorted(options, key=lambda field: field not in ("temperature", "beams"))
+    for field in first:
+        name, value = options[field]
+        if field in _FILTERS and decoding.temperature == 0:
+            if value != _DEFAULTS.get(name):
+                invalid.append(f"`{name}`, which is {shortened(value)} (decoding is greedy)")
+            continue
+        try:
+            decoding = dataclasses.replace(decoding, **{field: _number(value)})
+        except _ERRORS as error:
+            invalid.append(f"`{name}`, which is {shortened(value)} ({error})")
+        else:
+            if field == "temperature" and value == 0:
+                invalid.append(f"`{name}`, which is {shortened(value)} (decoding is greedy)")
+    return decoding, invalid
+
+
+def _number(value: Any) -> Any:
+    """Returns an integer for a number such as 20.0, which JSON writers make of one; those in lists,
+    too."""
+    if isinstance(value, list):
+        return [_number(x) for x in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _forced(given: Mapping[str, Any], unserved: list[str]) -> list[Any]:
+    """Returns the tokens that the file forces at the first positions."""
+    pairs = given.get("forced_decoder_ids", ())
+    try:
+        forced = sorted((position, token) for position, token in pairs)
+        valid = [position for position, _ in forced] == list(range(1, len(forced) + 1))
+    except _ERRORS:
+        valid = False
+    if not valid:
+        unserved.append(
+            f"`forced_decoder_ids`, which is {shortened(pairs)} and does not begin at 1"
+        )
+    return [token for _, token in forced] if valid else []
 
 
 def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...], bool]:
     """Returns the tokens before the first new one that Whisper's files describe, and whether they
     leave the language open, which `transformers` then detects."""
-    languages, tasks = given.get("lang_to_id", {}), given.get("task_to_id", {})
+    languages, tasks = (_table(given.get(name)) for name in ("lang_to_id", "task_to_id"))
     language, task = given.get("language"), given.get("task")
     found = []
     if language is None and task is None:
@@ -135,22 +165,33 @@ def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...
     return tuple(token for token in found if token is not None), False
 
 
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if not given.get("do_sample"):
         return {}
-    # The defaults of `transformers`.
-    found = {"temperature": 1.0, "top_k": 50}
-    found |= {field: given[name] for field, name in _SAMPLING.items() if name in given}
-    return found | {name: found.get(name) or None for name in ("top_k", "min_p")}
+    found = _DEFAULTS | {name: given[name] for name in _OF_SAMPLING if name in given}
+    # Zero excludes nothing.
+    return {
+        name: (name, None if name in ("top_k", "min_p") and value == 0 else value)
+        for name, value in found.items()
+    }
 
 
 def with_generation(
-    config: Any, settings: Mapping[str, Any], generation: Mapping[str, Any] | None, path: Path
+    config: Any,
+    settings: Mapping[str, Any],
+    generation: Mapping[str, Any] | None,
+    path: Path,
+    *,
+    decoding: Decoding | None = None,
 ) -> Any:
     """Returns a configuration with the decoding and the token ids of a model's files.
 
     `generation` is the parsed `generation_config.json`. In its absence, the options are those of
-    `config.json`, where older files have them.
+    `config.json`, where older files have them. `decoding` takes the place of those of the files.
     """
     if not hasattr(config, "decoding"):
         return config
@@ -159,20 +200,26 @@ def with_generation(
         older = {**(decoder if isinstance(decoder, dict) else {}), **settings}
         if older.get("force_bos_token_to_be_generated"):
             older["forced_bos_token_id"] = older.get("bos_token_id")
-        return dataclasses.replace(config, decoding=read_decoding(older, path / SETTINGS))
-    ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id"}
-    given = {
-        field: generation[name]
-        for field, name in ids.items()
-        if generation.get(name) is not None and hasattr(config, field)
-    }
-    given["decoding"] = read_decoding(generation, path / GENERATION)
-    try:
-        if generation.get("eos_token_id") is not None:
-            given["eos"] = token_ids(generation["eos_token_id"])
-        return dataclasses.replace(config, **given)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path / GENERATION} cannot be read. {error}") from error
+        found = decoding or read_decoding(older, path / SETTINGS)
+        return dataclasses.replace(config, decoding=found)
+    found = decoding or read_decoding(generation, path / GENERATION)
+    config, invalid = dataclasses.replace(config, decoding=found), []
+    ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id", "eos": "eos_token_id"}
+    for field, name in ids.items():
+        value = _number(generation.get(name))
+        if value is None or not hasattr(config, field):
+            continue
+        try:
+            value = as_tuple(value, name) if field == "eos" else as_integer(name, value)
+            config = dataclasses.replace(config, **{field: value})
+        except _ERRORS as error:
+            invalid.append(f"`{name}`, which is {shortened(value)} ({error})")
+    if invalid:
+        warn(
+            f"{path / GENERATION} has tokens that are not valid, in place of which those of "
+            f"{SETTINGS} are used: {'; '.join(invalid)}."
+        )
+    return config
 
 
 def write_decoding(config: Any) -> dict[str, Any]:

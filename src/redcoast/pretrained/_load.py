@@ -39,7 +39,8 @@ def load(
     family, config = find_family(source.settings, path)
     if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())
-    config = with_generation(config, source.settings, source.generation, path)
+    given = options.get("decoding")
+    config = with_generation(config, source.settings, source.generation, path, decoding=given)
     config = _with_options(config, options)
     computed = getattr(family.hf, "computed", lambda config: {})
     check_computed(computed(config), source.stored, path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core._errors import several
+from ..core._frames import warn
 from ..core._read_json import read_json
 from ._files import file_inside
 from ._lazy_tensor import Source, Stored
@@ -104,12 +105,19 @@ def _open_directory(path: Path) -> Source:
         if twice := stored.keys() & found.keys():
             raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
         stored |= found
-    generation = (path / GENERATION).is_file()
-    return Source(
-        read_json(file_inside(path, SETTINGS)),
-        stored,
-        generation=read_json(file_inside(path, GENERATION)) if generation else None,
-    )
+    return Source(read_json(file_inside(path, SETTINGS)), stored, generation=_generation(path))
+
+
+def _generation(path: Path) -> dict[str, Any] | None:
+    """Reads the options of decoding, which are not needed to load the weights."""
+    if not (path / GENERATION).is_file():
+        return None
+    file = file_inside(path, GENERATION)
+    try:
+        return read_json(file)
+    except ValueError as error:
+        warn(f"The options of decoding are left out, because they cannot be read. {error}")
+        return None
 
 
 def tensor_files(path: Path) -> list[Path]:

@@ -20,13 +20,15 @@ class RopeScaling:
 
     - `kind`: `"linear"` scales all wavelengths by `factor` (Chen et al., 2023). `"llama3"` scales
         those with fewer than `low` rotations in `original` tokens, keeps those with more than
-        `high` rotations, and interpolates in between (Llama team, 2024).
+        `high` rotations, and interpolates in between (Llama team, 2024). `"dynamic"` raises the
+        base for rows of more than `original` tokens, the more the longer a row is. The tokens that
+        a cache holds keep the base that they had. Gemma has no `"dynamic"`.
     - `factor`: the ratio of the new context length to the original one.
     - `low`, `high`: numbers of rotations, only for `"llama3"`.
-    - `original`: the original context length in tokens, only for `"llama3"`.
+    - `original`: the original context length in tokens, for `"llama3"` and `"dynamic"`.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "dynamic"]
     factor: int | float
     low: int | float = 1.0
     high: int | float = 4.0
@@ -141,6 +143,29 @@ def yarn_angles(
     return cos * scaling.amplitude, sin * scaling.amplitude
 
 
+def scaled_angles(
+    positions: Integer[AnyArray, "#batch seq"],
+    head_dim: int,
+    base: int | float,
+    scaling: RopeScaling | Yarn | None,
+    dtype: Any,
+) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
+    """Returns the cosines and sines of the angles at each position, which may be scaled."""
+    if isinstance(scaling, Yarn):
+        return yarn_angles(positions, head_dim, base, scaling, dtype)
+    if scaling is None or scaling.kind != "dynamic":
+        return rotary_angles(positions, rotary_frequencies(head_dim, base, scaling), dtype)
+    # The base grows with the length of a row: a factor for each pair of features.
+    lengths = jnp.max(jnp.asarray(positions), axis=1) + 1
+    beyond = jnp.maximum(lengths / scaling.original, 1).astype(dtype) * scaling.factor
+    growth = beyond - (scaling.factor - 1)
+    powers = jnp.asarray(np.arange(0, head_dim, 2) / max(head_dim - 2, 1), dtype)
+    frequencies = jnp.asarray(rotary_frequencies(head_dim, base), dtype)[None]
+    frequencies = frequencies * growth[:, None] ** -powers[None]
+    angles = positions[:, :, None, None].astype(dtype) * frequencies[:, None, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def rotary_frequencies(
     head_dim: int, base: int | float, scaling: RopeScaling | None = None
 ) -> Float[np.ndarray, " half"]:
@@ -149,6 +174,11 @@ def rotary_frequencies(
     frequencies = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return frequencies
+    if scaling.kind == "dynamic":
+        raise ValueError(
+            "Rotary embeddings with `RopeScaling('dynamic')` depend on the length of a row, which "
+            "is not implemented for this model."
+        )
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.original * frequencies / (2 * math.pi)

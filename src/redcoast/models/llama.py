@@ -18,7 +18,7 @@ from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
 from ._einsum import gated_feed_forward, keys_values, product, queries
-from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
+from ._rotary import RopeScaling, Yarn, rotate, scaled_angles
 from ._scan_layers import Remat, scan_layers
 
 
@@ -66,7 +66,7 @@ class LlamaConfig:
     hidden: int
     head_size: int | None = None
     rope_base: int | float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     norm_eps: int | float = 1e-5
     tied: bool = False
     window: int | None = None
@@ -163,8 +163,7 @@ class Llama(eqx.Module):
         c = self.config
         visible = see(window=c.window)
         x = look_up(self.embed, tokens)
-        frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        angles = scaled_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
         norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
         same = lambda x, scale: x
         before, after = (same, norm) if c.output_norms else (norm, same)

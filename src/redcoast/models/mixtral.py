@@ -19,7 +19,7 @@ from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads
 from ._einsum import product
 from ._moe import gated_experts, mix_experts
-from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
+from ._rotary import RopeScaling, Yarn, rotate, scaled_angles
 from ._scan_layers import Remat, scan_layers
 
 
@@ -72,7 +72,7 @@ class MixtralConfig:
     chosen: int = 2
     head_size: int | None = None
     rope_base: int | float = 1000000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     norm_eps: int | float = 1e-5
     tied: bool = False
     window: int | None = None
@@ -159,8 +159,7 @@ class Mixtral(eqx.Module):
         c = self.config
         visible, real = see(window=c.window), as_array(real_tokens(tokens.shape, mask))
         x = look_up(self.embed, tokens)
-        frequencies = rotary_frequencies(c.head_dim, c.rope_base, c.rope_scaling)
-        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        angles = scaled_angles(positions, c.head_dim, c.rope_base, c.rope_scaling, wide(x.dtype))
 
         def layer_fn(x, carry, layer, index, key):
             cache, *use = carry

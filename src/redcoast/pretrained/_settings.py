@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ._neutral import is_neutral, is_off
+
 REQUIRED: Any = object()
 
-# Settings that do not change the results: names, the file's history, initialisation, defaults for
-# text generation, and choices between equivalent implementations.
+# Settings that do not change the results, in addition to those that `_neutral.py` describes: names,
+# defaults for text generation, and choices between equivalent implementations.
 _HARMLESS = frozenset(
     """
     architectures model_type transformers_version _name_or_path name_or_path auto_map dtype
@@ -34,6 +36,10 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Two names of one activation function.
+_SAME = {"swish": "silu"}
+
+
 def read_settings(
     settings: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -41,6 +47,9 @@ def read_settings(
     ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Reads the values of a `config.json`, and rejects unknown settings that might change results.
+
+    Settings that are turned off, and those of other matters than the model's arithmetic, are passed
+    over (`_neutral.py`).
 
     **Arguments:**
 
@@ -58,17 +67,18 @@ def read_settings(
     `ValueError` that names every setting that is missing, unknown or not implemented.
     """
     only = {**_OFF, **(only or {})}
+    settings = {name: _SAME.get(x, x) if isinstance(x, str) else x for name, x in settings.items()}
     known = {*defaults, *only, *ignored, *_HARMLESS}
     problems = [
         f"`{name}` is {settings[name]!r}, but only {' or '.join(map(repr, values))} is implemented"
         for name, values in only.items()
-        if name in settings and settings[name] not in values
+        if name in settings and settings[name] not in values and not is_off(settings[name], values)
     ]
     problems += [
         f"`{name}`, which is {value!r}, is unknown and might change the results (remove it from "
         "the file if it does not)"
         for name, value in settings.items()
-        if name not in known
+        if name not in known and not is_neutral(name, value)
     ]
     problems += [
         f"`{name}` is {settings[name]}, and must be a finite number"
@@ -85,7 +95,16 @@ def read_settings(
             f"The settings of this {settings.get('model_type', 'model')} are not supported: "
             f"{'; '.join(problems)}."
         )
-    return {name: settings.get(name, value) for name, value in defaults.items()}
+    return {name: _value(settings, name, value) for name, value in defaults.items()}
+
+
+def _value(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value of a setting. Null is false, and no dropout."""
+    value = settings.get(name, default)
+    if value is None and isinstance(default, bool):
+        return False
+    no_dropout = value is None and isinstance(default, float) and "drop" in name
+    return 0.0 if no_dropout else value
 
 
 def rename(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -1,19 +1,30 @@
 """The settings of `config.json` for the scaling of rotary embeddings."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...models._rotary import RopeScaling, Yarn
+from .._neutral import is_neutral
 
+_ORIGINAL = "original_max_position_embeddings"
 _YARN = {
     "factor": "factor",
-    "original": "original_max_position_embeddings",
+    "original": _ORIGINAL,
     "fast": "beta_fast",
     "slow": "beta_slow",
     "rounded": "truncate",
     "amplitude": "attention_factor",
 }
+# What describes rotary embeddings, or kinds of their scaling. The sections of Qwen's images are of
+# no effect on texts.
+_OF_OTHER_KINDS = frozenset(
+    """
+    rope_type type rope_theta factor original_max_position_embeddings beta_fast beta_slow truncate
+    attention_factor low_freq_factor high_freq_factor finetuned mscale mscale_all_dim
+    short_factor long_factor mrope_section mrope_interleaved
+    """.split()  # noqa: SIM905
+)
 
 
 def rope_of(c: dict[str, Any]) -> dict[str, Any]:
@@ -26,75 +37,112 @@ def rope_of(c: dict[str, Any]) -> dict[str, Any]:
     return shared | older if older else dict(newer)
 
 
-def read_rope(settings: dict[str, Any] | None) -> RopeScaling | None:
-    """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`."""
-    settings = {k: v for k, v in (settings or {}).items() if k != "rope_theta"}
-    kinds = [settings.pop(name, "default") for name in ("rope_type", "type")]
-    kind = next((kind for kind in kinds if kind != "default"), "default")
+def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+    """Returns the settings of rotary embeddings that might change results and are not read.
+
+    Settings of other kinds of scaling are not among them: `transformers` ignores them, too.
+    """
+    names = rope.keys() - {*read} - _OF_OTHER_KINDS
+    return sorted(name for name in names if not is_neutral(name, rope[name]))
+
+
+def _kind_of(rope: Mapping[str, Any]) -> str:
+    kinds = (rope.get(name) or "default" for name in ("rope_type", "type"))
+    return next((kind for kind in kinds if kind != "default"), "default")
+
+
+def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> RopeScaling | None:
+    """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`. `context` is the number of
+    tokens that kinds of scaling assume if the file does not say."""
+    rope = {name: value for name, value in (rope or {}).items() if value is not None}
+    kind = _kind_of(rope)
     names = {"factor": "factor"}
     if kind == "llama3":
-        names |= {"low_freq_factor": "low", "high_freq_factor": "high"}
-        names |= {"original_max_position_embeddings": "original"}
-    if kind not in ("default", "linear", "llama3"):
+        names |= {"low_freq_factor": "low", "high_freq_factor": "high", _ORIGINAL: "original"}
+    kinds = ["default", "linear", "llama3", *["dynamic"] * (context is not None)]
+    if kind not in kinds:
         raise ValueError(
-            f"The setting `rope_scaling` has the type {kind!r}, but only 'default', 'linear' and "
-            "'llama3' are implemented."
+            f"The setting `rope_scaling` has the type {kind!r}, but only "
+            f"{', '.join(map(repr, kinds[:-1]))} and {kinds[-1]!r} are implemented for this model."
         )
-    if unknown := settings.keys() - names.keys():
-        raise ValueError(f"`rope_scaling` has unknown settings: {sorted(unknown)}.")
+    if unknown := unread(rope, names):
+        raise ValueError(f"`rope_scaling` has unknown settings: {unknown}.")
     if kind == "default":
         return None
-    if missing := names.keys() - settings.keys():
+    if context is not None:
+        rope.setdefault(_ORIGINAL, context)
+    if missing := names.keys() - rope.keys():
         raise ValueError(f"`rope_scaling` of the type {kind!r} needs {sorted(missing)}.")
-    return RopeScaling(kind, **{names[name]: value for name, value in settings.items()})
+    fields = {field: rope[name] for name, field in names.items()}
+    if kind == "dynamic":  # whatever the rest of the file says, as in `transformers`
+        fields["original"] = context
+    return RopeScaling(kind, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
     """Reads the base and the scaling from either of the places where versions store them."""
-    rope = rope_of(c)
-    return {"rope_base": rope.get("rope_theta", c["rope_theta"]), "rope_scaling": read_rope(rope)}
+    rope, context = rope_of(c), c["max_position_embeddings"]
+    if _kind_of(rope) != "yarn":
+        base = rope.get("rope_theta") or c["rope_theta"]
+        return {"rope_base": base, "rope_scaling": read_rope(rope, context=context)}
+    rope[_ORIGINAL] = rope.get(_ORIGINAL) or context
+    rope["factor"] = rope.get("factor") or context / rope[_ORIGINAL]
+    return read_yarn(c | {"rope_scaling": rope}, {}, ("mscale", "mscale_all_dim"), scores=False)
 
 
-def write_rope(scaling: RopeScaling | None) -> dict[str, Any]:
+def write_rope(scaling: RopeScaling | Yarn | None, context: int) -> dict[str, Any]:
     """Returns the setting `rope_scaling` of a `config.json`, if embeddings are scaled."""
     if scaling is None:
         return {}
+    if isinstance(scaling, Yarn):
+        return {"rope_scaling": write_yarn(scaling)}
     settings = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "llama3":
         settings |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-        settings |= {"original_max_position_embeddings": scaling.original}
+        settings |= {_ORIGINAL: scaling.original}
+    if scaling.kind == "dynamic" and scaling.original != context:
+        raise ValueError(
+            f"The `original` length of dynamic rotary embeddings is {scaling.original}, and "
+            f"`context` is {context}, but a file has one number for both. Make them equal."
+        )
     return {"rope_scaling": settings}
 
 
 def read_yarn(
-    c: dict[str, Any], default: Mapping[str, Any], scales: tuple[str, ...] = ()
+    c: dict[str, Any],
+    default: Mapping[str, Any],
+    scales: tuple[str, ...] = (),
+    *,
+    scores: bool = True,
 ) -> dict[str, Any]:
     """Reads the base and the scaling of a model whose rotary embeddings may be scaled by YaRN.
 
     `scales` are the names of two numbers that the size of the embeddings follows from, of which the
-    second also scales the scores of attention.
+    second also scales the scores of attention, if `scores`.
     """
     rope = rope_of(c) or dict(default)
-    base = rope.pop("rope_theta", c["rope_theta"])
-    kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
-    if not kinds:
+    base = rope.get("rope_theta") or c["rope_theta"]
+    kind = _kind_of(rope)
+    if kind == "default":
         return {"rope_base": base, "rope_scaling": None}
-    if kinds != {"yarn"}:
+    if kind != "yarn":
         raise ValueError(
-            f"The rotary embeddings have the types {sorted(kinds)}, but only 'default' and 'yarn' "
-            "are implemented for this model."
+            f"The rotary embeddings have the type {kind!r}, but only 'default' and 'yarn' are "
+            "implemented for this model."
         )
     given = [rope.pop(name, None) or 0.0 for name in scales]
-    if unknown := rope.keys() - {*_YARN.values()}:
-        raise ValueError(f"The rotary embeddings have unknown settings: {sorted(unknown)}.")
+    if unknown := unread(rope, _YARN.values()):
+        raise ValueError(f"The rotary embeddings have unknown settings: {unknown}.")
     if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
         raise ValueError(f"Rotary embeddings of the type 'yarn' need {sorted(missing)}.")
     fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
+    # Zero stands for the default, as in `transformers`.
+    fields = {k: x for k, x in fields.items() if x != 0 or k not in ("fast", "slow")}
     size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
     both = given and all(given)
     fields.setdefault("amplitude", size(given[0]) / size(given[1]) if both else size(1))
     found = {"rope_base": base, "rope_scaling": Yarn(**fields)}
-    return found | ({"score_scaling": given[1]} if given else {})
+    return found | ({"score_scaling": given[1]} if given and scores else {})
 
 
 def write_yarn(scaling: Yarn) -> dict[str, Any]:

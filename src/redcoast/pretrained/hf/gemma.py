@@ -112,7 +112,7 @@ def write(config: GemmaConfig) -> dict[str, Any]:
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": kind}
     settings |= {"rope_theta": c.rope_base}
     settings["hidden_act" if kind == "gemma" else "hidden_activation"] = _GELU
-    settings |= write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling, c.context)
     if kind == "gemma":
         return settings
     settings["layer_types"] = write_windows(c.local or (False,) * c.layers)

@@ -117,7 +117,7 @@ def write(config: LlamaConfig) -> dict[str, Any]:
     settings = write_fields(c, _FIELDS)
     settings |= {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
-    settings |= write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling, c.context)
     if name.startswith("Qwen"):
         settings |= {"use_sliding_window": bool(c.window), "max_window_layers": 0}
     if name == "SmolLM3":

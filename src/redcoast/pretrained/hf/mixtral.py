@@ -81,7 +81,7 @@ def write(config: MixtralConfig) -> dict[str, Any]:
     if c.qk_norm:
         settings |= {"use_sliding_window": bool(c.window), "decoder_sparse_step": 1}
         settings |= {"mlp_only_layers": []}
-    settings |= write_rope(c.rope_scaling)
+    settings |= write_rope(c.rope_scaling, c.context)
     return settings
 
 

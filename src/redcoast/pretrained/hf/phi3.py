@@ -7,7 +7,7 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import rope_of
+from ._rope import rope_of, unread
 from ._tables import (
     INTO_HEADS,
     LLAMA_FIELDS,
@@ -65,7 +65,7 @@ def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
     found = {"rope_base": rope.pop("rope_theta", c["rope_theta"])}
     if part != 1:
         found["rotary_dim"] = int(c["hidden_size"] // c["num_attention_heads"] * part)
-    kinds = {rope.pop(name, "default") for name in ("rope_type", "type")} - {"default"}
+    kinds = {rope.pop(name, None) or "default" for name in ("rope_type", "type")} - {"default"}
     if not kinds:
         return found
     # The older names are those of the same scaling.
@@ -75,10 +75,10 @@ def _read_rope(c: dict[str, Any]) -> dict[str, Any]:
             "'longrope' are implemented."
         )
     rope.pop("original_max_position_embeddings", None)  # the one outside counts
-    unknown = rope.keys() - {*_FACTORS.values(), "factor", "attention_factor"}
+    unknown = unread(rope, (*_FACTORS.values(), "factor", "attention_factor"))
     missing = {*_FACTORS.values()} - rope.keys()
     if unknown or missing:
-        problem = f"unknown settings: {sorted(unknown)}" if unknown else f"no {sorted(missing)}"
+        problem = f"unknown settings: {unknown}" if unknown else f"no {sorted(missing)}"
         raise ValueError(f"The setting of rotary embeddings has {problem}.")
     return found | {"rope_scaling": _long_rope(rope, c)}
 

@@ -6,31 +6,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_SPECIAL = "special_tokens_map.json"
+# Around the assistant's words, in a text that is rendered with marks. No text has these.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
 
 class Generation(Extension):
-    """`{% generation %}`, which marks the assistant's words in some templates, as plain text."""
+    """`{% generation %}`, which marks the assistant's words in some templates: as plain text, or
+    between `OPEN` and `CLOSE` if the template is rendered with `mark_answers`."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("mark", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def mark(self, context: Any, caller: Callable[[], str]) -> str:
+        return f"{OPEN}{caller()}{CLOSE}" if context.get("mark_answers") else caller()
 
 
 def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
     """Returns the chat template in a directory, if there is one, and the tokenizer's settings."""
-    path = directory / "tokenizer_config.json"
-    settings = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    settings, more = (_read(directory / name) for name in ("tokenizer_config.json", _SPECIAL))
+    # Tokens that only the second file has.
+    settings |= {name: token for name, token in more.items() if settings.get(name) is None}
     if (directory / "chat_template.jinja").exists():
         return (directory / "chat_template.jinja").read_text("utf-8"), settings
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, with names
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found, settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def renderer(template: str, settings: dict[str, Any]) -> Callable[..., str]:

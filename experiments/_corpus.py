@@ -1,6 +1,7 @@
 """Texts and chats as examples for language models: windows of tokens, padded with -1."""
 
 import json
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _chat_template import CLOSE, OPEN
 
 Encode = Callable[[str], Iterable[int]]
 
@@ -59,15 +61,87 @@ def chat_windows(
 
 
 def _chat(chat: Any, render: Callable[..., str], encode: Encode) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes a chat piece by piece: the text that each message adds, as one piece."""
-    before, tokens, learned = "", [], []
+    """Returns the tokens of the whole chat, as the template renders it, and which are learned."""
+    text = render(chat, add_generation_prompt=False)
+    tokens = np.fromiter(encode(text), np.int32)
+    learned = np.zeros(len(tokens), bool)
+    for begin, end in _marked(chat, render) or _answers(chat, render, text):
+        learned[slice(*_tokens_between(text, tokens, begin, end, encode))] = True
+    return tokens, learned
+
+
+def _marked(chat: Any, render: Callable[..., str]) -> list[tuple[int, int]]:
+    """Returns where the assistant's words are, in a template that marks them itself."""
+    text = render(chat, add_generation_prompt=False, mark_answers=True)
+    spans, begin, length = [], 0, 0
+    for piece in re.split(f"({OPEN}|{CLOSE})", text):
+        if piece == OPEN:
+            begin = length
+        elif piece == CLOSE:
+            spans.append((begin, length))
+        else:
+            length += len(piece)
+    return spans
+
+
+def _answers(chat: Any, render: Callable[..., str], text: str) -> list[tuple[int, int]]:
+    """Returns where the assistant's messages are in the text of a chat, each with its end.
+
+    What changes with the content of a message is its text. So templates may render a message
+    otherwise once another follows it, or leave out its thoughts.
+    """
+    spans, last = [], 0
     for index, message in enumerate(chat):
-        assistant = message["role"] == "assistant"
-        # The generation prompt before the assistant's message is not learned.
-        texts = [render(chat[:index], add_generation_prompt=True)] if assistant else []
-        for text in (*texts, render(chat[: index + 1], add_generation_prompt=False)):
-            piece = [*encode(text[len(before) :])]
-            tokens += piece
-            learned += [assistant and text is not (texts or [None])[0]] * len(piece)
-            before = text
-    return np.array(tokens, np.int32), np.array(learned, bool)
+        if message["role"] != "assistant":
+            continue
+        begin, end = _changing(chat, index, render)
+        answer = str(message["content"] or "").rpartition("</think>")[2].strip()
+        if begin < last or answer not in text[begin:end]:
+            raise SystemExit(
+                f"The chat template renders message {index} of a chat, an assistant's, such that "
+                f"its text cannot be told from the others: {answer[:60]!r}. Mark what "
+                "is learned in the template, with {% generation %} and {% endgeneration %}."
+            )
+        # A model is asked to continue the generation prompt: all that follows it is learned.
+        prompt = render(chat[:index], add_generation_prompt=True)
+        if text.startswith(prompt) and last <= len(prompt) <= begin:
+            begin = len(prompt)
+        # What ends the message: the end of the chat up to it.
+        upto = render(chat[: index + 1], add_generation_prompt=False)
+        ending = upto[_changing(chat[: index + 1], index, render)[1] :]
+        last = end + _common(text[end:], ending)
+        spans.append((begin, last))
+    return spans
+
+
+def _changing(chat: Any, index: int, render: Callable[..., str]) -> tuple[int, int]:
+    """Returns the part of the text of a chat that depends on the content of a message."""
+    other = [*chat]
+    other[index] = {**chat[index], "content": OPEN}
+    texts = [render(messages, add_generation_prompt=False) for messages in (chat, other)]
+    begin = _common(*texts)
+    rest = [text[begin:][::-1] for text in texts]
+    return begin, len(texts[0]) - _common(*rest)
+
+
+def _common(a: str, b: str) -> int:
+    """The length of the longest common beginning of two texts."""
+    differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differs, min(len(a), len(b)))
+
+
+def _tokens_between(
+    text: str, tokens: np.ndarray, begin: int, end: int, encode: Encode
+) -> tuple[int, int]:
+    """Returns the first token of a part of a text, and the one after its last."""
+
+    def before(place: int) -> int:
+        """How many tokens are those of the text before a place."""
+        own = np.fromiter(encode(text[:place]), np.int32)[: len(tokens)]
+        differs = np.flatnonzero(own != tokens[: len(own)])
+        return int(differs[0]) if len(differs) else len(own)
+
+    first, after = before(begin), before(end)
+    # The token that the end falls into has text of this part.
+    whole = len(np.fromiter(encode(text[:end]), np.int32)) == after
+    return first, after if whole else after + 1

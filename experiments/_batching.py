@@ -32,7 +32,8 @@ class Job:
     """Prompts to continue by at most `new_tokens` tokens, one row each.
 
     `send` gets each `Piece`, or the error that ended the job. Once `cancelled` is set, nobody
-    waits for the answer.
+    waits for the answer. `continues` says that the text goes on after that of the prompt, as of a
+    completion, and is no answer of its own.
     """
 
     prompts: list[list[int]]
@@ -42,6 +43,7 @@ class Job:
     stops: tuple[str, ...]
     send: Callable[[Piece | Exception], Any]
     cancelled: threading.Event = field(default_factory=threading.Event)
+    continues: bool = False
 
     @property
     def alike(self) -> Any:
@@ -144,7 +146,8 @@ class Row:
 
     def __init__(self, job: Job, index: int, served: Served, ends: tuple[int, ...]):
         self.job, self.index, self.ends = job, index, ends
-        self.text = Text(served.tokenizer.decode, job.stops)
+        before = job.prompts[index] if job.continues else []
+        self.text = Text(served.tokenizer.decode, job.stops, before)
         self.count, self.finish = 0, None
 
     @property

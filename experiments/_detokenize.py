@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+CONTEXT = 8  # tokens before a text that its beginning may depend on
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # at the end of a text: a character takes several tokens
 
 
@@ -10,12 +11,23 @@ class Text:
 
     `add` and `rest` return what is new. Text that may be the beginning of a stop string is held
     back. After a stop string, `stopped` is true; the string and what follows are not given out.
+
+    `before` are the tokens that the text continues, of which it is no part. Without them, a
+    tokenizer like SentencePiece's leaves out the space that the first word begins with.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        before: Sequence[int] = (),
+    ):
         self.decode, self.stops, self.stopped = decode, stops, False
-        self.tokens: list[int] = []
-        self.begin = self.known = 0  # tokens before `known` are in the text
+        self.tokens = list(before[-CONTEXT:])
+        self.begin, self.known = 0, len(self.tokens)  # tokens before `known` are in the text
+        # A character that the prompt leaves unfinished belongs to the text.
+        while self.known and decode(self.tokens[: self.known]).endswith(UNFINISHED):
+            self.known -= 1
         self.held = ""
 
     def add(self, token: int) -> str:

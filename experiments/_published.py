@@ -30,13 +30,20 @@ def read_tokenizer(weights: Path) -> Any:
     if weights.suffix == ".gguf":
         return _gguf_tokenizer(weights)
     if (weights / "tokenizer.json").exists():
-        return Tokenizer.from_file(str(weights / "tokenizer.json"))
+        return _plain(Tokenizer.from_file(str(weights / "tokenizer.json")))
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit(
             f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "
             "`transformers`, which converts it."
         )
-    return _converted(weights)
+    return _plain(_converted(weights))
+
+
+def _plain(tokenizer: Any) -> Any:
+    """Turns off the truncation and the padding that a file may keep from its training."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _converted(weights: Path) -> Any:

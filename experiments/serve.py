@@ -165,7 +165,8 @@ async def answer(request: Request, server: Server, *, chat: bool) -> Response:
         with contextlib.suppress(RuntimeError):  # the loop ends before the thread if it is killed
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    job = Job(ask.prompts, ask.new_tokens, ask.decoding, ask.seed, ask.stops, send)
+    settings = ask.new_tokens, ask.decoding, ask.seed, ask.stops
+    job = Job(ask.prompts, *settings, send, continues=not chat)
     if not server.queue.put(job):
         seconds = {"Retry-After": str(server.queue.retry_after())}
         error = Refused(429, "Too many requests wait already. Try again later.", code="queue_full")

@@ -189,6 +189,40 @@ def test_bad_requests_get_the_errors_of_the_api(loaded):
 
 
 @pytest.mark.parametrize(
+    ("before", "tokens", "text"),
+    [
+        ([], ["▁is", "▁nice"], "is nice"),
+        (["▁Paris"], ["▁is", "▁nice"], " is nice"),
+        (["▁Paris"], ["ian", "▁is"], "ian is"),
+        (["a"] * 99, ["▁is"], " is"),
+    ],
+)
+def test_a_continuation_keeps_the_space_that_it_begins_with(before, tokens, text):
+    """SentencePiece's decoders leave out the first space of a text."""
+    decode = lambda tokens: "".join(tokens).replace("▁", " ").removeprefix(" ")
+    found = Text(decode, (), before)
+    assert "".join([*map(found.add, tokens), found.rest()]) == text
+
+
+def test_a_continuation_completes_the_character_of_its_prompt():
+    decode = lambda tokens: bytes(tokens).decode(errors="replace")
+    prompt, rest = "naï".encode()[:-1], "ïve".encode()[1:]
+    found = Text(decode, (), list(prompt))
+    assert "".join([*map(found.add, rest), found.rest()]) == "ïve"
+
+
+def test_truncation_and_padding_of_a_file_are_left_out(tmp_path):
+    """A tokenizer.json keeps those of its training."""
+    tokenizer = importlib.import_module("_tokenizers").byte_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read = importlib.import_module("_published").read_tokenizer(tmp_path)
+    for text in ("ab", "a longer text"):
+        assert len(read.encode(text).ids) == len(text)
+
+
+@pytest.mark.parametrize(
     ("text", "stops", "shown"),
     [
         ("the end of it", (), "the end of it"),

@@ -74,6 +74,9 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     for field, name in (("forced_eos", "forced_eos_token_id"), ("bad_words", "bad_words_ids")):
         if name in given:
             options[field] = (name, given[name])
+    for name in ("lang_to_id", "task_to_id"):
+        if not isinstance(given.get(name, {}), dict):
+            unserved.append(f"`{name}`, which is {shortened(given.pop(name))} and has no names")
     forced = _forced(given, unserved)
     prefix, unknown = _prefix(given, forced)
     options["prefix"] = ("forced_decoder_ids", prefix)
@@ -149,7 +152,7 @@ def _forced(given: Mapping[str, Any], unserved: list[str]) -> list[Any]:
 def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...], bool]:
     """Returns the tokens before the first new one that Whisper's files describe, and whether they
     leave the language open, which `transformers` then detects."""
-    languages, tasks = (_table(given.get(name)) for name in ("lang_to_id", "task_to_id"))
+    languages, tasks = given.get("lang_to_id", {}), given.get("task_to_id", {})
     language, task = given.get("language"), given.get("task")
     found = []
     if language is None and task is None:
@@ -163,10 +166,6 @@ def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...
     silent = last is not None and not given.get("return_timestamps")
     found += [last] if silent and found[-1:] != [last] else []
     return tuple(token for token in found if token is not None), False
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
+from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
-from ...core._jaxpr import scan_operands, while_operands
 from ..program._graph import Value
 from ..program._walk import Scope
 from ..solver._strategy import Program, batch_dims
@@ -68,18 +68,18 @@ def _nested(
     search: _Search, equation: JaxprEqn, inner: list[Scope], operands: Sequence[_From]
 ) -> list[_From]:
     """The results of loops, branches and calls."""
-    name = equation.primitive.name
     before = len(search.lines)
-    if name == "cond":
-        branches = [_follow(search, scope, operands[1:]) for scope in inner]
-        results = [max(several) for several in zip(*branches, strict=True)]
-    elif name == "scan":
-        results = _loop(search, inner[0], *scan_operands(equation, operands))
-    elif name == "while":
-        _, consts, carry = while_operands(equation, operands)
-        results = _loop(search, inner[1], consts, carry, [])
-    else:
-        results = _follow(search, inner[0], operands)
+    match control_flow(equation):
+        case Cond():
+            branches = [_follow(search, scope, operands[1:]) for scope in inner]
+            results = [max(several) for several in zip(*branches, strict=True)]
+        case Scan() as scan:
+            results = _loop(search, inner[0], *scan.split(operands))
+        case While() as loop:
+            _, consts, carry = loop.split(operands)
+            results = _loop(search, inner[1], consts, carry, [])
+        case _:
+            results = _follow(search, inner[0], operands)
     if len(search.lines) > before and "" in search.lines:
         # A compiled function of a library has no line of the user's code in it.
         del search.lines[""]

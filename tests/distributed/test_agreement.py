@@ -1,6 +1,7 @@
 """What processes compare: equal programs are equal in all of them, and different ones are named."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,8 @@ def test_the_same_program_has_the_same_lines():
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_a_step_closes_over_is_compared(together, options, named):
-    listings = [program_listing(step_with(**{"rate": 0.1} | x)) for x in ({}, options)]
+    changed: dict[str, Any] = {"rate": 0.1} | options
+    listings = [program_listing(x) for x in (step_with(0.1), step_with(**changed))]
     error = compare(together, *listings)
     assert error.startswith("The processes of this run disagree. the program: ")
     assert named in error.partition(" on process 0; ")[2]
@@ -85,6 +87,12 @@ def test_a_longer_listing_and_long_lines(together):
     error = compare(together, Listing(["a"]), Listing(["a", "b" * 10_000]))
     assert "nothing on process 0; bbb" in error
     assert len(error) < 1000
+
+
+def test_a_difference_at_the_end_of_a_long_line_is_shown(together):
+    error = compare(together, Listing(["a" * 5000 + "b"]), Listing(["a" * 5000 + "c"]))
+    assert "aab on process 0; ..." in error
+    assert "aac on process 1." in error
 
 
 def test_a_leaf_of_the_model_is_named(together):

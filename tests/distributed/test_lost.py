@@ -102,7 +102,7 @@ def test_a_process_without_its_coordinator_says_so(number, said):
     with start_processes(JOINED, processes=2) as running:
         for process in running:
             process.wait_for("joined")
-        service = int(re.search(r"SERVICE (\d+) END", running[0].output)[1])
+        (service,) = map(int, re.findall(r"SERVICE (\d+) END", running[0].output))
         os.kill(service, number)
         finished = [process.wait() for process in running]
         with contextlib.suppress(ProcessLookupError):

@@ -67,7 +67,8 @@ def _wrong_type(name: str, value: Any, words: str) -> TypeError:
 def several(names: Sequence[str], most: int = 8, *, separator: str = ", ", noun: str = "") -> str:
     """Formats names as `a, b, c`; of many, the first ones and how many more there are."""
     more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
-    short = [name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:most]]
+    cut = 5 * _LONGEST  # names may be lists of names
+    short = [name if len(name) <= cut else f"{name[:cut]}..." for name in names[:most]]
     return separator.join(short) + more
 
 

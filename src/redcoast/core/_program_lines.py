@@ -130,7 +130,7 @@ class _Names:
 
     def of(self, atom: Any) -> str:
         if isinstance(atom, Literal):
-            return describe_array(np.asarray(atom.val, atom.aval.dtype))
+            return describe_array(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
         number = self._numbers.setdefault(atom, len(self._numbers))
         return f"v{number}:{_OF_A_PROCESS.sub('', str(atom.aval))}"
 

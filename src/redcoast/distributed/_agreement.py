@@ -34,7 +34,7 @@ class Listing:
         data are. It is asked only after processes were found to differ, and then nothing is wrong.
     """
 
-    lines: Sequence[str]
+    lines: list[str]
     where: Callable[[int], str] = lambda _: ""
     varies: Callable[[], bool] = lambda: False
 
@@ -58,7 +58,7 @@ def agree(
     checksums = {name: checksum("\n".join(x.lines).encode()) for name, x in listings.items()}
     everyone = exchange("configuration", [dict(values), checksums], timeout=timeout)
     said = [
-        _difference(name, [json.dumps(value) for value in found])
+        _difference(name, _parts_that_differ([json.dumps(value) for value in found]))
         for name, found in _differing([x[0] for x in everyone]).items()
     ]
     for name in _differing([x[1] for x in everyone]):
@@ -117,10 +117,23 @@ def _first_difference(name: str, listing: Listing) -> str:
     differs = next((i for i, (line, other) in enumerate(pairs) if line != other), shortest)
     is_same = len(own) == len(first) == differs
     at = min(exchange("where lines differ", _MOST if is_same else differs))
-    text = listing.lines[at] if at < len(listing.lines) else "nothing"
+    line = listing.lines[at] if at < len(listing.lines) else "nothing"
     where = listing.where(at) if at < len(listing.lines) else ""
-    text = f"{_shortened(text)} ({where})" if where else _shortened(text)
-    return _difference(name, exchange("lines that differ", text))
+    everyone = exchange("lines that differ", [line[: 20 * _LONGEST], where])
+    shown = _parts_that_differ([line for line, _ in everyone])
+    places = [where for _, where in everyone]
+    texts = [f"{x} ({where})" if where else x for x, where in zip(shown, places, strict=True)]
+    return _difference(name, texts)
+
+
+def _parts_that_differ(lines: Sequence[str]) -> list[str]:
+    """Shortens long lines to the parts around the first letter that differs."""
+    letters = enumerate(zip(*lines, strict=False))
+    shortest = min(map(len, lines))
+    same = next((i for i, column in letters if len(set(column)) > 1), shortest)
+    begin = max(0, same - _LONGEST // 3) if max(map(len, lines)) > _LONGEST else 0
+    before = "..." if begin else ""
+    return [before + _shortened(line[begin:]) for line in lines]
 
 
 def _difference(name: str, texts: Sequence[str]) -> str:
@@ -128,7 +141,7 @@ def _difference(name: str, texts: Sequence[str]) -> str:
     who: dict[str, list[int]] = {}
     for process, text in enumerate(texts):
         who.setdefault(text, []).append(process)
-    said = [f"{_shortened(text)} on {name_processes(ids)}" for text, ids in who.items()]
+    said = [f"{text} on {name_processes(ids)}" for text, ids in who.items()]
     return f"{name}: {several(said, 8, separator='; ', noun=' versions')}."
 
 

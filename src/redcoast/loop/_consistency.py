@@ -72,6 +72,8 @@ def check_agreement(
         lengths["Evaluation.examples"] = count_examples(own.pop("Evaluation.examples"))
         functions |= {x: own.pop(x) for x in list(own) if x.endswith("_fn")}
         values |= own
+        assert evaluation.collate_fn is not None
+        assert evaluation.batch_size is not None
         examples["the first examples of the evaluation"] = first_examples(
             evaluation.examples,
             evaluation.collate_fn,

@@ -80,8 +80,8 @@ def lower_bounds(group: str, *, extras: tuple[str, ...]) -> list[str]:
         requirements += project["optional-dependencies"][extra]
     bounds = {}
     for requirement in requirements:
-        name, version = re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement).groups()
-        bounds[name] = f"{name}=={version}"
+        if bound := re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement):
+            bounds[bound[1]] = f"{bound[1]}=={bound[2]}"
     return list(bounds.values())
 
 

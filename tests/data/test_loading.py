@@ -356,7 +356,7 @@ def test_a_decorated_collate_fn_gets_rngs():
 
 def test_batches_that_end_early_are_an_error(monkeypatch):
     """A run must not look finished because its loader has stopped."""
-    whole = _batches.training_batches
+    whole = training_batches
 
     def ends_early(*args, **options):
         batches = whole(*args, **options)

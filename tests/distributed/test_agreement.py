@@ -28,7 +28,7 @@ def texts(fn, *args):
     return [text for text, _ in program_lines(jax.make_jaxpr(fn)(*args))]
 
 
-def step_with(rate, *, weight=1.0, bank=BANK, callback=False):
+def step_with(rate, *, weight=1.0, bank: Any = BANK, callback: Any = False):
     """A training step; all of the arguments are read from its closure."""
     state = rc.init_state(lambda key: {"w": jnp.ones(6)}, optax.adam(rate), key=jax.random.key(0))
 

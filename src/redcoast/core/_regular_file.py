@@ -3,10 +3,10 @@
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 
-def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular(path: Path, *, buffering: int = -1) -> Any:
     """Opens a file for reading, but neither a pipe, which would wait for a writer, nor a device.
 
     **Raises:**

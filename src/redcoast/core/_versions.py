@@ -4,8 +4,8 @@ import platform
 from importlib import metadata
 
 # One row for each environment of `nox -s versions`, the oldest versions first.
-_COLUMNS = ("Python", "jax", "equinox", "optax", "orbax-checkpoint")
-TESTED = tuple(
+_COLUMNS: tuple[str, ...] = ("Python", "jax", "equinox", "optax", "orbax-checkpoint")
+TESTED: tuple[dict[str, str], ...] = tuple(
     dict(zip(_COLUMNS, row, strict=True))
     for row in (
         ("3.11", "0.10.0", "0.13.2", "0.2.6", "0.11.30"),

@@ -35,7 +35,7 @@ def align_right(
 
     New tokens are appended after that column. Returns the tokens and their mask.
     """
-    tokens = tokens.astype(jnp.int32)
+    tokens = jnp.asarray(tokens, jnp.int32)
     if mask is None:
         return tokens, None
     real = mask.astype(bool)

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._target import target
+from ._inputs import AnyArray
 from ._relative import RelativeBias
 from ._view import View, see
 
@@ -120,10 +121,10 @@ def _block_size(size: int, block: int) -> int:
     return -(-size // -(-size // block))
 
 
-def _pad(x: Array, block: int, axis: int) -> Array:
+def _pad(x: AnyArray, block: int, axis: int) -> Array:
     missing = -x.shape[axis] % block
     pads = [(0, missing if d == axis else 0) for d in range(x.ndim)]
-    return jnp.pad(x, pads) if missing else x
+    return jnp.pad(x, pads) if missing else jnp.asarray(x)
 
 
 def _visible_blocks(

@@ -49,10 +49,7 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
 
     The values of arrays are checked only if they are known, that is not while tracing.
     """
-    if not hasattr(tokens, "shape"):
-        raise TypeError(
-            f"`tokens` is of type {type(tokens).__name__}. It must be a NumPy or JAX array."
-        )
+    _check_array("tokens", tokens)
     if 0 in tokens.shape:
         raise ValueError(
             f"`tokens` has shape {tokens.shape}, so it is empty. Pass at least one row with at "
@@ -75,7 +72,15 @@ def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
     _check_vocabulary(model, tokens, mask)
 
 
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, np.ndarray | jax.Array):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        way = f" Convert it with `np.asarray({name})`." if hasattr(x, "__array__") else ""
+        raise TypeError(f"`{name}` is of type {kind}. It must be a NumPy or JAX array.{way}")
+
+
 def _check_mask(tokens: Any, mask: Any) -> None:
+    _check_array("mask", mask)
     if mask.shape != tokens.shape:
         raise ValueError(
             f"`mask` has shape {mask.shape}, but `tokens` has shape {tokens.shape}. They must be "

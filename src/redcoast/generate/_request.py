@@ -15,6 +15,30 @@ Scalar = Float[np.ndarray, ""] | Float[Array, ""]
 Count = Int[np.ndarray, ""] | Int[Array, ""]
 
 
+# What takes the place of arguments of `transformers`.
+_ELSEWHERE = {
+    "do_sample": "pass `key` and a `temperature` to sample, and neither for greedy decoding",
+    "num_beams": "`beams`",
+    "attention_mask": "`mask`",
+    "input_ids": "`tokens`, the first argument",
+    "inputs": "`tokens`, the first argument",
+    "max_length": "`max_new_tokens`, without the prompt",
+    "eos_token_id": "`eos`",
+    "pad_token_id": "`pad`",
+    "bad_words_ids": "`bad_words`",
+    "suppress_tokens": "`suppress`",
+    "begin_suppress_tokens": "`begin_suppress`",
+    "forced_bos_token_id": "`forced_bos`",
+    "forced_eos_token_id": "`forced_eos`",
+    "forced_decoder_ids": "`prefix`",
+    "generation_config": "`decoding`",
+    "logits_processor": "`logits_fn`",
+    "stopping_criteria": "`stop`",
+    "stop_strings": "`stop`",
+    "streamer": "`stream`",
+}
+
+
 class Request(eqx.Module):
     """How to decode. A new compilation is needed only if a static field changes, or if another
     field becomes None or not None.
@@ -71,9 +95,10 @@ def choose_decoding(
     """
     names = [field.name for field in dataclasses.fields(Decoding)]
     if unknown := sorted(options.keys() - set(names)):
+        known = [f" {name}: {_ELSEWHERE[name]}." for name in unknown if name in _ELSEWHERE]
         raise TypeError(
             f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
-            f"{', '.join(names)}."
+            f"{', '.join(names)}.{' In place of' if known else ''}{''.join(known)}"
         )
     found: Decoding = getattr(config, "decoding", GREEDY) if decoding is None else decoding
     changes: dict[str, Any] = {}

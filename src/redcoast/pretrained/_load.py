@@ -48,7 +48,8 @@ def load(
     arrays = leaf_paths(abstract, jax.ShapeDtypeStruct)
     check_elements(arrays.values(), source.stored, path)
     layout = layout_of(config) if source.table is None else Layout(source.table)
-    stored = match(layout, needed_shapes(layout, arrays), source.stored, path)
+    needed = needed_shapes(layout, arrays)
+    stored = match(layout, needed, source.stored, path, source.settings)
     dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
@@ -90,9 +91,15 @@ def _common_dtype(stored: Mapping[str, Stored]) -> np.dtype:
 
 
 def _floating(dtype: Any) -> np.dtype:
-    found = jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(found, np.floating):
-        raise ValueError(f"`dtype` must be a floating type such as 'bfloat16', but is {found}.")
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:  # a word, or a type of another library
+        found = dtype
+    if not (isinstance(found, np.dtype) and jnp.issubdtype(found, np.floating)):
+        raise ValueError(
+            f"`dtype` must be a floating type of JAX or NumPy or its name, such as 'bfloat16', but "
+            f"is {found}. Without `dtype`, it is that of the files."
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,12 @@ from ._lazy_tensor import Stored, split_box
 from ._registry import hf_names
 from ._tensors import Tensor, tensor_names, tensor_shape
 
+# What puts a model into another one.
+_WRAPPERS = {
+    "_orig_mod.": "`torch.compile`",
+    "module.": "`torch.nn.parallel.DistributedDataParallel` or `DataParallel`",
+    "_fsdp_wrapped_module.": "`torch.distributed.fsdp`",
+}
 COMPARED_BYTES = 2**22
 
 
@@ -26,6 +33,7 @@ class Layout:
     - `duplicates`: alternative names under which a file may hold a tensor (again, or instead), and
       the tensor's own names.
     - `zeros`: tensors that are zero if a file lacks them.
+    - `tied`: whether the head shares the weights of the embedding and need not.
     """
 
     table: Mapping[str, Tensor]
@@ -33,6 +41,7 @@ class Layout:
     buffers: tuple[str, ...] = ()
     duplicates: Mapping[str, str] = field(default_factory=dict)
     zeros: tuple[str, ...] = ()
+    tied: bool = False
 
 
 def layout_of(config: Any) -> Layout:
@@ -45,6 +54,7 @@ def layout_of(config: Any) -> Layout:
         tuple(getattr(names, "BUFFERS", ())),
         duplicates(config) if duplicates else {},
         tuple(getattr(names, "ZEROS", ())),
+        getattr(config, "tied", False),
     )
 
 
@@ -65,9 +75,13 @@ def needed_shapes(layout: Layout, leaves: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def match(
-    layout: Layout, needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], where: Any
+    layout: Layout,
+    needed: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, Stored],
+    where: Any,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Stored]:
-    """Finds the stored tensor for each needed one.
+    """Finds the stored tensor for each needed one. `settings` are those of the file, for messages.
 
     **Raises:**
 
@@ -110,8 +124,41 @@ def match(
             f"{where} does not hold the tensors of the model that its settings describe. "
             + ". ".join(s[0].upper() + s[1:] for s in listed)
             + "."
+            + _way_out(layout, needed, stored, problems, settings)
         )
     return found
+
+
+def _way_out(
+    layout: Layout,
+    needed: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    problems: Mapping[str, list[str]],
+    settings: Mapping[str, Any],
+) -> str:
+    """Says what to do about tensors that do not match, if that is known."""
+    for prefix, origin in _WRAPPERS.items():
+        if stored and all(name.startswith(prefix) for name in stored):
+            return (
+                f" All names begin with the prefix `{prefix}`, which {origin} adds: save the model "
+                "that it wraps."
+            )
+    head = layout.table["head"].name if "head" in layout.table else ""
+    if problems["missing"] == [head] and not problems["unexpected"]:
+        return " If the head shares the weights of the embedding, pass `tied=True`."
+    if layout.tied and problems["different from the tensor they should duplicate"]:
+        own = [name for name in layout.duplicates if name in stored and "head" in name]
+        return f" To load {own[0]} as a head of its own, pass `tied=False`." if own else ""
+    others = [name for name in settings.get("architectures") or () if _is_other_head(name)]
+    if others and problems["unexpected"]:
+        return (
+            f" The file is of a {others[0]}, whose head is not implemented for this type of model."
+        )
+    return ""
+
+
+def _is_other_head(name: Any) -> bool:
+    return isinstance(name, str) and bool(re.search(r"For(?!CausalLM|Conditional)\w+$", name))
 
 
 def _with_prefix(stored: dict[str, Stored], prefix: str, known: set[str]) -> dict[str, Stored]:

@@ -81,6 +81,11 @@ def open_source(path: Path) -> Source:
         return _open_gguf(path)
     if path.suffix in PICKLES:
         raise ValueError(_pickled([path]))
+    if path.suffix == ".safetensors":
+        raise ValueError(
+            f"{path} holds tensors, but not the settings of their model. Pass the directory that "
+            f"holds both it and {SETTINGS}."
+        )
     raise ValueError(f"{path} is neither a directory with a {SETTINGS} nor a `.gguf` file.")
 
 
@@ -95,7 +100,7 @@ def _open_directory(path: Path) -> Source:
         raise ValueError(
             _pickled(pickles)
             if pickles and not ggufs
-            else f"{path} holds neither {SINGLE} nor {INDEX}{many}."
+            else f"{path} holds neither {SINGLE} nor {INDEX}{many or _instead(path)}."
         )
     if not (path / SETTINGS).is_file():
         raise ValueError(f"{path} holds tensors, but no {SETTINGS} that describes the model.")
@@ -106,6 +111,23 @@ def _open_directory(path: Path) -> Source:
             raise ValueError(f"{file} holds {min(twice)}, but so does another file in {path}.")
         stored |= found
     return Source(read_json(file_inside(path, SETTINGS)), stored, generation=_generation(path))
+
+
+def _instead(path: Path) -> str:
+    """Says what a directory without a model holds, and what to do with it."""
+    if (path / "adapter_config.json").is_file():
+        return (
+            ", but adapters. Load the model that they were trained for, and then them: "
+            f"`lora.load_adapters(model, {str(path)!r})`"
+        )
+    snapshots = sorted(x for x in path.glob("snapshots/*") if x.is_dir())
+    if snapshots:
+        listed = " or ".join(map(str, snapshots))
+        return f", but snapshots of a model, as the hub's cache does. Pass {listed}"
+    if shards := sorted(file.name for file in path.glob("*.safetensors")):
+        way = f"Rename it to {SINGLE}" if len(shards) == 1 else f"Download {INDEX}, too"
+        return f", but {', '.join(shards)}. {way}"
+    return ""
 
 
 def _generation(path: Path) -> dict[str, Any] | None:

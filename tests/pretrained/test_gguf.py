@@ -13,8 +13,11 @@ from published import formula
 from registry import experiment, moby_dick, smollm2
 
 import redcoast as rc
-from redcoast.models import Llama, LlamaConfig
+from redcoast.models import Llama, LlamaConfig, RopeScaling
+from redcoast.models._rotary import rotary_frequencies
 from redcoast.pretrained.gguf._file import read_gguf
+from redcoast.pretrained.gguf._llama import fit_llama3
+from redcoast.pretrained.hf._rope import read_rope
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q6_K]
 WIDTH, HEADS, KV_HEADS, LAYERS, HIDDEN, VOCAB = 64, 4, 2, 3, 96, 80
@@ -139,7 +142,8 @@ def write_llama(path, *, tied=False, architecture="llama", more=(), parts=1, met
             heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name)
             writer.add_tensor(f"blk.{i}.{name}.weight", interleave(x, heads) if heads else x)
     for name in more:
-        writer.add_tensor(name, np.ones(3, np.float32))
+        x = more[name] if isinstance(more, dict) else np.ones(3, np.float32)
+        writer.add_tensor(name, x)
     finish(writer)
     return path
 
@@ -209,6 +213,35 @@ def test_a_head_may_have_another_size_than_the_width_says(tmp_path):
     odd = {"attention.key_length": 32, "rope.dimension_count": 16}
     with pytest.raises(ValueError, match="rope.dimension_count` is 16"):
         rc.load_pretrained(write_llama(tmp_path / "odd.gguf", metadata=odd))
+
+
+SCALED = RopeScaling("llama3", 8.0, original=32)
+
+
+@pytest.mark.parametrize("scaling", [SCALED, RopeScaling("llama3", 32.0, high=8.0), None], ids=str)
+def test_factors_of_rotary_embeddings_are_those_of_llama3(scaling, tmp_path):
+    """Files of Llama 3.1 and later hold them in place of settings; 128 features, as there."""
+    plain = rotary_frequencies(128, 500_000.0)
+    factors = plain / rotary_frequencies(128, 500_000.0, scaling)
+    found = fit_llama3(tmp_path, factors.astype(np.float32).astype(float), 500_000.0)
+    assert read_rope(found) == scaling
+
+
+def test_scaled_rotary_embeddings_are_read(tmp_path):
+    factors = rotary_frequencies(16, 5e4) / rotary_frequencies(16, 5e4, SCALED)
+    more = {"rope_freqs.weight": factors.astype(np.float32)}
+    config = rc.load_pretrained(write_llama(tmp_path / "freqs.gguf", more=more)).config
+    assert config.rope_scaling == SCALED
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4}
+    config = rc.load_pretrained(write_llama(tmp_path / "linear.gguf", metadata=linear)).config
+    assert config.rope_scaling == RopeScaling("linear", 4)
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4}
+    yarn |= {"rope.scaling.original_context_length": 32}
+    config = rc.load_pretrained(write_llama(tmp_path / "yarn.gguf", metadata=yarn)).config
+    assert (config.rope_scaling.factor, config.rope_scaling.original) == (4, 32)
+    more = {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
+    with pytest.raises(ValueError, match="not those of Llama 3's scaling"):
+        rc.load_pretrained(write_llama(tmp_path / "odd.gguf", more=more))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ _SETTINGS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+_ROPE = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+# The factors by which frequencies of rotary embeddings are divided.
+_FACTORS = "rope_freqs.weight"
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 
@@ -65,9 +71,9 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
     only = {
         "rope.dimension_count": head_dim,
         "attention.value_length": head_dim,
-        "rope.scaling.type": "none",
         "expert_count": 0,
     }
+    scaling = _scaling(path, file, given, head_dim)
     odd = [
         f"`llama.{name}` is {value!r}"
         for name, value in given.items()
@@ -80,7 +86,72 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
     vocab = file.stored.get("token_embd.weight")
     settings.setdefault("vocab_size", vocab.shape[0] if vocab else 0)
     tied = "output.weight" not in file.stored
-    return settings | {"model_type": "llama", "tie_word_embeddings": tied}
+    settings |= {"model_type": "llama", "tie_word_embeddings": tied}
+    return settings | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> dict[str, Any] | None:
+    """Returns the scaling of rotary embeddings: what the metadata say, and the tensor of factors
+    that files of Llama 3.1 and later have. Takes what it reads out of both."""
+    kind = given.pop("rope.scaling.type", "none")
+    found = {new: given.pop(old) for old, new in _ROPE.items() if old in given}
+    given.pop("rope.scaling.finetuned", None)
+    linear = given.pop("rope.scale_linear", 1.0)  # of older files
+    if kind == "none" and linear != 1:
+        kind, found = "linear", {"factor": linear}
+    needed = {"none": set(), "linear": {"factor"}, "yarn": {*_ROPE.values()}}
+    missing = sorted(needed.get(kind, set()) - found.keys())
+    if kind not in needed or missing:
+        without = f", without {', '.join(missing)}" if missing else ""
+        raise ValueError(
+            f"{path} has settings that are not implemented: `llama.rope.scaling.type` is {kind!r}"
+            f"{without}."
+        )
+    factors = file.stored.get(_FACTORS)
+    if factors is not None and factors.shape == (head_dim // 2,):
+        file.stored.pop(_FACTORS)
+    else:
+        factors = None  # it is listed as unexpected
+    if kind != "none" and factors is not None:
+        raise ValueError(f"{path} has both `llama.rope.scaling.type` {kind!r} and {_FACTORS}.")
+    if factors is not None:
+        values = factors.take(tuple(slice(0, n) for n in factors.shape)).astype(np.float64)
+        return fit_llama3(path, values, given.get("rope.freq_base", 10000.0))
+    found = {name: _shortest(value) for name, value in found.items()}
+    return None if kind == "none" else {"rope_type": kind, **found}
+
+
+def fit_llama3(path: Path, factors: np.ndarray, base: float) -> dict[str, Any] | None:
+    """Returns the settings of Llama 3's scaling that divides frequencies by these factors.
+
+    Of frequencies between those that are kept and those that are divided by the largest factor, the
+    share that is kept is linear in the frequency. `low_freq_factor` may be any number, since only
+    its ratios to the others matter; it is 1, as in all published models.
+    """
+    frequencies = base ** -(np.arange(len(factors)) / len(factors))
+    largest = float(np.max(factors, initial=1.0))
+    if largest == 1:
+        return None
+    kept = (1 / factors - 1 / largest) / (1 - 1 / largest)
+    between = (kept > 1e-6) & (kept < 1 - 1e-6)
+    high, slope = 4.0, 0.0
+    if between.sum() > 1:
+        slope, shift = np.polyfit(frequencies[between], kept[between], 1)
+        high = round(float(1 - 1 / shift), 3) if shift < 0 else high
+    elif between.any():
+        slope = ((high - 1) * kept[between] + 1)[0] / frequencies[between][0] / (high - 1)
+    original = round(float(slope * (high - 1) * 2 * np.pi))
+    scaling = {"rope_type": "llama3", "factor": round(largest, 4), "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": high, "original_max_position_embeddings": original}
+    turns = original * frequencies / (2 * np.pi)
+    share = np.clip((turns - 1) / (high - 1), 0, 1)
+    if not np.allclose(1 / factors, share + (1 - share) / largest, rtol=1e-4):
+        raise ValueError(
+            f"{path} has factors of rotary embeddings ({_FACTORS}) that are not those of Llama 3's "
+            "scaling, which is not implemented. Load the model from a directory in Hugging Face's "
+            "layout."
+        )
+    return scaling
 
 
 def _shortest(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """What `finetune.py` learns from chats: the tokens of the template's whole text, and of these the
 assistant's."""
 
+import importlib
 import json
 import sys
 
@@ -9,9 +10,11 @@ from paths import EXPERIMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 sys.path.append(str(EXPERIMENTS))
-from _chat_template import read_template, renderer
-from _corpus import chat_windows
-from _tokenizers import byte_tokenizer
+_chat_template, _corpus, _tokenizers = map(
+    importlib.import_module, ("_chat_template", "_corpus", "_tokenizers")
+)
+read_template, renderer = _chat_template.read_template, _chat_template.renderer
+chat_windows, byte_tokenizer = _corpus.chat_windows, _tokenizers.byte_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -79,7 +79,9 @@ def test_greedy_tokens_are_those_of_the_definitions(decoding):
     assert (np.asarray(found) != np.asarray(plain)).any()
 
 
-@pytest.mark.parametrize("how", [{"beams": 2}, {"stream": lambda tokens: None}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"beams": 2}, {"stream": lambda tokens: None}], ids=["beams", "stream"]
+)
 def test_the_least_length_with_beams_and_streams_does_not_depend_on_other_rows(how):
     options: Any = {"max_new_tokens": 6, "min_length": 6, "eos": range(9), "pad": 8, **how}
     found = rc.generate(MODEL, LEFT, mask=MASK, **options)

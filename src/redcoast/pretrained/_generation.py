@@ -136,8 +136,7 @@ def _number(value: Any) -> Any:
 
 def _forced(given: Mapping[str, Any], unserved: list[str]) -> list[Any]:
     """Returns the tokens that the file forces at the first positions."""
-    pairs = given.get("forced_decoder_ids", ())
-    forced: list[Any] = []
+    pairs, forced = given.get("forced_decoder_ids", ()), []
     try:
         forced = sorted((position, token) for position, token in pairs)
         valid = [position for position, _ in forced] == list(range(1, len(forced) + 1))

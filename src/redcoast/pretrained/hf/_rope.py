@@ -135,11 +135,10 @@ def read_yarn(
         raise ValueError(f"The rotary embeddings have unknown settings: {unknown}.")
     if missing := {_YARN["factor"], _YARN["original"]} - rope.keys():
         raise ValueError(f"Rotary embeddings of the type 'yarn' need {sorted(missing)}.")
-    fields: dict[str, Any] = {
-        field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None
-    }
     # Zero stands for the default, as in `transformers`.
-    fields = {k: x for k, x in fields.items() if x != 0 or k not in ("fast", "slow")}
+    for name in ("beta_fast", "beta_slow"):
+        rope[name] = rope.get(name) or None
+    fields = {field: rope[name] for field, name in _YARN.items() if rope.get(name) is not None}
     size = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1)) + 1
     both = given and all(given)
     fields.setdefault("amplitude", size(given[0]) / size(given[1]) if both else size(1))

@@ -65,6 +65,11 @@ def prefill(
     else:
         tokens, mask = align_right(tokens, mask)
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + request.room)
+        if hasattr(model, "expect"):
+            count = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+            count = count if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
+            # The last token is never fed back.
+            cache = model.expect(cache, count + request.limit - 1)
     hidden, cache = model.decode(tokens, cache, mask=mask)
     logits = model.unembed(hidden[:, -1:])[:, 0]
     check_token_options(request, logits.shape[-1])

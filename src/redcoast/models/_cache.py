@@ -17,17 +17,20 @@ class Cache(eqx.Module):
     """The keys and values of all layers.
 
     All rows fill the same slots at the same time. The mask is true at slots with real tokens.
+    `lengths` are the numbers of real tokens that rows will have, if a model depends on them.
     """
 
     k: Float[Array, "layers batch length kv_heads head_dim"]
     v: Float[Array, "layers batch length kv_heads value_dim"]
     mask: Bool[Array, "batch length"]
     filled: Int[Array, ""]
+    lengths: Int[Array, " batch"] | None = None
 
     def take(self, rows: Int[Array, " rows"]) -> "Cache":
         """Gathers rows of the batch; a row may be repeated."""
         k, v = (jnp.take(x, rows, axis=1) for x in (self.k, self.v))
-        return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled)
+        lengths = None if self.lengths is None else jnp.take(self.lengths, rows, axis=0)
+        return Cache(k, v, jnp.take(self.mask, rows, axis=0), self.filled, lengths)
 
 
 def empty_cache(
@@ -43,7 +46,7 @@ def admit(cache: Cache, shape: tuple[int, ...], mask: Mask | None) -> Cache:
     """Marks the slots of new tokens of `shape` as filled. `extend` writes their keys and values."""
     real = jnp.ones(shape, bool) if mask is None else mask.astype(bool)
     real = jax.lax.dynamic_update_slice(cache.mask, real, (0, cache.filled))
-    return Cache(cache.k, cache.v, real, cache.filled + shape[1])
+    return Cache(cache.k, cache.v, real, cache.filled + shape[1], cache.lengths)
 
 
 def cached_view(
@@ -75,6 +78,6 @@ def extend(
     # Only the new slots are written: copying a layer would triple the memory traffic of decoding.
     ks = jax.lax.dynamic_update_slice(cache.k, k[None].astype(cache.k.dtype), at)
     vs = jax.lax.dynamic_update_slice(cache.v, v[None].astype(cache.v.dtype), at)
-    cache = Cache(ks, vs, cache.mask, cache.filled)
+    cache = Cache(ks, vs, cache.mask, cache.filled, cache.lengths)
     layer_k, layer_v = (jax.lax.dynamic_index_in_dim(x, layer, 0, False) for x in (ks, vs))
     return cache, layer_k, layer_v

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int, Integer
 
 from ._check_config import check_fields
 from ._inputs import AnyArray
@@ -48,7 +48,8 @@ class LongRope:
     **Arguments:**
 
     - `short`, `long`: the factors of rows of at most `original` tokens and of longer ones, one for
-      each pair of rotated features. The tokens that a cache holds keep the factors that they had.
+      each pair of rotated features. The tokens that a cache holds keep the factors that they had:
+      `generate` chooses them by the length that a row may reach.
     - `original`: the original context length in tokens.
     - `factor`: the cosines and sines are multiplied by it.
     """
@@ -67,8 +68,10 @@ def long_angles(
     frequencies: Float[np.ndarray, " half"],
     scaling: LongRope | None,
     dtype: Any,
+    lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "#batch seq 1 half"], Float[Array, "#batch seq 1 half"]]:
-    """Returns the cosines and sines of the angles at each position, which may be scaled."""
+    """Returns the cosines and sines of the angles at each position, which may be scaled. `lengths`
+    are those that rows will have, by default those that they have."""
     if scaling is None:
         return rotary_angles(positions, frequencies, dtype)
     short, long = (
@@ -76,6 +79,8 @@ def long_angles(
         for factors in (scaling.short, scaling.long)
     )
     many = jnp.max(positions, axis=1) >= scaling.original
+    if lengths is not None:
+        many = many | (lengths > scaling.original)
     choose = lambda far, near: jnp.where(many[:, None, None, None], far, near) * scaling.factor
     return choose(long[0], short[0]), choose(long[1], short[1])
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, rms_norm
 from ._by_layer import StackedLayers
-from ._cache import extend
+from ._cache import Cache, extend
 from ._check_config import check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, product
@@ -152,12 +152,19 @@ class Phi3(eqx.Module):
         self.norm = jnp.ones(config.width)
         self.config = config
 
+    def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
+        """Sets the number of tokens that each row may reach, which its rotary embeddings follow."""
+        if self.config.rope_scaling is None:
+            return cache
+        return Cache(cache.k, cache.v, cache.mask, cache.filled, lengths)
+
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
         visible = see(window=c.window)
         x = look_up(self.embed, tokens)
         frequencies = rotary_frequencies(c.rotated, c.rope_base)
-        angles = long_angles(positions, frequencies, c.rope_scaling, wide(x.dtype))
+        lengths = None if cache is None else cache.lengths
+        angles = long_angles(positions, frequencies, c.rope_scaling, wide(x.dtype), lengths)
 
         def layer_fn(x, cache, layer, index, key):
             attention_key, out_key, mlp_key = split_key(key, 3)

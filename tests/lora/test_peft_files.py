@@ -228,6 +228,15 @@ def test_chosen_modules_without_adapters_are_missing(settings, missing, tmp_path
         lora.load_adapters(UNTIED, tmp_path)
 
 
+def test_settings_of_tools_are_passed_over_and_others_named(tmp_path):
+    write_peft(tmp_path, QUERIES, unsloth_version="2025.1", _commit="0a", lora_bias=False)
+    assert isinstance(lora.load_adapters(UNTIED, tmp_path).layers.wq, lora.LowRank)
+    for name in ("alora_invocation_tokens", "trainable_token_indices", "layer_replication"):
+        write_peft(tmp_path, QUERIES, **{name: [[1, 2]]})
+        with pytest.raises(ValueError, match=f"`{name}` is"):
+            lora.load_adapters(UNTIED, tmp_path)
+
+
 def test_a_resized_vocabulary_is_named(tmp_path):
     more = np.zeros((20, 16), np.float32)
     for tensors in ({EMBED_NAME: more, HEAD_NAME: more}, {"lm_head.base_layer.weight": more}):

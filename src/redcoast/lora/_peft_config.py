@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core._read_json import read_json
 from ..pretrained._files import file_inside
+from ..pretrained._neutral import is_neutral
 from ._peft_names import CONFIG, is_in
 
 # Settings that do not matter for loading: provenance, initialisation and training.
@@ -26,6 +27,8 @@ _READ = frozenset(
     ensure_weight_tying
     """.split()  # noqa: SIM905
 )
+# Settings of PEFT that change results, although their names say no more than that of tokens.
+_MEANT = frozenset(("alora_invocation_tokens", "trainable_token_indices"))
 MOST_REPEATED = 3
 # All other initialisations also change the adapted weights.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
@@ -97,7 +100,9 @@ def read_adapter_config(path: Path) -> PeftConfig:
         name: value
         for name, value in settings.items()
         # Unknown settings are assumed to be disabled if they are null, false or empty.
-        if name not in _READ | _HARMLESS and value
+        if name not in _READ | _HARMLESS
+        and value
+        and (name in _MEANT or not is_neutral(name, value))
     }
     odd |= _other(settings, "peft_type", ("LORA",))
     odd |= _other(settings, "bias", ("none",))

@@ -50,6 +50,29 @@ CASES = [
     ),
 ]
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+YARN |= {"rope_theta": 100.0}
+WAYS = {
+    "yarn": YARN,
+    "yarn of other rotations": YARN | {"beta_fast": 8, "beta_slow": 2, "attention_factor": 1.3},
+    "yarn of two sizes": YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 100.0},
+}
+# One row is longer than this context. `transformers` would keep the base of its dynamic embeddings
+# for other rows beyond it.
+CONTEXT = 10
+LONG = [
+    Case(f"{model.config_class.model_type} {name}", model, SIZES | {"rope_parameters": rope} | more)
+    for model in (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+    for name, rope in WAYS.items()
+    for more in [{"max_position_embeddings": CONTEXT, "head_dim": 8}]
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_long_contexts(case, tmp_path):
+    check_outputs(case, tmp_path)
+
 
 @pytest.mark.parametrize("check", [check_outputs, check_generation, check_training])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,8 +4,8 @@ import functools as ft
 
 import pytest
 
-from redcoast.checkpoint import _shared
-from redcoast.checkpoint._shared import check_shared
+from redcoast.checkpoint import _shared_directory as _shared
+from redcoast.checkpoint._shared_directory import check_shared
 
 
 @pytest.fixture

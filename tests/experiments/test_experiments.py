@@ -378,18 +378,6 @@ def test_adapters_are_tuned_on_chats(weights, tmp_path):
     assert np.abs(tuned.layers.wq - model.layers.wq).max() > 0
 
 
-def test_only_messages_of_the_assistant_are_learned(script):
-    corpus = script("_corpus")
-    template = lambda messages, add_generation_prompt: (
-        "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        + ("<assistant>" if add_generation_prompt else "")
-    )
-    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
-    ((tokens, learned),) = corpus.chat_windows([chat], template, str.encode, 40)
-    assert bytes(tokens[tokens >= 0].tolist()) == b"<user>hello<assistant>yes"
-    assert bytes(tokens[learned].tolist()) == b"yes"
-
-
 @pytest.mark.integration
 def test_a_prompt_is_answered_word_by_word(weights):
     options = ["--weights", weights, "--prompt", "Hello", "--new-tokens", 6]

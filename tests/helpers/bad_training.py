@@ -177,7 +177,7 @@ ROWS = {
         (
             lambda d: rc.prepare(None, SGD, loss_fn, batch_of(8), key=KEY),
             TypeError,
-            "`init_fn` is None",
+            "that `prepare` was given is None",
         ),
     ],
     "train_steps": [

@@ -22,7 +22,11 @@ def together(monkeypatch):
         assert topics[0] == topics[1]
         return list(found)
 
-    for module in ("distributed._agreement", "distributed._kv_store", "checkpoint._shared"):
+    for module in (
+        "distributed._agreement",
+        "distributed._kv_store",
+        "checkpoint._shared_directory",
+    ):
         monkeypatch.setattr(f"redcoast.{module}.exchange", exchange)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: local.process)

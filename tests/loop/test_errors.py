@@ -105,7 +105,8 @@ def log(metrics, step):
 
 
 # The function, at which of its calls it raises, what the notes say, and the last step saved.
-# Before the first step, the loss is traced, a batch is made for its shapes, and evaluation is tried
+# Before the first step, the loss is traced for the plan, for sums and for its evaluation, a batch is
+# made for its shapes, and evaluation is tried
 # on one batch of eight: a call of each. The metrics of a
 # step are logged when the next is under way.
 @pytest.mark.parametrize(
@@ -113,7 +114,9 @@ def log(metrics, step):
     [
         ("loss_fn", 1, "`loss_fn`.*before the first step", None),
         ("loss_fn", 2, "`loss_fn`.*before the first step", None),
-        ("loss_fn", 3, "`loss_fn`.*Raised by step 1", None),
+        ("loss_fn", 3, "`loss_fn`.*before the first step", None),
+        ("loss_fn", 4, "`loss_fn`.*before the first step", None),
+        ("loss_fn", 5, "`loss_fn`.*Raised by step 1", None),
         ("predict_fn", 1, "`predict_fn`.*before the first step", None),
         ("output_fn", 1, "`output_fn`.*indices 0 to 7.*before the first step", None),
         ("output_fn", 3, "`output_fn`.*indices 8 to 15.*in the evaluation after step 12", 12),
@@ -443,12 +446,15 @@ def test_errors_of_evaluate_and_predict_examples_are_noted_too():
 
 
 @pytest.mark.parametrize("axis", [{}, {"axis_name": "devices"}])
-def test_pmap_in_a_loss_says_what_to_use(axis):
-    def loss_fn(model, batch, key):
-        rows = batch["x"].reshape(8, 1, -1)
-        return jnp.mean(jax.pmap(jax.vmap(model), **axis)(rows))
+def test_pmap_in_a_loss_gives_the_same_loss(axis):
+    def loss_of(each_device):
+        def loss_fn(model, batch, key):
+            rows = batch["x"].reshape(8, 1, -1)
+            return jnp.mean(each_device(jax.vmap(model))(rows))
+
+        return loss_fn
 
     options = {"collate_fn": collate_fn, "batch_size": 8}
-    with pytest.raises(ValueError, match="mesh") as error:
-        rc.evaluate(make_model(), EXAMPLES[:8], loss_fn=loss_fn, **options)
-    assert "Replace `jax.pmap` by `jax.vmap`" in notes(error.value)
+    evaluate = lambda loss_fn: rc.evaluate(make_model(), EXAMPLES[:8], loss_fn=loss_fn, **options)
+    mapped = evaluate(loss_of(lambda fn: jax.pmap(fn, **axis)))
+    assert mapped["loss"] == pytest.approx(evaluate(loss_of(jax.vmap))["loss"], rel=1e-6)

@@ -14,7 +14,7 @@ from ..core._frames import hide_frames
 from ._policy import Checkpoints, restore_newest
 from ._run_lock import lock_run
 from ._saver import Saver
-from ._shared import check_shared
+from ._shared_directory import check_shared
 from ._tree import arrays_to_save
 
 

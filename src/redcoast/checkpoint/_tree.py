@@ -36,7 +36,7 @@ from ._orbax import (
     reading,
     saved_arrays,
 )
-from ._shared import check_shared
+from ._shared_directory import check_shared
 
 FORMAT = 1
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)

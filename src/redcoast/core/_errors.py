@@ -90,7 +90,7 @@ class noting:  # used like a function; a generator would take longer in each ste
                 error.add_note(text)
 
 
-def shortened(value: Any, most: int = _LONGEST) -> str:
+def short_repr(value: Any, most: int = _LONGEST) -> str:
     """Formats a value as `repr` does; a long one by its beginning and its length."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} letters)"

@@ -33,7 +33,7 @@ TWICE = 0.1
 GO_ON, STOP, INTERRUPT = 0, 1, 2
 
 
-class Reason(NamedTuple):
+class StopReason(NamedTuple):
     text: str
     level: int
 
@@ -49,7 +49,9 @@ class StopRequest:
         follows after the loop.
     """
 
-    def __init__(self, ask: Callable[[], int], reasons: list[Reason], *, of_caller: bool = False):
+    def __init__(
+        self, ask: Callable[[], int], reasons: list[StopReason], *, of_caller: bool = False
+    ):
         self._ask, self.reasons, self.of_caller = ask, reasons, of_caller
         self.level = GO_ON
 
@@ -223,7 +225,7 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     if outer is not None and max_seconds is None:
         yield StopRequest(lambda: _level_of(outer), outer.reasons, of_caller=True)
         return
-    reasons: list[Reason] = []
+    reasons: list[StopReason] = []
     begin = time.monotonic()
     noticed = _preemption_notice() if outer is None else (lambda: False)
     warned = False
@@ -231,9 +233,9 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
     def level() -> int:
         nonlocal warned
         if noticed():
-            reasons.append(Reason("JAX received a preemption notice", STOP))
+            reasons.append(StopReason("JAX received a preemption notice", STOP))
         if max_seconds is not None and time.monotonic() - begin >= max_seconds:
-            reasons.append(Reason(f"`max_seconds={max_seconds}` have passed", STOP))
+            reasons.append(StopReason(f"`max_seconds={max_seconds}` have passed", STOP))
         if reasons and not warned:
             logger.warning("%s: training stops after the current step.", reasons[0].text)
             warned = True
@@ -252,12 +254,12 @@ def _level_of(outer: StopRequest | None) -> int:
     return outer.level if outer is not None and outer() else GO_ON
 
 
-def highest_level(reasons: list[Reason], level: int) -> int:
+def highest_level(reasons: list[StopReason], level: int) -> int:
     return max([level, *(reason.level for reason in reasons)])
 
 
 @contextlib.contextmanager
-def _flagged(reasons: list[Reason]) -> Iterator[None]:
+def _flagged(reasons: list[StopReason]) -> Iterator[None]:
     """Appends the first signal that arrives."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -278,7 +280,7 @@ def _flagged(reasons: list[Reason]) -> Iterator[None]:
         received = True
         _tell()
         level = INTERRUPT if number == signal.SIGINT else STOP
-        reasons.append(Reason(f"{signal.Signals(number).name} was received", level))
+        reasons.append(StopReason(f"{signal.Signals(number).name} was received", level))
         # The default handlers end a process even where it hangs in native code.
         time.sleep(TWICE)
         restore()

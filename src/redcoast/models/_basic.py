@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..core._errors import shortened
+from ..core._errors import short_repr
 from ..core._target import target
 from ._attention import wide
 from ._inputs import AnyArray
@@ -97,7 +97,7 @@ def check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(
-            f"Unknown activation function {shortened(name)}. Supported functions: {known}."
+            f"Unknown activation function {short_repr(name)}. Supported functions: {known}."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
-from ..core._errors import shortened
+from ..core._errors import short_repr
 from ._basic import check_activation
 from ._scan_layers import check_remat
 
@@ -31,7 +31,7 @@ def check_fields(config: Any) -> None:
             # An unknown name has the right type.
             wrong = ValueError if isinstance(value, str) else TypeError
             raise wrong(
-                f"`{name}` must be {_kind(field.type)}, but is {shortened(value)}{_where(config)}."
+                f"`{name}` must be {_kind(field.type)}, but is {short_repr(value)}{_where(config)}."
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"`{name}` must be a finite number, but is {value}{_where(config)}.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
-from ..core._errors import shortened
+from ..core._errors import short_repr
 from ..core._frames import warn
 from ._settings import published_ids
 from ._source import GENERATION, SETTINGS
@@ -66,7 +66,7 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     """
     given = {name: value for name, value in settings.items() if value is not None}
     unserved = [
-        f"`{name}`, which is {shortened(given[name])}"
+        f"`{name}`, which is {short_repr(given[name])}"
         for name, off in _OFF.items()
         if name in given and given[name] not in off
     ]
@@ -76,7 +76,7 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
             options[field] = (name, given[name])
     for name in ("lang_to_id", "task_to_id"):
         if not isinstance(given.get(name, {}), dict):
-            unserved.append(f"`{name}`, which is {shortened(given.pop(name))} and has no names")
+            unserved.append(f"`{name}`, which is {short_repr(given.pop(name))} and has no names")
     forced = _forced(given, unserved)
     prefix, unknown = _prefix(given, forced)
     options["prefix"] = ("forced_decoder_ids", prefix)
@@ -114,15 +114,15 @@ def _valid(options: Mapping[str, tuple[str, Any]]) -> tuple[Decoding, list[str]]
         name, value = options[field]
         if field in _FILTERS and decoding.temperature == 0:
             if value != _DEFAULTS.get(name):
-                invalid.append(f"`{name}`, which is {shortened(value)} (decoding is greedy)")
+                invalid.append(f"`{name}`, which is {short_repr(value)} (decoding is greedy)")
             continue
         try:
             decoding = dataclasses.replace(decoding, **{field: _number(value)})
         except _ERRORS as error:
-            invalid.append(f"`{name}`, which is {shortened(value)} ({error})")
+            invalid.append(f"`{name}`, which is {short_repr(value)} ({error})")
         else:
             if field == "temperature" and value == 0:
-                invalid.append(f"`{name}`, which is {shortened(value)} (decoding is greedy)")
+                invalid.append(f"`{name}`, which is {short_repr(value)} (decoding is greedy)")
     return decoding, invalid
 
 
@@ -144,7 +144,7 @@ def _forced(given: Mapping[str, Any], unserved: list[str]) -> list[Any]:
         valid = False
     if not valid:
         unserved.append(
-            f"`forced_decoder_ids`, which is {shortened(pairs)} and does not begin at 1"
+            f"`forced_decoder_ids`, which is {short_repr(pairs)} and does not begin at 1"
         )
     return [token for _, token in forced] if valid else []
 
@@ -212,7 +212,7 @@ def with_generation(
             value = as_tuple(value, name) if field == "eos" else as_integer(name, value)
             config = dataclasses.replace(config, **{field: value})
         except _ERRORS as error:
-            invalid.append(f"`{name}`, which is {shortened(value)} ({error})")
+            invalid.append(f"`{name}`, which is {short_repr(value)} ({error})")
     if invalid:
         warn(
             f"{path / GENERATION} has tokens that are not valid, in place of which those of "

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..core._errors import shortened
+from ..core._errors import short_repr
 
 # The nearest supported type of well-known types, and what they have beyond it.
 _NEAREST: dict[str, tuple[str, str]] = {
@@ -120,7 +120,7 @@ def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
     elif close := difflib.get_close_matches(text, names, n=1):
         reason = f" The supported type with the most similar name is {close[0]}."
     return ValueError(
-        f"{where} holds a model of type {shortened(kind)}, which is not supported.{reason} "
+        f"{where} holds a model of type {short_repr(kind)}, which is not supported.{reason} "
         f"Supported types: {', '.join(names)}."
     )
 

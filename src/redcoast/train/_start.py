@@ -15,7 +15,7 @@ from ..core._dtypes import tree_to_jax_dtypes
 from ..core._pytree import partition_trainable
 from ..distributed._arrays import place_tree
 from ._optimizer import refuse_optimizer_states, refuse_per_example
-from ._shared import warn_of_shared
+from ._shared_arrays import warn_of_shared
 from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
 
 
@@ -33,6 +33,11 @@ def starting_state(
     `caller` is the function that was given the model, as messages name it.
     """
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    if model_or_state is None:
+        raise TypeError(
+            f"The model that `{caller}` was given is None. Pass a model, a function "
+            "`init_fn(key)` that returns one, or a `TrainState`."
+        )
     model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
     if isinstance(model_or_state, TrainState):
         if key is not None:

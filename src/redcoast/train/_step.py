@@ -34,7 +34,7 @@ from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
-from ._shared import warn_of_shared
+from ._shared_arrays import warn_of_shared
 from ._skip_nonfinite import guarded_update
 
 

@@ -157,9 +157,11 @@ def _run(
         return run_grouped(equation, operands, shardings.mesh, *specs)
     if name == "random_bits" and (draw := shardings.draws.get(id(equation))) is not None:
         return [draw_rows(operands[0], draw, shardings.rows, equation.params["bit_width"])]
-    if name in ("layout_constraint", "fft"):
+    if name == "layout_constraint" or (
+        name == "fft" and _transforms_whole(equation, scope, shardings)
+    ):
         # XLA would gather the operand: it knows no sharding of a layout, nor, before JAX 0.11, of a
-        # Fourier transform. No dimension that is transformed is sharded.
+        # Fourier transform.
         # Inside of `jax.shard_map` the mesh is another than the equation's.
         local = lambda x: equation.primitive.bind(x, **equation.params)
         return [shardings.run_local(local, operands[0], scope.values[equation.invars[0]])]
@@ -185,6 +187,16 @@ def _run(
         case Call() as call if nested.inner and not _has_nothing_to_constrain(nested, call):
             return _call(nested, call)
     return bind_again(equation, operands)
+
+
+def _transforms_whole(equation: JaxprEqn, scope: Scope, shardings: Shardings) -> bool:
+    """Whether a Fourier transform has all of each dimension that it transforms, on each device."""
+    atom = equation.invars[0]
+    if isinstance(atom, Literal):
+        return False
+    spec = shardings.spec(scope.values[atom])
+    kept = len(scope.values[atom].dims) - len(equation.params["fft_lengths"])
+    return not any(spec[kept:])
 
 
 def _has_nothing_to_constrain(nested: _Nested, call: Call) -> bool:

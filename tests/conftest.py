@@ -50,6 +50,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")
 
 
+def pytest_report_header():
+    from redcoast.core._versions import installed_versions  # after the hook below is in place
+
+    return ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+
+
 def pytest_collection_finish():
     # The collector of garbage goes through all objects again and again: those that stay are left
     # out, and it comes less often.

@@ -105,10 +105,9 @@ def log(metrics, step):
 
 
 # The function, at which of its calls it raises, what the notes say, and the last step saved.
-# Before the first step, the loss is traced for the plan, for sums and for its evaluation, a batch is
-# made for its shapes, and evaluation is tried
-# on one batch of eight: a call of each. The metrics of a
-# step are logged when the next is under way.
+# Before the first step, the loss is traced for the plan, for sums and for its evaluation, a batch
+# is made for its shapes, and evaluation is tried on one batch of eight. The metrics of a step are
+# logged when the next is under way.
 @pytest.mark.parametrize(
     ("name", "when", "words", "last"),
     [

@@ -70,6 +70,22 @@ def versions(session: nox.Session) -> None:
             failed.append(f"Python 3.{minor}, {name}")
     if failed:
         session.error(f"Tests failed with: {'; '.join(failed)}.")
+    check_checkpoints(session, tmp, *(tmp / f"3.{x}" / "bin" / "python" for x in (oldest, newest)))
+
+
+def check_checkpoints(session: nox.Session, tmp: Path, *pythons: Path) -> None:
+    """Each of two Pythons, with its JAX, continues a run of the other, as that would continue it."""
+    for python, other in (pythons, pythons[::-1]):
+        run = lambda python, *args: session.run(
+            str(python), "tests/helpers/other_versions.py", *map(str, args), external=True
+        )
+        alone, together = tmp / "alone", tmp / "together"
+        for directory in (alone, together):
+            shutil.rmtree(directory, ignore_errors=True)
+            run(python, directory, 10)
+        run(python, alone, 20)
+        run(other, together, 20)
+        run(other, alone, together)
 
 
 def lower_bounds(group: str, *, extras: tuple[str, ...]) -> list[str]:

@@ -51,7 +51,7 @@ jax.config.update("jax_traceback_filtering", "off")
 
 
 def pytest_report_header():
-    from redcoast.core._versions import installed_versions  # after the hook below is in place
+    from redcoast.core._versions import installed_versions  # after the hook above is set
 
     return ", ".join(f"{name} {version}" for name, version in installed_versions().items())
 

@@ -74,7 +74,7 @@ def versions(session: nox.Session) -> None:
 
 
 def check_checkpoints(session: nox.Session, tmp: Path, *pythons: Path) -> None:
-    """Each of two Pythons, with its JAX, continues a run of the other, as that would continue it."""
+    """Each of two Pythons, with its own JAX, continues a run that the other began."""
     for python, other in (pythons, pythons[::-1]):
         run = lambda python, *args: session.run(
             str(python), "tests/helpers/other_versions.py", *map(str, args), external=True

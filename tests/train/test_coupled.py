@@ -70,7 +70,15 @@ def mixed_up(w, batch, key):
     return jnp.mean(h(w, 0.5 * batch[0] + 0.5 * other))
 
 
+def balanced(w, batch, key):
+    """Load balancing by counted tokens."""
+    z = jax.nn.softmax(h(w, batch[0]))
+    sizes = jnp.bincount(jnp.argmax(z, -1), length=D)
+    return jnp.sum(z.mean(0) * (sizes / B).astype(z.dtype))
+
+
 COUPLED = {
+    "balanced": (balanced, "mul"),
     "clip": (clip, "dot_general"),
     "pairs": (lambda w, b, k: jnp.mean((h(w, b[0])[:, None] - h(w, b[0])[None]) ** 2), "sub"),
     "batch norm": (batch_norm, "reduce_sum"),
@@ -171,7 +179,17 @@ def routed(w, batch, key):
     return jnp.mean(h(w, z[order])[jnp.argsort(order)] * batch[0])
 
 
+def experts(w, batch, key):
+    """A mixture of experts that drops no token: rows are sorted by expert, and put back."""
+    z = h(w, batch[0])
+    chosen = jnp.argmax(z[:, :4], -1)
+    order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=4).astype(jnp.int32)
+    out = jax.nn.relu(lax.ragged_dot(z[order], spread(w["a"][None], jnp.ones((4, D, D))), sizes))
+    return jnp.mean(jnp.zeros_like(z).at[order].set(out) * batch[0])
+
+
 APART = {
+    "experts": experts,
     "squares": lambda w, b, k: jnp.mean((h(w, b[0]) - b[0]) ** 2),
     "cross-entropy": lambda w, b, k: jnp.mean(
         optax.softmax_cross_entropy_with_integer_labels(h(w, b[0]), b[1])

@@ -22,6 +22,7 @@ from ._data import Coupling
 _SCATTERS = frozenset(["scatter-add", "scatter_add"])
 _SUMS = _SCATTERS | {"reduce_sum", "psum", "psum_invariant", "dot_general"}
 _REDUCED = (REDUCTIONS | _SUMS | {"pmax", "pmin"}) - _SCATTERS
+_RAGGED = frozenset(["ragged_dot", "ragged_dot_general"])
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
     "sort": "dimension",
@@ -172,6 +173,11 @@ def _origin(search: _Search, scope: Scope, equation: JaxprEqn, origins: Origins)
     name = equation.primitive.name
     if name in _IGNORED or not equation.outvars:
         return _Origin(counts=name == "iota")
+    if name in _RAGGED:
+        # The sizes of groups, which are sums over the rows of all examples, only say where the rows
+        # of each group are.
+        groups = [replace(origin, summed=None, weighed=None, weights=0) for origin in origins[2:]]
+        origins = [*origins[:2], *groups]
     operands = zip(origins, equation.invars, strict=True)
     known = [(o, scope.values[atom]) for o, atom in operands if not isinstance(atom, Literal)]
     origin = _merged(origins)

@@ -28,7 +28,11 @@ def forward(row, new):
     return np.argmax(MODEL(jax.numpy.asarray(tokens))[0, len(row) - 1 :], axis=-1)
 
 
-@pytest.mark.parametrize("how", [{}, {"stream": lambda tokens: None}], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, pytest.param({"stream": lambda tokens: None}, marks=pytest.mark.thorough)],
+    ids=["whole", "stream"],
+)
 def test_tokens_are_those_of_a_forward_pass(how):
     options: Any = {"max_new_tokens": NEW, "eos": (), **how}
     found = np.asarray(rc.generate(MODEL, PROMPTS, mask=MASK, **options))

@@ -12,8 +12,7 @@ in redcoast reads the parameters of such equations. Three layouts exist:
   operations of `jax.numpy` and `jax.lax.custom_root` are such equations from JAX 0.11.2 on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -167,15 +166,22 @@ def control_flow(equation: JaxprEqn) -> ControlFlow | None:
     Raises `UnsupportedJaxVersion` if the equation lacks what all tested versions of JAX give it.
     """
     name = equation.primitive.name
-    with _layout(name, equation.params):
+    if name in _NOT_CALLS:
+        return None
+    try:
         if name in _READERS:
             return _READERS[name](equation)
-        if name in _NOT_CALLS:
-            return None
         if name == _HIGH_LEVEL:
             flow = _high_level(equation.params["_prim"])
             return flow if isinstance(flow, Call) else None
         return _call(equation, _CALLS.get(name, CallKind.PLAIN))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedJaxVersion(
+            f"JAX {jax.__version__} describes the operation `{name}` by the parameters "
+            f"{', '.join(sorted(equation.params))}, which redcoast {own_version()} cannot read. It "
+            f"was tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, "
+            "or a newer version of redcoast."
+        ) from error
 
 
 def _scan(equation: JaxprEqn) -> Scan:
@@ -231,9 +237,9 @@ _READERS = {
 
 
 def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
-    jaxprs = (equation.params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    body = next((jaxpr for jaxpr in jaxprs if isinstance(jaxpr, AnyJaxpr)), None)
-    if body is None:
+    params = equation.params
+    body = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+    if not isinstance(body, AnyJaxpr):
         if kind is not CallKind.PLAIN:
             raise KeyError("jaxpr")
         return None
@@ -242,7 +248,7 @@ def _call(equation: JaxprEqn, kind: CallKind) -> Call | None:
     if (len(inner.invars), len(inner.outvars)) != (operands, results):
         return None
     if kind is CallKind.REMAT:
-        return Call(body, kind, equation.params["policy"], equation.params["prevent_cse"])
+        return Call(body, kind, params["policy"], params["prevent_cse"])
     return Call(body, kind)
 
 
@@ -328,20 +334,6 @@ _RECOMPUTE = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )(None)
-
-
-@contextmanager
-def _layout(name: str, params: dict[str, Any]) -> Iterator[None]:
-    """Turns a missing parameter or attribute into an error that names the versions of JAX."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedJaxVersion(
-            f"JAX {jax.__version__} describes the operation `{name}` by the parameters "
-            f"{', '.join(sorted(params))}, which redcoast {own_version()} cannot read. It was "
-            f"tested with JAX {versions_tested('jax')}. Install one of these versions of JAX, or "
-            "a newer version of redcoast."
-        ) from error
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:

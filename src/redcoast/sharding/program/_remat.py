@@ -127,13 +127,13 @@ def _called(
     equation: JaxprEqn, region: Region, has_grad: Sequence[bool]
 ) -> tuple[dict[Jaxpr, Region], list[bool]]:
     """The region of each jaxpr that an equation calls, and which operands of it are needed."""
-    jaxprs = inner_jaxprs(equation)
     match control_flow(equation):
         case Scan() as scan:
             body = open_jaxpr(scan.body)
             seen, needed_of_body = _scan(scan, body, region, has_grad)
             return {body: seen}, list(needed_of_body.inputs)
-        case Cond():
+        case Cond() as cond:
+            jaxprs = list(map(open_jaxpr, cond.branches))
             branches = [find_needed(jaxpr, region, has_grad[1:]) for jaxpr in jaxprs]
             needed = [any(uses) for uses in zip(*(one.inputs for one in branches), strict=True)]
             index = any(needed) or any(region.wanted) or region.derived
@@ -148,6 +148,7 @@ def _called(
             body = open_jaxpr(manual.body)
             return {body: region}, list(find_needed(body, region, has_grad).inputs)
     # All operands and results are needed, or none.
+    jaxprs = inner_jaxprs(equation)
     wanted = any(region.wanted)
     full = lambda jaxpr: Region((wanted,) * len(jaxpr.outvars), region.derived, None)
     needed = wanted or (region.derived and bool(jaxprs))

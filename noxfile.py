@@ -2,11 +2,14 @@
 
 import os
 import re
+import runpy
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 sys.path.append(str(Path(__file__).parent / "tests" / "helpers"))
 from pythons import pythons
@@ -17,6 +20,7 @@ REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
 WORKERS = ("-n", "2", "--dist", "worksteal")
 README = Path("README.md").resolve()
 PROJECT = nox.project.load_toml("pyproject.toml")
+TESTED = runpy.run_path("src/redcoast/core/_versions.py")["TESTED"]
 
 
 def install(
@@ -43,49 +47,54 @@ NEXT_DEFAULTS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3")
 @nox.session
 def versions(session: nox.Session) -> None:
     """The default suite on every Python there is, with the lowest versions of all that
-    pyproject.toml requires, and with JAX's next defaults. Arguments go to pytest."""
-    interpreters = pythons()
+    pyproject.toml requires, with the tested versions, and with JAX's next defaults. Arguments go to
+    pytest."""
+    interpreters, tmp = pythons(), Path(session.create_tmp()).resolve()
     oldest, newest = min(interpreters), max(interpreters)
-    tmp = Path(session.create_tmp()).resolve()
-    lowest = tmp / "lowest.txt"
-    lowest.write_text("\n".join(lower_bounds("tests", extras=("experiments", "serve"))), "utf-8")
-    runs = [("lowest versions", oldest, ("--constraint", str(lowest)), {})]
-    runs += [("newest versions", minor, (), {}) for minor in interpreters]
-    runs += [(f"{flag}=1", newest, (), {flag: "1"}) for flag in NEXT_DEFAULTS]
-    failed = []
-    for name, minor, constraint, flags in runs:
-        session.log(f"Python 3.{minor}, {name}")
-        environment = tmp / f"3.{minor}{'-lowest' * bool(constraint)}"
-        if not flags:
-            shutil.rmtree(environment, ignore_errors=True)
-            session.run(interpreters[minor], "-m", "venv", str(environment), external=True)
-            packages = nox.project.dependency_groups(PROJECT, "tests")
-            pip = (str(environment / "bin" / "pip"), "install", "--no-compile", *constraint)
-            session.run(*pip, "-e", ".[experiments,serve]", *packages, external=True)
-        pytest = str(environment / "bin" / "pytest")
-        ran = session.run(
-            pytest, *WORKERS, *session.posargs, env=flags, external=True, success_codes=[0, 1]
-        )
-        if not ran:
-            failed.append(f"Python 3.{minor}, {name}")
+    lowest = lower_bounds("tests", extras=("experiments", "serve"))
+    python = environment_of(session, tmp / "lowest", interpreters[oldest], lowest)
+    failed = [] if passes(session, python) else ["lowest versions"]
+    for minor, interpreter in interpreters.items():
+        python = environment_of(session, tmp / f"3.{minor}", interpreter)
+        failed += [] if passes(session, python) else [f"Python 3.{minor}"]
+        show = "import jax; print(jax.__version__)"
+        chosen = session.run(python, "-c", show, silent=True, external=True)
+        for row in TESTED[1:]:
+            if row["Python"] == f"3.{minor}" and row["jax"] != str(chosen).strip():
+                jax = f"jax=={row['jax']}"
+                python = environment_of(session, tmp / f"3.{minor}-{jax}", interpreter, [jax])
+                failed += [] if passes(session, python) else [f"Python 3.{minor}, {jax}"]
+    first, last = (str(tmp / f"3.{minor}" / "bin" / "python") for minor in (oldest, newest))
+    for flag in NEXT_DEFAULTS:
+        failed += [] if passes(session, last, **{flag: "1"}) else [flag]
     if failed:
         session.error(f"Tests failed with: {'; '.join(failed)}.")
-    check_checkpoints(session, tmp, *(tmp / f"3.{x}" / "bin" / "python" for x in (oldest, newest)))
+    check_checkpoints(session, tmp, first, last)
 
 
-def check_checkpoints(session: nox.Session, tmp: Path, *pythons: Path) -> None:
-    """Each of two Pythons, with its own JAX, continues a run that the other began."""
-    for python, other in (pythons, pythons[::-1]):
-        run = lambda python, *args: session.run(
-            str(python), "tests/helpers/other_versions.py", *map(str, args), external=True
-        )
-        alone, together = tmp / "alone", tmp / "together"
-        for directory in (alone, together):
-            shutil.rmtree(directory, ignore_errors=True)
-            run(python, directory, 10)
-        run(python, alone, 20)
-        run(other, together, 20)
-        run(other, alone, together)
+def environment_of(
+    session: nox.Session, directory: Path, interpreter: str, constraints: Sequence[str] = ()
+) -> str:
+    """The Python of a new virtual environment with the project and what its tests need."""
+    shutil.rmtree(directory, ignore_errors=True)
+    session.run(interpreter, "-m", "venv", str(directory), external=True)
+    bounds = directory / "constraints.txt"
+    bounds.write_text("\n".join(constraints), "utf-8")
+    python = str(directory / "bin" / "python")
+    pip = (python, "-m", "pip", "install", "--no-compile", "--constraint", str(bounds))
+    packages = nox.project.dependency_groups(PROJECT, "tests")
+    session.run(*pip, "-e", ".[experiments,serve]", *packages, external=True)
+    return python
+
+
+def passes(session: nox.Session, python: str, **flags: str) -> bool:
+    """Whether the default suite passes."""
+    pytest = (python, "-m", "pytest", *WORKERS, *session.posargs)
+    try:
+        session.run(*pytest, env=flags, external=True)
+    except CommandFailed:
+        return False
+    return True
 
 
 def lower_bounds(group: str, *, extras: tuple[str, ...]) -> list[str]:
@@ -99,6 +108,21 @@ def lower_bounds(group: str, *, extras: tuple[str, ...]) -> list[str]:
         if bound := re.fullmatch(r"([\w.-]+)>=([\w.]+)", requirement):
             bounds[bound[1]] = f"{bound[1]}=={bound[2]}"
     return list(bounds.values())
+
+
+def check_checkpoints(session: nox.Session, tmp: Path, *pythons: str) -> None:
+    """Each of two Pythons, with its own JAX, continues a run that the other began."""
+    for python, other in (pythons, pythons[::-1]):
+        run = lambda python, *args: session.run(
+            python, "tests/helpers/other_versions.py", *map(str, args), external=True
+        )
+        alone, together = tmp / "alone", tmp / "together"
+        for directory in (alone, together):
+            shutil.rmtree(directory, ignore_errors=True)
+            run(python, directory, 10)
+        run(python, alone, 20)
+        run(other, together, 20)
+        run(other, alone, together)
 
 
 @nox.session

@@ -65,7 +65,8 @@ def test_a_program_that_is_just_too_large(name, size):
         lower(lambda x: x + 1, device, (rows + 2**8, 2**20)).compile()
     limit = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(found.value))
     assert limit is not None, str(found.value)
-    assert float(limit[1]) == pytest.approx(target.chip.usable / 2**30, abs=0.006)
+    # The compilers of JAX 0.10 leave 0.01 GiB more on some chips than those of 0.12.
+    assert float(limit[1]) == pytest.approx(target.chip.usable / 2**30, abs=0.016)
     # Less by an eighth of a GiB than that, it compiles.
     lower(lambda x: x + 1, device, (rows - 2**5, 2**20)).compile()
 

@@ -97,7 +97,7 @@ _TPUS = (
     _tpu(
         "v5p",
         memory=95,
-        usable=95.74,  # more than is published
+        usable=95.73,  # more than is published
         flops=459e12,
         device_kind="TPU v5",
         memory_bandwidth=2765e9,
@@ -108,7 +108,7 @@ _TPUS = (
     _tpu(
         "v6e",
         memory=32,
-        usable=31.25,
+        usable=31.24,
         flops=918e12,
         device_kind="TPU v6 lite",
         memory_bandwidth=1638e9,
@@ -120,7 +120,7 @@ _TPUS = (
     _tpu(
         "tpu7x",
         memory=192 / 2,
-        usable=94.75,
+        usable=94.74,
         flops=2307e12 / 2,
         device_kind="TPU7x",
         memory_bandwidth=7380e9 / 2,

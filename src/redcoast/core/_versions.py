@@ -8,7 +8,7 @@ _COLUMNS: tuple[str, ...] = ("Python", "jax", "equinox", "optax", "orbax-checkpo
 TESTED: tuple[dict[str, str], ...] = tuple(
     dict(zip(_COLUMNS, row, strict=True))
     for row in (
-        ("3.11", "0.10.0", "0.13.2", "0.2.6", "0.11.30"),
+        ("3.11", "0.10.2", "0.13.2", "0.2.6", "0.12.0"),
         ("3.11", "0.10.2", "0.13.8", "0.2.8", "0.12.8"),
         ("3.12", "0.11.2", "0.13.8", "0.2.8", "0.12.8"),
         ("3.13", "0.12.0.1", "0.13.8", "0.2.8", "0.12.8"),
@@ -25,7 +25,7 @@ def own_version() -> str:
 
 
 def versions_tested(package: str) -> str:
-    """Returns the tested versions of a package, such as `0.10.0, 0.10.2 and 0.12.0.1`."""
+    """Returns the tested versions of a package, such as `0.10.2 and 0.12.0.1`."""
     *others, newest = dict.fromkeys(row[package] for row in TESTED)
     return f"{', '.join(others)} and {newest}" if others else newest
 

@@ -34,7 +34,7 @@ def pytest_runtest_makereport(item, call):
             kind = case.model.config_class.model_type if case else item.path.stem
             found.append((kind, "failed", 1))
         report.user_properties.append(("agreement", found))
-        if path := item.config.getoption("agreement"):
+        if path := item.config.getoption("agreement", None):
             agreement.write(path, item.nodeid, found)
     return report
 
@@ -45,7 +45,7 @@ def found_by(report):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if path := config.getoption("agreement"):
+    if path := config.getoption("agreement", None):
         entries = agreement.read(path)
     else:
         kinds = ("passed", "failed")

@@ -33,7 +33,7 @@ class Job:
 
     `send` gets each `Piece`, or the error that ended the job. Once `cancelled` is set, nobody
     waits for the answer. `continues` says that the text goes on after that of the prompt, as of a
-    completion, and is no answer of its own.
+    completion, and is not an answer of its own.
     """
 
     prompts: list[list[int]]

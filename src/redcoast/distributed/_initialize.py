@@ -1,3 +1,5 @@
+"""Connects the processes of a run, from explicit addresses or what a launcher sets."""
+
 import atexit
 import logging
 import os

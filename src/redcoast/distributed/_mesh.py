@@ -1,3 +1,5 @@
+"""Meshes: their axes, their creation, and how a batch is split over them."""
+
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

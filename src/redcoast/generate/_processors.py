@@ -20,7 +20,7 @@ def least_new(
 ) -> Int[Array, "rows_or_1"] | None:
     """Returns the number of new tokens before which a row must not end; None if there is none.
 
-    `prompt` holds -1 at padding, which is no part of the prompt: the length of a row does not
+    `prompt` holds -1 at padding, which is not part of the prompt: the length of a row does not
     depend on the other rows.
     """
     if request.least_with_prompt is None:

@@ -1,3 +1,5 @@
+"""Steps and functions compiled once, with the shardings of their inputs and outputs fixed."""
+
 import copy
 import dataclasses
 import functools as ft

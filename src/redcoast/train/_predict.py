@@ -1,3 +1,5 @@
+"""Predictions of a model in inference mode, as a pure function."""
+
 from collections.abc import Callable
 from typing import Any
 

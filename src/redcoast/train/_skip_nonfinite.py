@@ -1,3 +1,5 @@
+"""An update of the optimizer that keeps the old state where the gradients are not finite."""
+
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,3 +1,5 @@
+"""The training state, and one step of the optimizer as a pure function."""
+
 import dataclasses
 import functools as ft
 from collections.abc import Callable

@@ -82,8 +82,8 @@ def test_what_costs_and_saves_memory_alone_is_whole():
         assert "model" in specs(known)[name]
         assert specs(known)[name] == specs(unknown)[name]
     assert reasons(known)["embed"] == (
-        "replicated: 1001 does not divide over model=8 (1000 or 1008 would), and the devices have "
-        "room for it"
+        "replicated: 1001 does not divide over model=8 (1000 or 1008 would), and tensor "
+        "parallelism along 64 would cost more, and the devices have room for it"
     )
     assert "the devices have room for it" in reasons(known)["places"]
     dims = dict(zip(sorted(make_params()), known.compute.dims, strict=True))

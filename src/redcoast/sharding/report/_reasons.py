@@ -174,24 +174,46 @@ class Reasons:
         """Why an array is not tensor-parallel; empty where nothing is."""
         if self.n == 1 or "model" in self.decision.strategy.batch:
             return self.indivisible(place, self.n)
-        return self.indivisible(place, 2) or "tensor parallelism would cost more"
+        indivisible = self.indivisible(place, 2)
+        if not indivisible:
+            return "tensor parallelism would cost more"
+        divisible = sorted({size for _, size, inner in self._free_dims(place) if not inner})
+        if not divisible:
+            return indivisible
+        along = _listed([f"{size:,}" for size in reversed(divisible)])
+        return f"{indivisible}, and tensor parallelism along {along} would cost more"
 
     def indivisible(self, place: int, least: int) -> str:
-        """A size that rules out tensor parallelism.
+        """The largest size that rules out tensor parallelism; empty if there is none.
 
         It is one that the program takes a dimension apart into, or that of a dimension of at least
         `least` elements.
         """
+        reasons: list[tuple[int, str]] = []
+        for _, size, inner in self._free_dims(place):
+            if inner and inner != size:
+                of = f"{size} is {inner} x {size // inner}, and " if size % inner == 0 else ""
+                reasons.append((size, of + self._does_not_divide(inner, self.over)))
+            elif inner and size >= least:
+                reasons.append((size, self._does_not_divide(size, self.over)))
+        _, largest = max(reasons, key=lambda reason: reason[0], default=(0, ""))
+        return largest
+
+    def _free_dims(self, place: int) -> list[tuple[int, int, int]]:
+        """The dimensions that are not blocked and not tensor-parallel.
+
+        Each has its index, its size and the size that rules out tensor parallelism along it, which
+        is 0 if it divides.
+        """
+        dims = []
         for d, node, size in self._dims(place):
             if d == self.decision.computed[place]:
                 continue
-            inner = self.indivisible_links.get(self.decision.classes[node])
-            if inner and size % self.n == 0:
-                of = f"{size} is {inner} x {size // inner}, and " if size % inner == 0 else ""
-                return of + self._does_not_divide(inner, self.over)
-            if size % self.n and size >= least:
-                return self._does_not_divide(size, self.over)
-        return ""
+            inner = self.indivisible_links.get(self.decision.classes[node], 0)
+            if size % self.n:
+                inner = size
+            dims.append((d, size, inner))
+        return dims
 
     def not_stored(self, place: int) -> str:
         """Why an array is not FSDP-sharded either."""

@@ -172,3 +172,27 @@ def test_the_batches_of_a_loop_are_on_the_mesh_that_was_given():
     (batch,) = rc.batches(EXAMPLES, collate_fn, batch_size=16, **given)
     where = NamedSharding(explicit, P(("data", "fsdp")))
     assert all(x.sharding == where for x in batch.arrays.values())
+
+
+@pytest.mark.parametrize("how", ["given", "ambient"])
+def test_a_plan_constrains_a_jitted_function_of_the_user(how):
+    model, batch, key = init_fn(jax.random.key(0)), batch_of(16), jax.random.key(1)
+    explicit = mesh_of(AxisType.Explicit)
+    plan = rc.plan_shardings(model, explicit, fn=loss_fn, args=(batch, key))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    placed = eqx.combine(jax.device_put(arrays, plan.shardings), static)
+    rows = jax.device_put(batch, NamedSharding(explicit, P("data")))
+
+    def outputs(predict, differentiate, model, batch):
+        predictions = eqx.filter_jit(predict)(model, batch, key)
+        gradients, _ = eqx.filter_jit(eqx.filter_grad(differentiate, has_aux=True))(
+            model, batch, key
+        )
+        return predictions, gradients
+
+    with given_or_ambient(how, explicit):
+        found = outputs(plan.constrain(predict_fn), plan.constrain(loss_fn), placed, rows)
+    assert found[0].sharding == NamedSharding(explicit, P(("data", "fsdp"), None))
+    weight, gradient = placed.layers[0].weight, found[1].layers[0].weight
+    assert gradient.sharding.is_equivalent_to(weight.sharding, 2)
+    same(found, outputs(predict_fn, loss_fn, model, batch), atol=1e-6)

@@ -1,13 +1,16 @@
 """Constrains the activations of a function to the shardings of a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
-from jax.sharding import AbstractMesh, Mesh
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ...core._auto_axes import call_on_auto_axes, has_explicit_axes
 from ...core._control_flow import open_jaxpr
 from ...core._frames import hide_frames, warn
 from ...core._jaxpr import iter_equations
@@ -37,6 +40,27 @@ class Constrained:
 
     @hide_frames
     def __call__(self, tree: PyTree, *args: Any) -> Any:
+        # Under a `jax.jit` of the caller's own, arrays keep the mesh that they were put on.
+        if has_explicit_axes((tree, args)):
+            return call_on_auto_axes(self, self._out_spec(args), tree, *args)
+        return self._constrained(tree, *args)
+
+    def _out_spec(self, args: Sequence[Any]) -> Callable[[jax.ShapeDtypeStruct], PartitionSpec]:
+        """A function that gives the spec of a result: rows of the batch are split, nothing else."""
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(args[:1]) if eqx.is_array_like(x)]
+        rows = {shape[0] for shape in shapes if shape}
+        axes = self.compute.batch_axes
+        count = parts(axes, self.mesh.shape)
+
+        def out_spec(result: jax.ShapeDtypeStruct) -> PartitionSpec:
+            is_batch = result.ndim > 0 and result.shape[0] in rows
+            if is_batch and axes and result.shape[0] % count == 0:
+                return PartitionSpec(axes)
+            return PartitionSpec()
+
+        return out_spec
+
+    def _constrained(self, tree: PyTree, *args: Any) -> Any:
         try:
             found = trace_over(self.mesh, self.fn, tree, args)
         except Exception as error:

@@ -136,6 +136,8 @@ def test_generation(tmp_path):
     for found in results(finished):
         assert found["generated"] == found["streamed"] == expected
         assert found["predicted"] == searched
+        assert "`tokens`: tokens[0]: int64[6] " in found["differing"]
+        assert '`repetition_penalty`: "1.5:float32" on process 0' in found["other option"]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,9 @@ def skip_barrier_on_error() -> None:
 
     def leave(*error: Any) -> None:
         before(*error)
-        forget_connections()
+        # An interactive session prints errors by this hook too, and goes on.
+        if not hasattr(sys, "ps1"):
+            forget_connections()
 
     sys.excepthook = leave
 

@@ -92,6 +92,7 @@ def generate(
     from ._compiled import decode, decode_compiled
     from ._prompt import bucket, is_encoder_decoder
     from ._request import choose_decoding, make_request
+    from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
 
     devices = explicit_mesh_of((tokens, model))
@@ -112,6 +113,8 @@ def generate(
             decoder_only=not is_encoder_decoder(model),
             key=key,
         )
+        if not traced:
+            check_same_prompts(model, tokens, mask, request)
         if stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)
             new = decode_streaming(model, tokens, mask, request, stream, stop)

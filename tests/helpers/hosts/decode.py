@@ -6,6 +6,7 @@ decode.py '{"data": 2, "model": 2}' directory-of-weights
 import json
 import sys
 
+import jax
 import numpy as np
 
 import redcoast as rc
@@ -30,4 +31,12 @@ found = {
     "streamed": np.array(streamed).T.tolist(),
     "predicted": [x.tolist() for x in predicted],
 }
+try:
+    rc.generate(model, prompts + jax.process_index(), max_new_tokens=5)
+except ValueError as error:
+    found["differing"] = str(error)
+try:
+    rc.generate(model, prompts, max_new_tokens=5, repetition_penalty=1.5 + jax.process_index())
+except ValueError as error:
+    found["other option"] = str(error)
 print("RESULT " + json.dumps(found), flush=True)

@@ -277,6 +277,16 @@ def docs_browser(session: nox.Session) -> None:
 
 
 @nox.session
+def fragments(session: nox.Session) -> None:
+    """The blocks of the docs that need other frameworks. Arguments go to pytest."""
+    install(session, "tests")
+    session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6", REFERENCE[0])
+    session.install("accelerate>=1.0", "jax2onnx>=0.17", "onnxruntime", "openai>=1.60")
+    tests = ("tests/properties/test_fragments.py", "tests/properties/test_docs.py")
+    session.run("pytest", *tests, "-m", "integration", *session.posargs)
+
+
+@nox.session
 def notebooks(session: nox.Session) -> None:
     """Runs the notebooks of the docs, and writes their outputs and pages; ten minutes."""
     install(session)

@@ -23,9 +23,11 @@ os.environ |= {
 }
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import tyro
+from _pages import Printed
 from architectures import CASES, Case
 from collectives import choose, parse_mesh
 from jax.sharding import Mesh
@@ -48,6 +50,7 @@ def main(
     meshes: tuple[str, ...] = MESHES,
     columns: tuple[str, ...] = USUAL,
     sequence: bool = False,
+    page: Path | None = None,
 ) -> None:
     """Prints a table with a line for each model and mesh.
 
@@ -57,6 +60,7 @@ def main(
         meshes: Sizes of data, fsdp and model, such as 1,2,4.
         columns: Layouts to compare.
         sequence: Whether to add a column for plans with `sequence=True`.
+        page: A page of `docs/measured/` to write the table into.
     """
     layouts = choose(columns, COLUMNS) | ({"sequence": shard_sequence} if sequence else {})
     devices = target_devices(platform)
@@ -68,7 +72,9 @@ def main(
             lines.append([f"{case.name}, {data},{fsdp},{model}", *cells(rows)])
             print(*lines[-1], sep="  ", file=sys.stderr, flush=True)
     heads = [f"MB communicated, {name}" for name in layouts]
-    print(markdown([f"on {platform}", *heads, "collectives", "MB of temporaries"], lines))
+    table = Printed()
+    table.add(markdown([f"on {platform}", *heads, "collectives", "MB of temporaries"], lines))
+    table.write(page, platform)
 
 
 def shard_sequence(case: Case, mesh: Mesh) -> Layout:

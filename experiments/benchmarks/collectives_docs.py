@@ -11,6 +11,7 @@ from typing import Any
 
 import collectives_plots
 import tyro
+from _pages import between_marks
 from traffic.claims import MIXED, check_claims, check_planning
 from traffic.columns import COLUMNS
 from traffic.tables import detail_table, sent_table
@@ -24,7 +25,7 @@ FAMILIES = {
 
 def main(
     out: Path = Path("runs/collectives"),
-    page: Path = DOCS / "sharding_measured.md",
+    page: Path = DOCS / "measured" / "collectives.md",
     images: Path = DOCS / "images",
 ) -> None:
     """Writes tables into the page, and plots into a directory next to it.
@@ -32,23 +33,17 @@ def main(
     Args:
         out: Directory with the `collectives.json` of `collectives.py`.
         page: The page with the marks.
-        images: Directory for the plots, next to the page.
+        images: Directory for the plots, beside the directory of the page.
     """
     file = out / "collectives.json"
     if not file.exists():
         raise SystemExit(f"There is no {file}. Run collectives.py --out {out} first.")
     results = json.loads(file.read_text())
-    text = between_marks(page.read_text("utf-8"), "collectives", measured(results, images.name))
+    text = between_marks(
+        page.read_text("utf-8"), "collectives", measured(results, f"../{images.name}")
+    )
     collectives_plots.draw(images, results)
     page.write_text(text, "utf-8")
-
-
-def between_marks(text: str, name: str, new: str) -> str:
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise SystemExit(f"The page must have one line {begin} and after it one line {end}.")
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
 
 
 def measured(results: dict[str, Any], images: str) -> str:
@@ -63,7 +58,7 @@ def measured(results: dict[str, Any], images: str) -> str:
         results.get("planning", {"layers": [], "large": []})
     )
     claims = [claim for claim in claims if claim["checked"]]
-    parts.append("### What is met, and what is not\n\n" + claim_list(claims))
+    parts.append("### Checks\n\n" + claim_list(claims))
     return "\n\n".join(parts)
 
 
@@ -107,11 +102,11 @@ def folded(title: str, text: str) -> str:
 
 
 def claim_list(claims: list[dict[str, Any]]) -> str:
-    """Each goal with its worst figure, and the places where it is not met."""
+    """Each claim with its worst figure, and the places where it does not hold."""
     lines = []
     for found in claims:
         met = found["checked"] - len(found["failed"])
-        mark = "Met" if found["holds"] else "Not met"
+        mark = "Holds" if found["holds"] else "Does not hold everywhere"
         of = f"{met} of {found['checked']}; worst: {found['worst']}"
         lines.append(f"- **{mark}**: {found['claim']} ({of})")
         lines += [f"    - {line}" for line in found["failed"]]

@@ -13,6 +13,7 @@ import re
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _pages import Printed
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rivals import RATE, VOCAB, flax_model
@@ -34,7 +36,13 @@ COUNTED = ("all-reduce", "dot", "fusion", "copy", "custom-call", "scatter", "whi
 OPTIMIZER = optax.adamw(RATE)
 
 
-def main(layers: int = 4, batch_size: int = 16, seq: int = 128, turns: int = 7) -> None:
+def main(
+    layers: int = 4,
+    batch_size: int = 16,
+    seq: int = 128,
+    turns: int = 7,
+    page: Path | None = None,
+) -> None:
     """Prints a table.
 
     Args:
@@ -42,6 +50,7 @@ def main(layers: int = 4, batch_size: int = 16, seq: int = 128, turns: int = 7) 
         batch_size: The number of sequences in a batch, over all devices.
         seq: The sequence length in tokens.
         turns: The number of turns of each program, of four steps.
+        page: A page of `docs/measured/` to write the table into.
     """
     rc.emulate_devices(8)
     rows = np.random.default_rng(0).integers(3, VOCAB, (batch_size * 4, seq), np.int32)
@@ -67,8 +76,11 @@ def main(layers: int = 4, batch_size: int = 16, seq: int = 128, turns: int = 7) 
     for _ in range(turns + 1):
         for name, (turn, _, _) in made.items():
             found[name].append(turn())
-    print("| program | " + " | ".join(COUNTED) + " | MB of temporaries | ratio | least and most |")
-    print("| --- " + "| ---: " * (len(COUNTED) + 3) + "|")
+    table = Printed()
+    table.add(
+        "| program | " + " | ".join(COUNTED) + " | MB of temporaries | ratio | least and most |"
+    )
+    table.add("| --- " + "| ---: " * (len(COUNTED) + 3) + "|")
     for name, (_, text, size) in made.items():
         counts = Counter(re.findall(r" ([a-z\-]+)\(", text))
         cells = [str(counts[x]) if text else "" for x in COUNTED]
@@ -76,7 +88,8 @@ def main(layers: int = 4, batch_size: int = 16, seq: int = 128, turns: int = 7) 
         pairs = zip(found[name][1:], found["Flax, by hand"][1:], strict=True)
         ratios = [x / y for x, y in pairs]  # the first turn compiles
         ends = f"{min(ratios):.2f} {max(ratios):.2f}"
-        print(f"| {name} | {' | '.join(cells)} | {statistics.median(ratios):.2f} | {ends} |")
+        table.add(f"| {name} | {' | '.join(cells)} | {statistics.median(ratios):.2f} | {ends} |")
+    table.write(page, "data_parallel")
 
 
 def by_hand(model: Any, logits_of: Any, rows: list[Any], size: int) -> tuple[Any, str, int]:

@@ -34,7 +34,7 @@ import jax
 import optax
 import tyro
 from _complete import complete
-from collectives_docs import between_marks
+from _pages import between_marks
 
 import redcoast as rc
 

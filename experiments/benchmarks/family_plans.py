@@ -13,12 +13,14 @@ share.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import tyro
+from _pages import Printed
 from architectures import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,7 +46,11 @@ MESHES: tuple[dict[str, Any], ...] = ({"data": 2, "model": 4}, {"data": 1, "fsdp
 
 
 def main(
-    families: tuple[str, ...] = (), target: str = "cpu:8", rows: int = 16, length: int = 64
+    families: tuple[str, ...] = (),
+    target: str = "cpu:8",
+    rows: int = 16,
+    length: int = 64,
+    page: Path | None = None,
 ) -> None:
     """Prints a table of the megabytes that a device sends, and of those of parameters it holds.
 
@@ -53,12 +59,14 @@ def main(
         target: The devices, as for `redcoast.dry_run`.
         rows: Rows of a batch.
         length: Tokens in a row.
+        page: A page of `docs/measured/` to write the table into.
     """
     rc.emulate_devices(8)
     devices = target_devices(parse_target(target)).devices
     cases = make_cases(rows, length)
-    print("| model | mesh | redcoast, MB | with a budget, MB | Megatron, MB | ratios |")
-    print("|---|---|---:|---:|---:|---:|", flush=True)
+    table = Printed()
+    table.add("| model | mesh | redcoast, MB | with a budget, MB | Megatron, MB | ratios |")
+    table.add("|---|---|---:|---:|---:|---:|")
     for name in families or cases:
         for axes in MESHES:
             mesh = rc.make_mesh(**axes, devices=devices)
@@ -66,7 +74,8 @@ def main(
             sizes = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
             cells = (f"{a:.2f} ({b:.1f})" for a, b in zip(sent, held, strict=True))
             ratios = ", ".join(f"{one / sent[-1]:.3f}" for one in sent[:-1])
-            print(f"| {name} | {sizes} | {' | '.join(cells)} | {ratios} |", flush=True)
+            table.add(f"| {name} | {sizes} | {' | '.join(cells)} | {ratios} |")
+    table.write(page, target.partition(":")[0])
 
 
 def measure(case: Case, mesh: Mesh) -> tuple[list[float], list[float]]:

@@ -13,6 +13,7 @@ import itertools as it
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 import tyro
 from _complete import complete
+from _pages import Printed
 from loop import CASES, OPTIMIZER, collate_fn, loss_fn, make_examples
 
 import redcoast as rc
@@ -168,12 +170,13 @@ def between(begin: Seconds, end: Seconds, steps: int) -> Seconds:
     return (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
 
 
-def main(steps: int = 1000, turns: int = 7) -> None:
+def main(steps: int = 1000, turns: int = 7, page: Path | None = None) -> None:
     """Prints a table.
 
     Args:
         steps: The number of steps in a turn.
         turns: The number of turns; medians are printed.
+        page: A page of `docs/measured/` to write the table into.
     """
     examples, case = make_examples(), CASES[0]
     model = eqx.nn.MLP(32, 10, case.width, case.depth, key=jax.random.key(0))
@@ -183,13 +186,15 @@ def main(steps: int = 1000, turns: int = 7) -> None:
     for _ in range(turns):
         for name, measure in run.items():
             found[name].append(measure(copied(), examples, steps))
-    print("| loop | us of its thread | us of all threads | speed by all threads |")
-    print("| --- | ---: | ---: | ---: |")
+    table = Printed()
+    table.add("| loop | us of its thread | us of all threads | speed by all threads |")
+    table.add("| --- | ---: | ---: | ---: |")
     first = [total for _, total in found["by hand"]]
     for name, pairs in found.items():
         own, total = (1e6 * statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(x / y for x, (_, y) in zip(first, pairs, strict=True))
-        print(f"| {name} | {own:.0f} | {total:.0f} | {ratio:.2f} |")
+        table.add(f"| {name} | {own:.0f} | {total:.0f} | {ratio:.2f} |")
+    table.write(page, "loop_parts")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import os
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"}
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import tyro
+from _pages import Printed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from traffic.measure import count_collectives
@@ -63,14 +65,16 @@ PROGRAMS = {
 }
 
 
-def main(platforms: tuple[Platform, ...], /) -> None:
+def main(platforms: tuple[Platform, ...], /, page: Path | None = None) -> None:
     """Prints a table.
 
     Args:
         platforms: The compilers to use.
+        page: A page of `docs/measured/` to write the table into.
     """
     heads = ("device", "mesh", "model", "dtype", "MB of temporaries", "GB accessed", "collectives")
-    print(f"| {' | '.join(heads)} |\n| --- | --- | --- | --- | ---: | ---: | ---: |")
+    table = Printed()
+    table.add(f"| {' | '.join(heads)} |", "| --- | --- | --- | --- | ---: | ---: | ---: |")
     for platform in platforms:
         devices = target_devices(platform)
         for data, model in ((1, 1), (2, 2)):
@@ -78,7 +82,8 @@ def main(platforms: tuple[Platform, ...], /) -> None:
             for name, program in PROGRAMS.items():
                 for dtype in program.dtypes:
                     row = (platform, f"{data}x{model}", name, dtype, *measure(program, mesh, dtype))
-                    print("|", " | ".join(row), "|", flush=True)
+                    table.add(f"| {' | '.join(row)} |")
+    table.write(page, "step_ahead")
 
 
 def measure(program: Program, mesh: Mesh, dtype: str) -> tuple[str, str, str]:

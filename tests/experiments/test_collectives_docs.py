@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import pytest
 from paths import EXPERIMENTS, ROOT
@@ -51,7 +52,7 @@ def test_tables_and_plots_are_between_the_marks(docs, tmp_path):
     assert inside.index("### data 1, fsdp 2, model 4") < inside.index("data 8, fsdp 1, model 1")
     assert inside.count("| GPT-2           |    12.50 |    50.00 |") == 2
     for name in ("transformers_1_2_4.png", "transformers_8_1_1.png"):
-        assert f"(images/{name})" in inside
+        assert f"(../images/{name})" in inside
         assert (tmp_path / "images" / name).stat().st_size > 1000
 
 
@@ -69,6 +70,32 @@ def test_missing_results_or_marks_raise_and_write_nothing(docs, tmp_path):
         run(docs, tmp_path, "# Title\n")
     assert (tmp_path / "page.md").read_text() == "# Title\n"
     assert not list((tmp_path / "images").iterdir())
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/measured/*.md")), ids=lambda x: x.stem)
+def test_a_page_of_measurements_has_marks_and_names_its_script(page, docs):
+    """A script that is renamed, or a table without marks, could no longer be written."""
+    text = page.read_text("utf-8")
+    marks = re.findall("<!-- (\\w+):begin -->", text)
+    assert marks
+    for mark in marks:
+        assert docs.between_marks(text, mark, "new") != text
+    script = re.search(r"`(\w+\.py)[ `]", text)
+    assert script
+    assert (FOLDER / script[1]).exists()
+    assert "exclude: true" in text  # a search finds the page that explains the figures
+
+
+def test_lines_of_a_table_are_printed_and_written(docs, tmp_path, capsys):
+    table, page = importlib.import_module("_pages").Printed(), tmp_path / "page.md"
+    page.write_text(PAGE)
+    table.add("| a |", "|---|")
+    table.add("| 1 |")
+    table.write(None, "collectives")
+    assert page.read_text() == PAGE
+    table.write(page, "collectives")
+    assert "-->\n\n| a |\n|---|\n| 1 |\n\n<!--" in page.read_text()
+    assert capsys.readouterr().out == "| a |\n|---|\n| 1 |\n"
 
 
 def test_pictures_of_the_concepts_are_those_that_the_script_draws(tmp_path, docs):

@@ -488,16 +488,20 @@ def test_gpus_are_recognised_by_their_names():
 
 
 def test_tables_replace_the_text_between_their_marks(tmp_path):
-    module, page = script("dry_run_docs"), tmp_path / "page.md"
-    text = module.PAGE.read_text("utf-8")
-    for name in ("paper", "beyond", "megatron", "cpu", "real"):
-        text = module.between_marks(text, name, f"The table {name}.")
-    page.write_text(text)
+    module, pages = script("dry_run_docs"), (tmp_path / "page.md", tmp_path / "more.md")
+    names = ("dry_run_measured.md", "measured/dry_runs.md")
+    marks = (("paper", "real"), ("beyond", "megatron", "meshes", "cpu"))
+    for page, name, inside in zip(pages, names, marks, strict=True):
+        text = (module.DOCS / name).read_text("utf-8")
+        for mark in inside:
+            text = module.between_marks(text, mark, f"The table {mark}.")
+        page.write_text(text)
     script("_cells").write_cell(tmp_path / "table1.json", cell("opt-13b", "paper", 16))
-    module.main(tmp_path, page)
-    text = page.read_text()
-    assert "| opt-13b (512) |" in text
-    assert "The table paper." not in text
-    assert "The table megatron." in text
+    module.main(tmp_path, *pages)
+    page, more = (page.read_text() for page in pages)
+    assert "| opt-13b (512) |" in page
+    assert "The table paper." not in page
+    assert "The table beyond." not in more
+    assert "The table megatron." in more
     with pytest.raises(SystemExit, match="must have one line <!-- paper:begin -->"):
         module.between_marks("", "paper", "")

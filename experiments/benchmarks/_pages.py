@@ -1,0 +1,30 @@
+"""Writes results between marks in the pages of `docs/`."""
+
+from pathlib import Path
+
+
+def between_marks(text: str, name: str, new: str) -> str:
+    """The text with everything between the marks of a name replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"The page must have one line {begin} and after it one line {end}.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{new}\n\n{end}{rest.split(end)[1]}"
+
+
+class Printed:
+    """Prints the lines of a table as they are measured, and then writes them into a page."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, *lines: str) -> None:
+        for line in lines:
+            print(line, flush=True)
+        self.lines += lines
+
+    def write(self, page: Path | None, name: str) -> None:
+        """Replaces what is between the marks `name` of the page, if there is a page."""
+        if page is not None:
+            text = between_marks(page.read_text("utf-8"), name, "\n".join(self.lines))
+            page.write_text(text, "utf-8")

@@ -1,4 +1,5 @@
-"""Model families, one file each. Each file can be read as the reference of its architecture."""
+"""Model families. A file can be read as the reference of its architecture; that of LLaMA and its
+relatives, which differ in options, is `_transformer.py`."""
 
 from ._heads import with_head as with_head
 from ._rotary import LongRope as LongRope

@@ -102,6 +102,15 @@ def check_config(config: Any, *sizes: str) -> None:
             )
 
 
+class HeadSizes:
+    """Configurations with heads of one size."""
+
+    @property
+    def head_dim(self) -> int:
+        c: Any = self
+        return getattr(c, "head_size", None) or c.width // c.heads
+
+
 def check_heads(config: Any, *, even: bool = False) -> None:
     """Raises if `heads` does not divide `width` and there is no `head_size`; or, with `even`, if
     the head size is odd (rotary embeddings rotate pairs of features).

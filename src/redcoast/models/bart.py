@@ -12,15 +12,16 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._basic import layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import check_config, check_heads
+from ._check_config import HeadSizes, check_config, check_heads
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
+from ._encoder_decoder import EncoderDecoder
 from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
-class BartConfig:
+class BartConfig(HeadSizes):
     """The configuration of a `Bart`.
 
     **Arguments:**
@@ -68,8 +69,6 @@ class BartConfig:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
-    from ._methods import head_dim
-
     def __post_init__(self):
         check_config(self, "positions")
         check_heads(self)
@@ -95,7 +94,7 @@ class BartStack(eqx.Module):
         self.layers = CrossLayers(config, layers, decoder=decoder, key=key)
 
 
-class Bart(eqx.Module):
+class Bart(EncoderDecoder):
     """The BART encoder-decoder (Lewis et al., 2019, <https://arxiv.org/abs/1910.13461>).
 
     ```python
@@ -111,12 +110,6 @@ class Bart(eqx.Module):
     decoder: BartStack
     logits_bias: Float[Array, " vocab"]
     config: BartConfig = eqx.field(static=True)
-
-    from ._methods import encoder_decoder_call as __call__
-    from ._methods import encoder_decoder_decode as decode
-    from ._methods import encoder_decoder_encode as encode
-    from ._methods import encoder_decoder_hidden as hidden
-    from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: BartConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02, truncated at three

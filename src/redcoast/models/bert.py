@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
-from ._check_config import check_config, check_heads, check_length
+from ._check_config import HeadSizes, check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import EncoderLayers, attention_output
@@ -25,7 +25,7 @@ Head = Literal["masked", "pretraining", "classification", "tokens"]
 
 
 @dataclass(frozen=True)
-class BertConfig:
+class BertConfig(HeadSizes):
     """The configuration of a `Bert`.
 
     **Arguments:**
@@ -82,8 +82,6 @@ class BertConfig:
     pad: int | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "positions", "types")

@@ -11,23 +11,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, real_tokens, wide
 from ._basic import activate_gated, initial_tables, look_up, normal, output_scale, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
 from ._check_config import check_config
+from ._decoder import Decoder, DecoderConfig, TableHead
 from ._dropout import split_key
 from ._einsum import LowRank, gated_feed_forward, product
 from ._moe import dispatch, gated_experts
 from ._rotary import Yarn, rotate, rotate_pairs, yarn_angles
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 _LATENT_EPS = 1e-6  # of the norms of compressed queries, keys and values
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config:
+class DeepseekV3Config(DecoderConfig):
     """The configuration of a `DeepseekV3`.
 
     **Arguments:**
@@ -59,12 +59,8 @@ class DeepseekV3Config:
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights outside of the
-      experts) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -99,12 +95,6 @@ class DeepseekV3Config:
     tied: bool = False
     attention_dropout: int | float = 0.0
     context: int = 4096
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         sizes = "experts chosen shared groups chosen_groups kv_rank plain_size rope_size value_size"
@@ -192,7 +182,7 @@ class DeepseekV3Layers(StackedLayers):
         self.shared_down = make(size, size, c.width, scale=out) if routed else None
 
 
-class DeepseekV3(eqx.Module):
+class DeepseekV3(TableHead, Decoder):
     """The DeepSeek-V3 decoder (DeepSeek-AI, 2024, <https://arxiv.org/abs/2412.19437>).
 
     Its cache holds the latent features of keys and values and the rotated features of keys, which
@@ -216,11 +206,6 @@ class DeepseekV3(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: DeepseekV3Config = eqx.field(static=True)
-
-    from ._methods import decoder_call as __call__
-    from ._methods import decoder_decode as decode
-    from ._methods import decoder_hidden as hidden
-    from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: DeepseekV3Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
@@ -261,7 +246,7 @@ class DeepseekV3(eqx.Module):
             options: Any = {"key": own, "remat": c.remat, "unroll": c.unroll}
             x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
             first = c.dense_layers
-        return rms_norm(x, self.norm, c.norm_eps), cache
+        return rms_norm(x, self.norm, c.norm_eps), cache, None
 
 
 def _score_scale(c):

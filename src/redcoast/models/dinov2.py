@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._basic import small_normal
-from ._check_config import check_config, check_heads, check_patches
+from ._check_config import HeadSizes, check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._heads import Linear, check_labels
 from ._inputs import AnyArray
@@ -19,7 +19,7 @@ from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class Dinov2Config:
+class Dinov2Config(HeadSizes):
     """The configuration of a `Dinov2`.
 
     **Arguments:**
@@ -77,8 +77,6 @@ class Dinov2Config:
     path_dropout: int | float = 0.0
     remat: Remat = "none"
     unroll: int | None = None
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "mlp_ratio", "image", "patch", "channels")

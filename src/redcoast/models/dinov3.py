@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ._basic import small_normal
-from ._check_config import check_config, check_heads, check_patches
+from ._check_config import HeadSizes, check_config, check_heads, check_patches
 from ._dropout import split_key
 from ._inputs import AnyArray
 from ._patches import ScaledLayers, embed_any_size, scaled_layers
@@ -19,7 +19,7 @@ from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class Dinov3Config:
+class Dinov3Config(HeadSizes):
     """The configuration of a `Dinov3`.
 
     **Arguments:**
@@ -78,8 +78,6 @@ class Dinov3Config:
     path_dropout: int | float = 0.0
     remat: Remat = "none"
     unroll: int | None = None
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "image", "patch", "channels", "registers")

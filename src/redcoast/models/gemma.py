@@ -14,20 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, attend_near, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_local
+from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._einsum import gated_feed_forward, product
-from ._methods import tied_or_own_head
 from ._rotary import RopeScaling, rotary_angles, rotary_frequencies, rotate
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GemmaConfig:
+class GemmaConfig(DecoderConfig):
     """The configuration of a `Gemma`.
 
     **Arguments:**
@@ -51,11 +50,8 @@ class GemmaConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `attention_dropout`: the dropout rate of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -84,12 +80,6 @@ class GemmaConfig:
     tied: bool = True
     attention_dropout: int | float = 0.0
     context: int = 8192
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "head_dim")
@@ -127,7 +117,7 @@ class GemmaLayers(StackedLayers):
         self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
 
 
-class Gemma(eqx.Module):
+class Gemma(Decoder):
     """The Gemma decoder (Gemma team, 2024, <https://arxiv.org/abs/2403.08295>), Gemma 2 (2024,
     <https://arxiv.org/abs/2408.00118>) and Gemma 3 (2025, <https://arxiv.org/abs/2503.19786>).
 
@@ -143,11 +133,6 @@ class Gemma(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: GemmaConfig = eqx.field(static=True)
-
-    from ._methods import decoder_call as __call__
-    from ._methods import decoder_decode as decode
-    from ._methods import decoder_hidden as hidden
-    from ._methods import decoder_init_cache as init_cache
 
     def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
@@ -197,7 +182,7 @@ class Gemma(eqx.Module):
         x, cache = scan_layers(
             layer_fn, x, layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
-        return _norm(x, self.norm, c), cache
+        return _norm(x, self.norm, c), cache, None
 
 
 def _norm(x, scale, config):

@@ -8,21 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, causal_view, count_positions, full_view, real_tokens
 from ._basic import layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
 from ._check_config import check_config, check_heads, check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
+from ._decoder import DecoderConfig, TableHead
 from ._dropout import dropout, split_key
 from ._einsum import Projections, feed_forward, keys_values, outputs, queries
 from ._inputs import AnyArray, Mask
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class GPT2Config(DecoderConfig):
     """The configuration of a `GPT2`.
 
     **Arguments:**
@@ -40,11 +40,8 @@ class GPT2Config:
     - `cross_attention`: whether each layer also attends to a memory.
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -67,14 +64,6 @@ class GPT2Config:
     embed_dropout: int | float = 0.1
     residual_dropout: int | float = 0.1
     attention_dropout: int | float = 0.1
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "positions")
@@ -107,7 +96,7 @@ class GPT2Layers(StackedLayers):
         self.up_bias, self.down_bias = jnp.zeros(inside), jnp.zeros(stream)
 
 
-class GPT2(eqx.Module):
+class GPT2(TableHead):
     """The GPT-2 decoder (Radford et al., 2019, "Language Models are Unsupervised Multitask
     Learners").
 
@@ -125,8 +114,6 @@ class GPT2(eqx.Module):
     norm_shift: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: GPT2Config = eqx.field(static=True)
-
-    from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02, truncated at three

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import (
     initial_attention,
@@ -24,17 +23,18 @@ from ._basic import (
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_chosen, check_config, check_heads, check_local
+from ._decoder import DecoderConfig, RoutedDecoder, TableHead
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts
 from ._rotary import Yarn, rotate, yarn_angles
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 # The gain of the sigmoid in the experts.
 _GAIN = 1.702
 
 
 @dataclass(frozen=True)
-class GptOssConfig:
+class GptOssConfig(DecoderConfig):
     """The configuration of a `GptOss`.
 
     **Arguments:**
@@ -58,12 +58,8 @@ class GptOssConfig:
     - `router_loss_weight`: the weight of the router loss of `hidden_and_router_loss` in a training
       loss. The model itself does not use it.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights outside of the
-      experts) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -90,14 +86,6 @@ class GptOssConfig:
     attention_dropout: int | float = 0.0
     router_loss_weight: int | float = 0.001
     context: int = 131072
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "chosen")
@@ -147,7 +135,7 @@ class GptOssLayers(StackedLayers):
         self.down_bias = zeros(c.experts, c.width)
 
 
-class GptOss(eqx.Module):
+class GptOss(TableHead, RoutedDecoder):
     """The GPT-OSS decoder (OpenAI, 2025, <https://arxiv.org/abs/2508.10925>).
 
     ```python
@@ -162,13 +150,6 @@ class GptOss(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: GptOssConfig = eqx.field(static=True)
-
-    from ._methods import decoder_call as __call__
-    from ._methods import decoder_decode as decode
-    from ._methods import decoder_hidden as hidden
-    from ._methods import decoder_init_cache as init_cache
-    from ._methods import experts_hidden_and_router_loss as hidden_and_router_loss
-    from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: GptOssConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import attend, wide
 from ._basic import layer_norm, look_up, output_scale
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
+from ._decoder import Decoder, DecoderConfig, TableHead
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, product
 from ._rotary import rotary_angles, rotary_frequencies, rotate_pairs
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GPTJConfig:
+class GPTJConfig(DecoderConfig):
     """The configuration of a `GPTJ`.
 
     **Arguments:**
@@ -38,11 +38,8 @@ class GPTJConfig:
     - `embed_dropout`, `residual_dropout`, `attention_dropout`: the dropout rates of the embeddings,
       of the outputs that are added to the residual stream, and of the attention weights.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -63,14 +60,6 @@ class GPTJConfig:
     residual_dropout: int | float = 0.0
     attention_dropout: int | float = 0.0
     context: int = 2048
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "rotary_dim")
@@ -114,7 +103,7 @@ def _normal(key, shape, scale=1.0):
     return jax.random.normal(key, shape) * (0.02 * scale)
 
 
-class GPTJ(eqx.Module):
+class GPTJ(TableHead, Decoder):
     """The GPT-J decoder (Wang and Komatsuzaki, 2021,
     <https://github.com/kingoflolz/mesh-transformer-jax>).
 
@@ -132,12 +121,6 @@ class GPTJ(eqx.Module):
     head: Float[Array, "width vocab"] | None
     head_bias: Float[Array, " vocab"]
     config: GPTJConfig = eqx.field(static=True)
-
-    from ._methods import decoder_call as __call__
-    from ._methods import decoder_decode as decode
-    from ._methods import decoder_hidden as hidden
-    from ._methods import decoder_init_cache as init_cache
-    from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02. The output projections
@@ -171,4 +154,4 @@ class GPTJ(eqx.Module):
         x, cache = scan_layers(
             layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
-        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache, None

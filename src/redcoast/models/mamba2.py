@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._attention import as_array, real_tokens, wide
 from ._basic import initial_tables, look_up, normal, output_scale, rms_norm
 from ._by_layer import StackedLayers
 from ._check_config import check_config
+from ._decoder import DecoderConfig, TableHead
 from ._einsum import product
 from ._inputs import AnyArray, Mask
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(DecoderConfig):
     """The configuration of a `Mamba2`.
 
     **Arguments:**
@@ -36,11 +36,8 @@ class Mamba2Config:
     - `wide_residual`: whether the residual stream has at least float32, whatever the parameters'
       dtype.
     - `tied`: whether the output head shares the weights of the embedding.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -60,12 +57,6 @@ class Mamba2Config:
     norm_eps: int | float = 1e-5
     wide_residual: bool = True
     tied: bool = False
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
 
     def __post_init__(self):
         check_config(self, "head_size", "state", "groups", "taps", "chunk")
@@ -148,7 +139,7 @@ class Mamba2Layers(StackedLayers):
         self.down = normal(next(keys), shape, fan_in=c.inner, scale=scale)
 
 
-class Mamba2(eqx.Module):
+class Mamba2(TableHead):
     """The Mamba-2 decoder (Dao and Gu, 2024, <https://arxiv.org/abs/2405.21060>).
 
     It has no positions, and does not take several sequences packed into one row.
@@ -165,8 +156,6 @@ class Mamba2(eqx.Module):
     norm: Float[Array, " width"]
     head: Float[Array, "width vocab"] | None
     config: Mamba2Config = eqx.field(static=True)
-
-    from ._methods import tied_or_own_head as unembed
 
     def __init__(self, config: Mamba2Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ._attention import attend_near, count_positions, full_view, real_tokens, wide
 from ._basic import ACTIVATIONS, activate_gated, layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
-from ._check_config import check_config, check_heads, check_local
+from ._check_config import HeadSizes, check_config, check_heads, check_local
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, outputs, product, queries
 from ._heads import Linear, check_labels, first_token
@@ -22,7 +22,7 @@ from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
-class ModernBertConfig:
+class ModernBertConfig(HeadSizes):
     """The configuration of a `ModernBert`.
 
     **Arguments:**
@@ -93,8 +93,6 @@ class ModernBertConfig:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self)

@@ -7,20 +7,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ..core._decoding import GREEDY, Decoding
 from ._basic import layer_norm, look_up, output_scale
 from ._by_layer import StackedLayers
 from ._cache import extend
 from ._check_config import check_config, check_heads
+from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
 from ._encoder import attention_output
-from ._methods import tied_or_own_head
-from ._scan_layers import Remat, scan_layers
+from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class OPTConfig:
+class OPTConfig(DecoderConfig):
     """The configuration of an `OPT`.
 
     **Arguments:**
@@ -41,11 +40,8 @@ class OPTConfig:
     - `tied`: whether the output head shares the weights of the embedding.
     - `dropout`, `attention_dropout`: the dropout rates of the outputs that are added to the
       residual stream, and of the attention weights.
-    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
-    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
-      them on a CPU, if they are at most four, and otherwise one.
-    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
-    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `remat`, `unroll`, `eos`, `bos`, `pad`, `decoding`: as in
+      [`LlamaConfig`][redcoast.models.LlamaConfig].
 
     **Raises:**
 
@@ -68,14 +64,6 @@ class OPTConfig:
     tied: bool = True
     dropout: int | float = 0.1
     attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
-    eos: tuple[int, ...] = ()
-    bos: int | None = None
-    pad: int | None = None
-    decoding: Decoding = GREEDY
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         if self.embed_width is None:
@@ -137,7 +125,7 @@ def _affine(shape, config):
     return (jnp.ones(shape), jnp.zeros(shape)) if config.affine else (None, None)
 
 
-class OPT(eqx.Module):
+class OPT(Decoder):
     """The OPT decoder (Zhang et al., 2022, <https://arxiv.org/abs/2205.01068>).
 
     ```python
@@ -156,11 +144,6 @@ class OPT(eqx.Module):
     project_out: Float[Array, "width embed_width"] | None
     head: Float[Array, "embed_width vocab"] | None
     config: OPTConfig = eqx.field(static=True)
-
-    from ._methods import decoder_call as __call__
-    from ._methods import decoder_decode as decode
-    from ._methods import decoder_hidden as hidden
-    from ._methods import decoder_init_cache as init_cache
 
     def __init__(self, config: OPTConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.006. The output projections
@@ -207,7 +190,7 @@ class OPT(eqx.Module):
         x, cache = scan_layers(
             layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
         )
-        return _norm(x, self.norm, self.norm_shift) if c.final_norm else x, cache
+        return _norm(x, self.norm, self.norm_shift) if c.final_norm else x, cache, None
 
 
 def _norm(x, scale, shift):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from ._attention import AllReal, attend, full_view, real_tokens, wide
 from ._basic import layer_norm, look_up, small_normal
-from ._check_config import check_config, check_heads, check_length
+from ._check_config import HeadSizes, check_config, check_heads, check_length
 from ._dropout import split_key
 from ._einsum import feed_forward, product
 from ._encoder import EncoderLayers, pre_norm_layers
@@ -20,7 +20,7 @@ from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class SiglipImageConfig:
+class SiglipImageConfig(HeadSizes):
     """The configuration of the image encoder of a `Siglip`.
 
     **Arguments:**
@@ -59,7 +59,6 @@ class SiglipImageConfig:
     unroll: int | None = None
 
     dropout = 0.0  # of the residual stream
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "image", "patch", "channels")
@@ -71,7 +70,7 @@ class SiglipImageConfig:
 
 
 @dataclass(frozen=True)
-class SiglipTextConfig:
+class SiglipTextConfig(HeadSizes):
     """The configuration of the text encoder of a `Siglip`.
 
     **Arguments:**
@@ -107,7 +106,6 @@ class SiglipTextConfig:
     pad: int | None = None
 
     dropout = 0.0  # of the residual stream
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "positions")

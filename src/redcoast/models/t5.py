@@ -16,16 +16,17 @@ from ._attention import attend, count_positions
 from ._basic import ACTIVATIONS, activate_gated, look_up, normal, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_config, check_heads
+from ._check_config import HeadSizes, check_config, check_heads
+from ._decoder import tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import Projections, keys_values, outputs, product, queries
-from ._methods import tied_or_own_head
+from ._encoder_decoder import EncoderDecoder
 from ._relative import check_buckets, relative_bias
 from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
-class T5Config:
+class T5Config(HeadSizes):
     """The configuration of a `T5`.
 
     **Arguments:**
@@ -84,8 +85,6 @@ class T5Config:
     pad: int | None = None
     decoding: Decoding = GREEDY
 
-    from ._methods import head_dim
-
     def __post_init__(self):
         check_config(self)
         check_heads(self)
@@ -139,7 +138,7 @@ class T5Stack(eqx.Module):
         self.norm = jnp.ones(config.width)
 
 
-class T5(eqx.Module):
+class T5(EncoderDecoder):
     """The T5 encoder-decoder (Raffel et al., 2020, <https://arxiv.org/abs/1910.10683>), with the
     gated feed-forward network of Shazeer (2020, <https://arxiv.org/abs/2002.05202>).
 
@@ -156,12 +155,6 @@ class T5(eqx.Module):
     decoder: T5Stack
     head: Float[Array, "width vocab"] | None
     config: T5Config = eqx.field(static=True)
-
-    from ._methods import encoder_decoder_call as __call__
-    from ._methods import encoder_decoder_decode as decode
-    from ._methods import encoder_decoder_encode as encode
-    from ._methods import encoder_decoder_hidden as hidden
-    from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: T5Config, *, key: PRNGKeyArray):
         """Initialises the parameters: normal, truncated at three standard deviations.

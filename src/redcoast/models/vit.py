@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._attention import full_view
 from ._basic import small_normal
-from ._check_config import check_config, check_heads, check_patches
+from ._check_config import HeadSizes, check_config, check_heads, check_patches
 from ._dropout import dropout, split_key
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear, check_labels
@@ -19,7 +19,7 @@ from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(HeadSizes):
     """The configuration of a `ViT`.
 
     **Arguments:**
@@ -69,8 +69,6 @@ class ViTConfig:
     attention_dropout: int | float = 0.0
     remat: Remat = "none"
     unroll: int | None = None
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "channels")

@@ -14,16 +14,17 @@ from ..core._decoding import GREEDY, Decoding
 from ._attention import causal_view, count_positions, full_view, real_tokens
 from ._basic import ACTIVATIONS, layer_norm, look_up, small_normal
 from ._cache import extend
-from ._check_config import check_config, check_heads, check_length
+from ._check_config import HeadSizes, check_config, check_heads, check_length
 from ._dropout import dropout, split_key
 from ._einsum import keys_values, product, queries
 from ._encoder import CrossLayers, attention_output, mlp_output
+from ._encoder_decoder import CrossDecoder
 from ._inputs import AnyArray, Mask
 from ._scan_layers import Remat, scan_layers
 
 
 @dataclass(frozen=True)
-class WhisperConfig:
+class WhisperConfig(HeadSizes):
     """The configuration of a `Whisper`.
 
     **Arguments:**
@@ -72,8 +73,6 @@ class WhisperConfig:
     bos: int | None = None
     pad: int | None = None
     decoding: Decoding = GREEDY
-
-    from ._methods import head_dim
 
     def __post_init__(self):
         check_config(self, "mels", "frames", "positions")
@@ -128,7 +127,7 @@ class WhisperDecoder(eqx.Module):
         self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
 
 
-class Whisper(eqx.Module):
+class Whisper(CrossDecoder):
     """The Whisper encoder-decoder (Radford et al., 2022, <https://arxiv.org/abs/2212.04356>).
 
     It takes the log-mel features of 30 seconds of sound, which the processor of `transformers`
@@ -149,9 +148,6 @@ class Whisper(eqx.Module):
     encoder: WhisperEncoder
     decoder: WhisperDecoder
     config: WhisperConfig = eqx.field(static=True)
-
-    from ._methods import encoder_decoder_decode as decode
-    from ._methods import encoder_decoder_init_cache as init_cache
 
     def __init__(self, config: WhisperConfig, *, key: PRNGKeyArray):
         """Initialises the parameters: normal with standard deviation 0.02, truncated at three

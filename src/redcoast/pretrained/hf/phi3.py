@@ -7,17 +7,9 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
+from ._kinds import transformer_tensors
 from ._rope import rope_of, unread
-from ._tables import (
-    INTO_HEADS,
-    LLAMA_FIELDS,
-    LLAMA_LAYER,
-    gate_and_up,
-    llama_attention,
-    llama_ends,
-    llama_mlp,
-    tied_head,
-)
+from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
 
 BASE_PREFIX = "model."
 
@@ -118,14 +110,13 @@ def write(config: Phi3Config) -> dict[str, Any]:
 
 def tensors(config: Phi3Config) -> dict[str, Tensor]:
     """Maps each array to its published tensors: Q, K and V are in one, and so are gate and up."""
-    found = llama_attention() | llama_mlp()
+    tables = transformer_tensors(config)
     all_heads = config.heads + 2 * config.kv_heads
     starts = {"q": 0, "k": config.heads, "v": config.heads + config.kv_heads}
     for letter, start in starts.items():
         name = LLAMA_LAYER + "self_attn.qkv_proj.weight"
-        found[f"layers/w{letter}"] = Tensor(name, INTO_HEADS, heads=(start, all_heads))
-    found |= gate_and_up(LLAMA_LAYER + "mlp.gate_up_proj")
-    return found | llama_ends(config)
+        tables[f"layers/w{letter}"] = Tensor(name, INTO_HEADS, heads=(start, all_heads))
+    return tables | gate_and_up(LLAMA_LAYER + "mlp.gate_up_proj")
 
 
 duplicates = tied_head("model.embed_tokens.weight")

@@ -1,0 +1,189 @@
+"""What all decoders share: their interface, and the options of their configurations."""
+
+import functools as ft
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+from equinox import AbstractVar
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ..core._decoding import GREEDY, Decoding
+from ._attention import Visible, causal_view, count_positions, real_tokens
+from ._cache import Cache, admit, cached_view, empty_cache
+from ._check_config import HeadSizes, check_length
+from ._einsum import product
+from ._inputs import AnyArray, Mask
+from ._moe import router_loss
+from ._scan_layers import Remat
+
+# How many tokens were routed to each expert, and the sum of its probabilities.
+ExpertUse = tuple[Float[Array, " experts"], Float[Array, " experts"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(HeadSizes):
+    """The options that change no result of a decoder, and those of decoding.
+
+    **Arguments:**
+
+    - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights, except those
+      of experts) or `"full"`.
+    - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
+      them on a CPU, if they are at most four, and otherwise one.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+    - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    """
+
+    remat: Remat = "none"
+    unroll: int | None = None
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+    decoding: Decoding = GREEDY
+
+
+class TableHead(eqx.Module):
+    """An output head that is a matrix of its own, or the embedding."""
+
+    embed: AbstractVar[Float[Array, "vocab width"]]
+    head: AbstractVar[Float[Array, "width vocab"] | None]
+
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+        return tied_or_own_head(self, hidden)
+
+
+def tied_or_own_head(
+    model: Any, hidden: Float[Array, "batch seq width"]
+) -> Float[Array, "batch seq vocab"]:
+    """Returns the products of hidden states with the head, or with the embedding if it is tied."""
+    bias = getattr(model, "head_bias", None)
+    if model.head is None:
+        return product("bsd,vd->bsv", hidden, model.embed, bias)
+    return product("bsd,dv->bsv", hidden, model.head, bias)
+
+
+class Decoder(eqx.Module):
+    """A decoder: the final hidden states of tokens, their logits, and a cache to continue from.
+
+    A family has its parameters, and computes hidden states in `_run`.
+    """
+
+    embed: AbstractVar[Float[Array, "vocab embed_width"]]
+    config: AbstractVar[Any]
+
+    @abstractmethod
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+
+    @abstractmethod
+    def _run(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        mask: Mask | None,
+        positions: Integer[AnyArray, "#batch seq"],
+        see: Callable[..., Visible],
+        cache: Cache | None,
+        key: PRNGKeyArray | None,
+    ) -> tuple[Float[Array, "batch seq width"], Cache | None, ExpertUse | None]:
+        """Returns the final hidden states, the cache if there is one, and the use of experts if
+        there are any. `see(window=...)` returns which keys each token sees."""
+
+    def __call__(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of the next token at each position.
+
+        **Arguments:**
+
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which may be on either side. The logits
+          of real tokens do not depend on padding; those of padding tokens are meaningless.
+        - `segments`: for rows with several packed sequences, the number of the sequence that each
+          token belongs to. Tokens attend only to their own sequence.
+        - `positions`: the position of each token, by default counted over the real tokens of the
+          row or segment. If positions are learned, one of `config.positions` or more gives NaN.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+        **Raises:**
+
+        `ValueError` if positions are learned and a row is longer than `config.positions`, unless
+        `segments` or `positions` is given.
+        """
+        options = {"mask": mask, "segments": segments, "positions": positions, "key": key}
+        return self.unembed(self.hidden(tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
+        return self._run_from_start(tokens, mask, segments, positions, key)[0]
+
+    def decode(
+        self, tokens: Integer[AnyArray, "batch new"], cache: Cache, *, mask: Mask | None = None
+    ) -> tuple[Float[Array, "batch new width"], Cache]:
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        if mask is None:
+            check_length(self.config, tokens.shape[1])
+        cache = admit(cache, tokens.shape, mask)
+        return self._run(tokens, mask, *cached_view(cache, tokens.shape[1]), cache, None)[:2]
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """Returns an empty key-value cache for `batch` rows of up to `length` tokens."""
+        c = self.config
+        kv_heads = getattr(c, "kv_heads", c.heads)
+        return empty_cache(c.layers, batch, length, kv_heads, c.head_dim, self.embed.dtype)
+
+    def _run_from_start(self, tokens, mask, segments, positions, key):
+        if segments is None and positions is None:
+            check_length(self.config, tokens.shape[1])
+        real = real_tokens(tokens.shape, mask)
+        if positions is None:
+            positions = count_positions(real, segments)
+        see = ft.partial(causal_view, real, segments=segments)
+        return self._run(tokens, mask, positions, see, None, key)
+
+
+class RoutedDecoder(Decoder):
+    """A decoder whose layers are mixtures of experts."""
+
+    def hidden_and_router_loss(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        positions: Integer[AnyArray, "#batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "batch seq width"], Float[Array, ""]]:
+        """Returns the final hidden states, and the load-balancing loss of the routers for training
+        (Fedus et al., 2021, equations 4 to 6, <https://arxiv.org/abs/2101.03961>).
+
+        The loss is lowest if all experts are used equally. The arguments are those of `__call__`.
+
+        ```python
+        hidden, router_loss = model.hidden_and_router_loss(tokens, mask=mask)
+        loss = cross_entropy(model.unembed(hidden), targets, mask=mask)
+        loss = loss + model.config.router_loss_weight * router_loss
+        ```
+        """
+        x, _, (count, probability) = self._run_from_start(tokens, mask, segments, positions, key)
+        return x, router_loss(count, probability, self.config.chosen)

@@ -1,0 +1,146 @@
+"""What all encoder-decoders share: their interface."""
+
+from abc import abstractmethod
+from typing import Any
+
+import equinox as eqx
+from equinox import AbstractVar
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._attention import causal_view, count_positions, full_view, real_tokens
+from ._cache import admit, cached_view, empty_cache
+from ._check_config import check_length
+from ._cross_cache import CrossCache, DecoderMask, Memory, cross_view, read_memory
+from ._dropout import split_key
+from ._inputs import AnyArray, Mask
+
+
+class CrossDecoder(eqx.Module):
+    """A decoder that also attends to a memory, and its cache."""
+
+    embed: AbstractVar[Float[Array, "vocab width"]]
+    decoder: AbstractVar[Any]
+    config: AbstractVar[Any]
+
+    @abstractmethod
+    def _run(self, stack, tokens, positions, visible, cross, cache, key) -> tuple[Array, Any]:
+        """Returns the final hidden states of the encoder or the decoder, which is `stack`, and the
+        cache. `cross` is what the decoder attends to: the memory, or its keys and values in all
+        layers; and its mask."""
+
+    def init_cache(
+        self, batch: int, length: int, *, memory: Memory, memory_mask: Mask | None = None
+    ) -> CrossCache:
+        """Returns an empty cache for `batch` rows of up to `length` decoder tokens.
+
+        The cache also holds the keys and values of `memory`, the output of `encode`. `memory_mask`
+        is 1 at its real tokens.
+        """
+        c = self.config
+        own = empty_cache(c.decoder_layers, batch, length, c.heads, c.head_dim, self.embed.dtype)
+        return CrossCache(own, *read_memory(self.decoder.layers.cross, batch, memory, memory_mask))
+
+    def decode(
+        self,
+        tokens: Integer[AnyArray, "batch new"],
+        cache: CrossCache,
+        *,
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "batch new width"], CrossCache]:
+        """Appends tokens to a cache. Returns their hidden states and the updated cache."""
+        own = admit(cache.own, tokens.shape, mask)
+        positions, see = cached_view(own, tokens.shape[1])
+        cross = (None, (cache.k, cache.v), full_view(cache.mask))
+        x, own = self._run(self.decoder, tokens, positions, see(), cross, own, None)
+        return x, cache.with_own(own)
+
+
+class EncoderDecoder(CrossDecoder):
+    """An encoder of tokens, and a decoder that attends to what it returns."""
+
+    encoder: AbstractVar[Any]
+
+    @abstractmethod
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+
+    def __call__(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
+        *,
+        mask: Mask | None = None,
+        decoder_mask: DecoderMask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch decoder_seq vocab"]:
+        """Returns the logits of the next token at each position of the decoder.
+
+        **Arguments:**
+
+        - `tokens`, `decoder_tokens`: the input token ids of the encoder and of the decoder (see
+          `shift_right`), from 0 to `vocab - 1`. A larger id gives NaN.
+        - `mask`, `decoder_mask`: 1 at real tokens and 0 at padding tokens, which may be on either
+          side. The logits of real tokens do not depend on padding; those of padding tokens are
+          meaningless.
+        - `segments`, `decoder_segments`: for rows with several packed sequences, the number of the
+          sequence that each token belongs to. Decoder tokens attend to encoder tokens with the same
+          number.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+        **Raises:**
+
+        `ValueError` if the encoder and the decoder have different numbers of rows, if only one of
+        them has segments, or if positions are learned and a row without segments is longer than
+        `config.positions`.
+        """
+        options = {"mask": mask, "decoder_mask": decoder_mask, "key": key}
+        options |= {"segments": segments, "decoder_segments": decoder_segments}
+        return self.unembed(self.hidden(tokens, decoder_tokens, **options))
+
+    def hidden(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        decoder_tokens: Integer[AnyArray, "batch decoder_seq"],
+        *,
+        mask: Mask | None = None,
+        decoder_mask: DecoderMask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        decoder_segments: Integer[AnyArray, "batch decoder_seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch decoder_seq width"]:
+        """Returns the final hidden states, from which `unembed` computes the logits.
+
+        The arguments are those of `__call__`.
+        """
+        encoder_key, key = split_key(key, 2)
+        seen = cross_view(tokens.shape, decoder_tokens.shape, mask, segments, decoder_segments)
+        memory = self.encode(tokens, mask=mask, segments=segments, key=encoder_key)
+        real = _real(self, decoder_tokens, decoder_mask, decoder_segments)
+        visible = causal_view(real, segments=decoder_segments)
+        positions = count_positions(real, decoder_segments)
+        cross = (memory, None, seen)
+        return self._run(self.decoder, decoder_tokens, positions, visible, cross, None, key)[0]
+
+    def encode(
+        self,
+        tokens: Integer[AnyArray, "batch seq"],
+        *,
+        mask: Mask | None = None,
+        segments: Integer[AnyArray, "batch seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "batch seq width"]:
+        """Returns the encoder's hidden states, which the decoder attends to.
+
+        The arguments are those of `__call__`.
+        """
+        real = _real(self, tokens, mask, segments)
+        visible, positions = full_view(real, segments), count_positions(real, segments)
+        return self._run(self.encoder, tokens, positions, visible, None, None, key)[0]
+
+
+def _real(self, tokens, mask, segments):
+    if segments is None:
+        check_length(self.config, tokens.shape[1])
+    return real_tokens(tokens.shape, mask)

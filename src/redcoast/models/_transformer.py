@@ -1,0 +1,224 @@
+"""The decoder that LLaMA, Phi-3, Mixtral and their relatives are: RMSNorm, rotary embeddings,
+grouped-query attention, and a SwiGLU or experts that are SwiGLUs.
+
+What sets the families apart are options. The file of a family describes those that it has.
+"""
+
+import functools as ft
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from ._attention import as_array, attend, real_tokens, wide
+from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
+from ._by_layer import StackedLayers
+from ._cache import Cache, extend
+from ._check_config import check_chosen, check_config, check_heads
+from ._decoder import Decoder, DecoderConfig, TableHead
+from ._dropout import dropout, split_key
+from ._einsum import gated_feed_forward, keys_values, product, queries
+from ._moe import gated_experts, mix_experts
+from ._rotary import (
+    LongRope,
+    RopeScaling,
+    Yarn,
+    long_angles,
+    rotary_frequencies,
+    rotate,
+    scaled_angles,
+)
+from ._scan_layers import scan_layers
+
+
+@dataclass(frozen=True)
+class TransformerConfig(DecoderConfig):
+    """The sizes and the options of a `Transformer`. A family describes those that it has.
+
+    `experts` is None if there are none, and `residual_dropout` if a family has no such dropout.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    _: KW_ONLY
+    head_size: int | None = None
+    rotary_dim: int | None = None
+    rope_base: int | float = 10000.0
+    rope_scaling: RopeScaling | Yarn | LongRope | None = None
+    rope_layers: tuple[bool, ...] = ()
+    norm_eps: int | float = 1e-5
+    tied: bool = False
+    window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    output_norms: bool = False
+    experts: int | None = None
+    chosen: int = 2
+    weights_sum_to_one: bool = True
+    attention_dropout: int | float = 0.0
+    residual_dropout: int | float | None = None
+    router_loss_weight: int | float = 0.001
+    context: int = 2048
+
+    def __post_init__(self):
+        check_config(self, "chosen")
+        check_heads(self, even=self.rotary_dim is None)
+        if self.experts is not None:
+            check_chosen(self)
+        if all(self.rope_layers):
+            object.__setattr__(self, "rope_layers", ())
+        if self.rope_layers and len(self.rope_layers) != self.layers:
+            raise ValueError(
+                f"`rope_layers` has {len(self.rope_layers)} entries, but there are {self.layers} "
+                "layers. It must have one for each layer."
+            )
+        _check_rotary(self)
+
+    @property
+    def rotated(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+def _check_rotary(c: TransformerConfig) -> None:
+    if c.rotated % 2 or not 0 < c.rotated <= c.head_dim:
+        raise ValueError(
+            f"`rotary_dim` must be even, positive and at most the head size {c.head_dim}, but is "
+            f"{c.rotated}."
+        )
+    if c.rotary_dim == c.head_dim:
+        object.__setattr__(c, "rotary_dim", None)
+    for name in ("short", "long") if isinstance(c.rope_scaling, LongRope) else ():
+        count = len(getattr(c.rope_scaling, name))
+        if count != c.rotated // 2:
+            raise ValueError(
+                f"`rope_scaling` has {count} factors in `{name}`, but there are {c.rotated // 2} "
+                "pairs of rotated features. It must have one for each."
+            )
+
+
+class TransformerLayers(StackedLayers):
+    """The parameters of all decoder layers, stacked along their first dimension. A feed-forward
+    network without experts has no such dimension."""
+
+    attention_norm: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width kv_heads head_dim"]
+    wv: Float[Array, "layers width kv_heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers kv_heads head_dim"] | None
+    bv: Float[Array, "layers kv_heads head_dim"] | None
+    q_norm: Float[Array, "layers head_dim"] | Float[Array, "layers heads head_dim"] | None
+    k_norm: Float[Array, "layers head_dim"] | Float[Array, "layers kv_heads head_dim"] | None
+    mlp_norm: Float[Array, "layers width"]
+    router: Float[Array, "layers width experts"] | None
+    gate: Float[Array, "layers *experts width hidden"]
+    up: Float[Array, "layers *experts width hidden"]
+    down: Float[Array, "layers *experts hidden width"]
+
+    def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
+        c = config
+        keys = jax.random.split(key, 7 if c.experts is None else 8)
+        q, kv = (c.layers, c.heads, c.head_dim), (c.layers, c.kv_heads, c.head_dim)
+        self.attention_norm, self.mlp_norm = (jnp.ones((c.layers, c.width)) for _ in range(2))
+        self.wq, self.wk, self.wv, self.wo = initial_attention(c, *keys[:4])
+        self.bq, self.bk, self.bv = (jnp.zeros(s) if c.qkv_bias else None for s in (q, kv, kv))
+        norms = (q, kv) if c.output_norms else 2 * ((c.layers, c.head_dim),)
+        self.q_norm, self.k_norm = (jnp.ones(s) if c.qk_norm else None for s in norms)
+        if c.experts is None:
+            self.router = None
+            self.gate, self.up, self.down = initial_mlp(c, *keys[4:])
+        else:
+            self.router = normal(keys[4], (c.layers, c.width, c.experts), fan_in=c.width)
+            self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
+
+
+class Transformer(TableHead, Decoder):
+    """A decoder with the options of its configuration."""
+
+    embed: Float[Array, "vocab width"]
+    layers: TransformerLayers
+    norm: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    config: AbstractVar[Any]
+
+    def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
+        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
+        embed, layers, head = jax.random.split(key, 3)
+        self.embed, self.head = initial_tables(config, embed, head)
+        self.layers = TransformerLayers(config, key=layers)
+        self.norm = jnp.ones(config.width)
+        self.config = config
+
+    def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
+        """Sets the number of tokens that each row may reach, which `LongRope` follows."""
+        if not isinstance(self.config.rope_scaling, LongRope):
+            return cache
+        return Cache(cache.k, cache.v, cache.mask, cache.filled, lengths)
+
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c = self.config
+        visible, real = see(window=c.window), real_tokens(tokens.shape, mask)
+        x = look_up(self.embed, tokens)
+        angles = _angles(positions, c, cache, wide(x.dtype))
+        norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
+        same = lambda x, scale: x
+        before, after = (same, norm) if c.output_norms else (norm, same)
+        rate = c.residual_dropout or 0.0
+
+        def layer_fn(x, carry, inputs, index, key):
+            (cache, use), (layer, rotated), (cos, sin) = carry, inputs, angles
+            key, *out_keys = _keys(key, c)
+            if rotated is not None:
+                cos, sin = jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
+            y = before(x, layer.attention_norm)
+            q, (k, v) = queries(layer, y), keys_values(layer, y)
+            if c.qk_norm:
+                q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
+            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+            cache, k, v = extend(cache, index, k, v)
+            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
+            y = after(product("bshk,hkd->bsd", y, layer.wo), layer.attention_norm)
+            x = x + dropout(y, rate, out_keys[0])
+            y, use = _feed_forward(layer, before(x, layer.mlp_norm), use, real, c)
+            y = after(y, layer.mlp_norm)
+            return x + dropout(y, rate, out_keys[1]), (cache, use)
+
+        layers = (self.layers, jnp.asarray(c.rope_layers) if c.rope_layers else None)
+        use = None if c.experts is None else tuple(jnp.zeros((2, c.experts), wide(x.dtype)))
+        options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
+        x, (cache, use) = scan_layers(layer_fn, x, layers, cache=(cache, use), **options)
+        return norm(x, self.norm), cache, use
+
+
+def _angles(positions, c, cache, dtype):
+    """The cosines and sines of all layers."""
+    if isinstance(c.rope_scaling, LongRope):
+        frequencies = rotary_frequencies(c.rotated, c.rope_base)
+        lengths = None if cache is None else cache.lengths
+        return long_angles(positions, frequencies, c.rope_scaling, dtype, lengths)
+    return scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, dtype)
+
+
+def _keys(key, c):
+    """The keys of attention and of the two outputs that are added to the residual stream."""
+    return (key, None, None) if c.residual_dropout is None else split_key(key, 3)
+
+
+def _feed_forward(layer, x, use, real, c):
+    """The outputs of the network or of the experts, and the use of experts until here."""
+    if layer.router is None:
+        return gated_feed_forward(layer, x, "silu"), use
+    scores = product("bsd,de->bse", x, layer.router)
+    options = {"chosen": c.chosen, "weights_sum_to_one": c.weights_sum_to_one}
+    experts = ft.partial(gated_experts, layer)
+    x, more = mix_experts(experts, x, scores, as_array(real), **options)
+    return x, tuple(a + b for a, b in zip(use, more, strict=True))

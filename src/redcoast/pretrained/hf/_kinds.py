@@ -1,0 +1,134 @@
+"""Tables of the types of model that are `Transformer`s: their options, settings and tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ...models._transformer import TransformerConfig
+from .._settings import defaults_of, read_fields, read_settings, rename, write_fields
+from .._tensors import Tensor
+from ._rope import read_rope_settings, write_rope
+from ._tables import (
+    HEADS_BIAS,
+    LLAMA_FIELDS,
+    LLAMA_LAYER,
+    VECTOR,
+    llama_attention,
+    llama_ends,
+    llama_mlp,
+)
+
+TRANSFORMER_FIELDS = {
+    **LLAMA_FIELDS,
+    "kv_heads": ("num_key_value_heads", None),
+    "head_size": ("head_dim", None),
+    "rope_base": ("rope_theta", 10000.0),
+    "context": ("max_position_embeddings", 2048),
+}
+WINDOW_FIELDS = TRANSFORMER_FIELDS | {"window": ("sliding_window", None)}
+# The options by which types of model differ. Not all options are among them, since all types have
+# some, such as a dropout rate of attention.
+_OPTIONS = """
+    head_size rotary_dim rope_layers window qkv_bias qk_norm output_norms weights_sum_to_one
+""".split()  # noqa: SIM905
+_DEFAULTS = {f.name: f.default for f in fields(TransformerConfig) if f.name in _OPTIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A type of model.
+
+    - `architecture`: the name of its class, without what it is for.
+    - `options`: the options that all its models have.
+    - `free`: the options that each of them may have.
+    - `fields`: the names of the settings of its fields, and their default values.
+    - `defaults`: further settings that are read, and default values that differ.
+    - `only`, `ignored`: arguments of `read_settings`.
+    - `renamed`: other names of settings.
+    - `more`: returns further fields of the configuration from the settings.
+    - `written`: returns further settings from the configuration.
+    """
+
+    architecture: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    free: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=lambda: TRANSFORMER_FIELDS)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    more: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
+    written: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+
+Kinds = Mapping[str, Kind]
+
+
+def read_kind(settings: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """Reads the settings of one of several types of model, by default of the first."""
+    kind = kinds.get(settings.get("model_type", ""), next(iter(kinds.values())))
+    defaults = {
+        **defaults_of(kind.fields),
+        "eos_token_id": None,
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+        **kind.defaults,
+    }
+    only = {
+        "model_type": tuple(kinds),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "rope_interleaved": (False,),
+        **kind.only,
+    }
+    c = read_settings(rename(settings, kind.renamed), defaults, only, kind.ignored)
+    if c["num_key_value_heads"] is None:
+        c["num_key_value_heads"] = c["num_attention_heads"]
+    return read_fields(c, kind.fields) | read_rope_settings(c) | dict(kind.options) | kind.more(c)
+
+
+def write_kind(config: TransformerConfig, kinds: Kinds) -> dict[str, Any]:
+    """The inverse of `read_kind`."""
+    c = config
+    name = kind_of(c, kinds)
+    kind = kinds[name]
+    settings = write_fields(c, kind.fields)
+    settings |= {"architectures": [f"{kind.architecture}ForCausalLM"], "model_type": name}
+    settings |= {"hidden_act": "silu", "head_dim": c.head_dim}
+    return settings | write_rope(c.rope_scaling, c.context) | kind.written(c)
+
+
+def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
+    """Returns the type of model that has these options."""
+    for name, kind in kinds.items():
+        fixed = {**_DEFAULTS, **kind.options}
+        if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
+            return name
+    chosen = {x: getattr(config, x) for x in _OPTIONS if getattr(config, x) != _DEFAULTS[x]}
+    raise ValueError(
+        f"No published architecture has this combination of options: {_listed(chosen)}. "
+        + " ".join(
+            f"{kind.architecture} has {_listed(kind.options) or 'none of them'}, and may have "
+            f"{' and '.join(f'`{x}`' for x in kind.free) or 'no other'}."
+            for kind in kinds.values()
+        )
+    )
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return " and ".join(f"`{name}={value}`" for name, value in options.items())
+
+
+def transformer_tensors(config: TransformerConfig) -> dict[str, Tensor]:
+    """Maps each array to its published tensors."""
+    layer = LLAMA_LAYER + "self_attn."
+    tables = llama_attention("qkv" if config.qkv_bias else "") | llama_mlp()
+    if config.qk_norm:
+        pattern = HEADS_BIAS if config.output_norms else "head_dim -> head_dim"
+        for letter in "qk":
+            tables[f"layers/{letter}_norm"] = Tensor(f"{layer}{letter}_norm.weight", pattern)
+    if config.output_norms:
+        names = {"attention": "post_attention", "mlp": "post_feedforward"}
+        for part, name in names.items():
+            tables[f"layers/{part}_norm"] = Tensor(f"{LLAMA_LAYER}{name}_layernorm.weight", VECTOR)
+    return tables | llama_ends(config)

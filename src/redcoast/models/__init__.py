@@ -61,6 +61,9 @@ from .sizes import gemma2_2b as gemma2_2b
 from .sizes import gemma2_9b as gemma2_9b
 from .sizes import gemma2_27b as gemma2_27b
 from .sizes import gemma3_1b as gemma3_1b
+from .sizes import gemma3_4b as gemma3_4b
+from .sizes import gemma3_12b as gemma3_12b
+from .sizes import gemma3_27b as gemma3_27b
 from .sizes import gemma_2b as gemma_2b
 from .sizes import gemma_7b as gemma_7b
 from .sizes import gpt2_large as gpt2_large

@@ -65,6 +65,8 @@ _MAMBA2: dict[str, Any] = {"tied": True, "bos": 0, "eos": (0,), "pad": 0}
 _WHISPER: dict[str, Any] = {"bos": 50257, "eos": (50257,), "pad": 50257}
 _GEMMA: dict[str, Any] = {"pad": 0, "bos": 2, "eos": (1,)}
 _GEMMA2 = _GEMMA | {"window": 4096, "post_norms": True, "score_cap": 50.0, "logit_cap": 30.0}
+_GEMMA3 = _GEMMA | {"post_norms": True, "qk_norm": True, "score_scale": 256, "context": 131072}
+_GEMMA3 |= {"rope_base": 1e6, "rope_scaling": RopeScaling("linear", 8.0), "local_rope_base": 1e4}
 
 # fmt: off
 llama_7b = _named(Llama, 32000, 4096, 32, 32, 32, 11008, **_LLAMA1)
@@ -163,6 +165,19 @@ gemma3_1b = _named(
     Gemma, 262144, 1152, 26, 4, 1, 6912,
     local=(*((True,) * 5 + (False,)) * 4, True, True), window=512, rope_base=1e6,
     local_rope_base=1e4, post_norms=True, qk_norm=True, score_scale=256, context=32768, **_GEMMA,
+)
+gemma3_4b = _named(
+    Gemma, 262208, 2560, 34, 8, 4, 10240,
+    local=(*((True,) * 5 + (False,)) * 5, True, True, True, True), window=1024, **_GEMMA3,
+)
+gemma3_12b = _named(
+    Gemma, 262208, 3840, 48, 16, 8, 15360,
+    local=((True,) * 5 + (False,)) * 8, window=1024, **_GEMMA3,
+)
+gemma3_27b = _named(
+    Gemma, 262208, 5376, 62, 32, 16, 21504,
+    head_dim=128, local=(*((True,) * 5 + (False,)) * 10, True, True), window=1024,
+    **_GEMMA3 | {"score_scale": 168},
 )
 
 mixtral_8x7b = _named(Mixtral, 32000, 4096, 32, 32, 8, 14336, bos=1, eos=(2,))

@@ -24,6 +24,7 @@ from ._read_to_device import fill_device
 from ._read_to_host import fill_host
 from ._registry import find_family
 from ._source import check_computed, check_elements, check_layers, open_source
+from ._text_part import text_part
 
 
 def load(
@@ -36,6 +37,7 @@ def load(
     """Loads the model at a path; see `load_pretrained`."""
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
+    source = text_part(source, path)
     family, config = find_family(source.settings, path)
     if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import models
+from ._text_part import text_settings
 from ._unsupported import check_quantised, refuse_type
 from .hf import (
     bart,
@@ -102,6 +103,7 @@ def write_config(config: Any) -> dict[str, Any]:
 
 def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
     """Returns the family of the model that the settings describe, and its configuration."""
+    settings = text_settings(settings)
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise refuse_type(kind, _BY_TYPE, where)

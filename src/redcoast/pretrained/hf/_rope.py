@@ -47,7 +47,10 @@ def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
 
 
 def _kind_of(rope: Mapping[str, Any]) -> str:
-    kinds = (rope.get(name) or "default" for name in ("rope_type", "type"))
+    # Of a token, the three positions of Qwen's images are one and the same.
+    same = {None: "default", "mrope": "default"}
+    kinds = (rope.get(name) for name in ("rope_type", "type"))
+    kinds = [same.get(kind, kind) for kind in kinds]
     return next((kind for kind in kinds if kind != "default"), "default")
 
 

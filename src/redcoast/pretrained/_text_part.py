@@ -1,0 +1,118 @@
+"""The language model within a model of texts and images, or of texts and sounds.
+
+Such models put what they read from an image between the embeddings of tokens. Texts alone pass
+through the language model as if it were by itself, so that it is loaded without the rest.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ..core._frames import warn
+from ._lazy_tensor import Source, Stored
+
+# The types of model around a language model, and the type of this if the file does not say.
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "smolvlm": "llama",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
+}
+# Other names of the types of language models.
+_SAME = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_SIZE_NAMES = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads
+""".split()  # noqa: SIM905
+# Files leave out sizes that are the defaults of `transformers`.
+_SIZES = {
+    "gemma3_text": (262208, 2304, 9216, 26, 8, 4),
+    "llama": (32000, 4096, 11008, 32, 32, 32),
+    "mistral": (32000, 4096, 14336, 32, 32, 8),
+    "qwen2": (151936, 4096, 22016, 32, 32, 32),
+    "qwen3": (151936, 4096, 22016, 32, 32, 32),
+}
+# Settings that a file may have for the entire model and not again for its language model.
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+_HEAD = "lm_head."
+# How the names of a language model's tensors begin, and how they would begin by itself.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": _HEAD,
+    "language_model.": "model.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    _HEAD: _HEAD,
+}
+
+
+def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the language model, or those of any other model as they are."""
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in WRAPPERS:
+        return settings
+    text = settings.get("text_config")
+    if not isinstance(text, dict):  # the first files have both kinds of settings side by side
+        parts = {name for name, value in settings.items() if name.endswith("_config")}
+        text = {name: settings[name] for name in settings.keys() - parts}
+        text["model_type"] = WRAPPERS[kind]
+    kind = text.get("model_type") or WRAPPERS[kind]
+    kind = _SAME.get(kind, kind)
+    sizes = dict(zip(_SIZE_NAMES, _SIZES.get(kind, ()), strict=False))
+    shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
+    text = sizes | shared | text
+    if settings.get(_TIED) is not None:
+        text[_TIED] = settings[_TIED]
+    return text | {"model_type": kind, "architectures": None}
+
+
+def text_part(source: Source, where: Any) -> Source:
+    """Returns the language model of a file, and warns of the tensors that are left out; or any
+    other model as it is."""
+    settings = text_settings(source.settings)
+    if settings is source.settings:
+        return source
+    names = _names(source.stored)
+    left_out = Counter(_module(name) for name in source.stored.keys() - names.keys())
+    if left_out:
+        parts = " and ".join(f"{count} of {name}" for name, count in sorted(left_out.items()))
+        warn(
+            f"{where} holds a {source.settings['model_type']}, of which only the language model is "
+            f"loaded, for texts alone. Left out: {left_out.total()} tensors, {parts}."
+        )
+    stored = {new: source.stored[name] for name, new in names.items()}
+    if _TIED not in settings:
+        settings[_TIED] = not any(name.startswith(_HEAD) for name in stored)
+    return dataclasses.replace(source, settings=settings, stored=stored)
+
+
+def _names(stored: Mapping[str, Stored]) -> dict[str, str]:
+    """Maps the names of the language model's tensors to those that they would have by itself."""
+    own = [prefix for prefix in _PREFIXES if prefix != _HEAD]
+    if not any(name.startswith(tuple(own)) for name in stored):
+        return {name: name for name in stored if name.startswith(("model.", _HEAD))}
+    renamed = {}
+    for name in stored:
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
+        if prefix is not None:
+            renamed[name] = _PREFIXES[prefix] + name.removeprefix(prefix)
+    return renamed
+
+
+def _module(name: str) -> str:
+    """The module that a tensor belongs to, such as `vision_tower`."""
+    return name.removeprefix("model.").split(".")[0]

@@ -406,6 +406,7 @@ def _check_match(
     if not (found := _differences(wanted, saved, "this run" if resuming else "`like`")):
         return
     if resuming:
+        _refuse_other_average(path, wanted, saved)
         raise CheckpointMismatch(
             f"{path} was saved with another model or optimizer. {found} Build both as they were, "
             "or choose another directory to start a new run."
@@ -419,6 +420,23 @@ def _check_match(
     if part is not None:
         remedy = f'All arrays of `like` are in the part `{part}`: pass `subtree="{part}"`.'
     raise CheckpointMismatch(f"{path} does not match `like`. {found} {remedy}")
+
+
+def _refuse_other_average(path: Path, wanted: dict[Names, Any], saved: dict[Names, Any]) -> None:
+    """Raises `CheckpointMismatch` if only one of the run and its checkpoint averages weights."""
+    averages = lambda arrays: any(names[0] == "average" for names in arrays)
+    if averages(wanted) and not averages(saved):
+        raise CheckpointMismatch(
+            f"{path} was saved without an average of the weights, and this run has `average`. "
+            "Leave it out; or load the state with `load_checkpoint`, and pass it to `fit` with "
+            "`average` and another directory."
+        )
+    if averages(saved) and not averages(wanted):
+        raise CheckpointMismatch(
+            f"{path} was saved with an average of the weights, and this run has none. Pass "
+            "`average`; or load the state with `load_checkpoint`, replace its `average` by `None`, "
+            "and pass it to `fit` with another directory."
+        )
 
 
 def _differences(wanted: dict[Names, Any], saved: dict[Names, Any], other: str) -> str:

@@ -44,6 +44,7 @@ def dry_run(
     compute_dtype: Any = None,
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
     suggest: bool = True,
 ) -> DryRun:
     """Compiles the step that [`redcoast.fit`][] would run, for devices that need not be present.
@@ -65,6 +66,7 @@ def dry_run(
         with these sizes. By default the mesh with the lowest estimated cost, among those on which
         the step fits by the planner's estimate; [`redcoast.suggest_mesh`][] compiles several.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `average`: as for [`redcoast.fit`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `suggest`: whether to look for changes that make the step fit, if it does not. Each of them is
         compiled.
@@ -100,6 +102,7 @@ def dry_run(
         optimizer=optimizer,
         overrides=overrides,
         trainable=trainable,
+        average=average,
     )
     place, init_fn = target_place(target), as_init_fn(init_fn)
     with without_ambient_mesh(), compiling_for(place.device):

@@ -75,6 +75,7 @@ def make_job(
     compute_dtype: Any = None,
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
 ) -> Job:
     """Makes an abstract training step from its parts; no arrays are created.
 
@@ -86,7 +87,7 @@ def make_job(
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype)
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     make = lambda key: init_state(init_fn, optimizer, key=key, **given)
     batch = batch_shapes(batch)
     # An error in the loss is the same on all meshes, so it is raised here, before planning.

@@ -52,6 +52,7 @@ def suggest_mesh(
     compute_dtype: Any = None,
     overrides: Sequence[Override] = (),
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
 ) -> MeshSuggestion:
     """Finds the mesh on which a training step is fastest, among those on which it fits.
 
@@ -75,6 +76,7 @@ def suggest_mesh(
     - `compiled`: the number of meshes to compile. If none of them fits, up to as many more are
         compiled until one does, those with the least estimated memory first.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `average`: as for [`redcoast.fit`][].
     - `overrides`: as for [`redcoast.infer_shardings`][].
 
     **Returns:**
@@ -111,6 +113,7 @@ def suggest_mesh(
             compute_dtype=compute_dtype,
             overrides=overrides,
             trainable=trainable,
+            average=average,
         )
         return suggest(job, attached_place() if target is None else target_place(target), compiled)
 

@@ -68,6 +68,7 @@ def fit(
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
     overrides: Sequence[tuple[str, Any]] = (),
     plan: Plan | Literal["verify"] | None = None,
 ) -> TrainState:
@@ -109,6 +110,9 @@ def fit(
         and `eval/...` after evaluations. Unless a [`redcoast.progress_logger`][] is among them,
         one is added. `None` prints the progress and the evaluations, and `False` nothing.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `average`: the decay at each step of an exponential average of the weights, such as 0.999. The
+        averaged model is evaluated in place of the model, and is `averaged_model` of the returned
+        state. It takes as much memory as the trainable leaves in float32.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `plan`: a plan of the state, from [`redcoast.plan_step`][] or [`redcoast.load_plan`][]; by
         default, the step is planned. `"verify"` also compares loss and gradients of the planned
@@ -159,7 +163,7 @@ def fit(
         contextlib.ExitStack() as stack,
     ):
         abstract, key, create = starting_state(
-            model_or_state, optimizer, key, caller="fit", **given
+            model_or_state, optimizer, key, average=average, caller="fit", **given
         )
         data = batches(examples, collate_fn, key=key, mesh=with_auto_axes(chosen), **length)
         describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
@@ -167,7 +171,8 @@ def fit(
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
         compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
-        values = {"accumulate": accumulate, "checkpoints": str(checkpoints), **length}
+        values = {"accumulate": accumulate, "average": average, "checkpoints": str(checkpoints)}
+        values |= length
         of_step = (abstract, lambda: compiled(accumulate))
         of_data = (data, collate_fn, loss_fn, evaluation, key)
         check_agreement(found, model_or_state, *of_step, *of_data, **values)
@@ -219,7 +224,7 @@ def _loop(
         note = f"Raised in the evaluation after step {number}."
         assert measure is not None
         with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
-            metrics = measure(at.model, at.key, advance=advance)
+            metrics = measure(at.averaged_model, at.key, advance=advance)
         reader.write({f"eval/{name}": value for name, value in metrics.items()}, number)
         return metrics
 
@@ -243,7 +248,9 @@ def _loop(
             metrics = evaluate() if measure and due and not later else {}
             if measure and number == first + 1 and not (due or stop):
                 with noting(_TRIED), rescue(doubtful=()):
-                    measure.try_loss(done.state.model, done.state.key)  # while the step is taken
+                    measure.try_loss(
+                        done.state.averaged_model, done.state.key
+                    )  # while the step is taken
             due = bool(due and later)
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)

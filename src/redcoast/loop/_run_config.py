@@ -39,6 +39,7 @@ def run_of_fit(
         "optimizer": optimizer_name(state),
         "precision": precision_of(state, compute_dtype),
         "accumulate": accumulate,
+        "average": None if state.average is None else state.average.decay,
         "epochs": epochs,
         "seconds_at_peak": seconds_at_peak(state, loss_fn, data.spec, data.mesh, **given),
     }

@@ -309,7 +309,8 @@ def plan_shardings(
     from ._from_program import plan_flow
 
     leaves = [] if model_of(tree) is tree else flat_leaves(tree)
-    state_bytes = sum(leaf.bytes for leaf in leaves if leaf.path[0] == "opt_state")
+    sharded_alike = ("opt_state", "average")
+    state_bytes = sum(leaf.bytes for leaf in leaves if leaf.path[0] in sharded_alike)
     model, given = on_auto_axes((model_of(tree), tuple(args)))
     with auto_ambient_mesh():
         inside, compute, report = plan_flow(

@@ -48,6 +48,7 @@ def prepare(
     accumulate: int = 1,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
 ) -> Prepared:
     """Plans and creates the state of a custom training loop, and compiles its training step.
 
@@ -66,6 +67,7 @@ def prepare(
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
+    - `average`: as for [`redcoast.fit`][].
 
     **Returns:**
 
@@ -87,7 +89,7 @@ def prepare(
     options = {"accumulate": accumulate, **given}
     with auto_ambient_mesh():
         abstract, _, create = starting_state(
-            on_auto_axes(init_fn), optimizer, key, caller="prepare", **given
+            on_auto_axes(init_fn), optimizer, key, average=average, caller="prepare", **given
         )
     plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
     loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}

@@ -17,6 +17,7 @@ from ..distributed._arrays import place_tree
 from ._optimizer import refuse_optimizer_states, refuse_per_example
 from ._shared_arrays import warn_of_shared
 from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
+from ._weight_average import with_average
 
 
 def starting_state(
@@ -26,13 +27,14 @@ def starting_state(
     *,
     compute_dtype: Any,
     trainable: PyTree,
+    average: int | float | None,
     caller: str,
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
     """The abstract state of a run, its key, and a function that makes it with given shardings.
 
     `caller` is the function that was given the model, as messages name it.
     """
-    given = {"compute_dtype": compute_dtype, "trainable": trainable}
+    given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     if model_or_state is None:
         raise TypeError(
             f"The model that `{caller}` was given is None. Pass a model, a function "
@@ -53,6 +55,7 @@ def starting_state(
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
         state = with_loss_scale(model_or_state, compute_dtype)
+        state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
     key = jax.random.key(0) if key is None else key
     if is_init_fn(model_or_state):

@@ -38,6 +38,7 @@ from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import check_compute_dtype, widen
 from ._shared_arrays import warn_of_shared
 from ._skip_nonfinite import guarded_update
+from ._weight_average import WeightAverage, model_with, with_average
 
 
 class TrainState(AbstractTrainState):
@@ -48,6 +49,9 @@ class TrainState(AbstractTrainState):
     - `step`: the number of steps taken, including skipped steps; int32.
     - `key`: the PRNG key of the run, the same at all steps. Step n uses `fold_in(key, n)`.
     - `loss_scale`: a [`redcoast.LossScale`][] if the loss is computed in float16, else `None`.
+    - `average`: the average of the weights, if `init_state` or `fit` was given `average`, else
+        `None`. Its `weights` are those of the trainable leaves, in float32 or wider.
+    - `averaged_model`: the model with the averaged weights; without an average, `model`.
     """
 
     model: PyTree
@@ -55,6 +59,11 @@ class TrainState(AbstractTrainState):
     step: Int[Array, "..."]
     key: PRNGKeyArray
     loss_scale: LossScale | None = None
+    average: WeightAverage | None = None
+
+    @property
+    def averaged_model(self) -> PyTree:
+        return model_with(self.average, self.model)
 
 
 @hide_frames
@@ -66,6 +75,7 @@ def init_state(
     shardings: PyTree[NamedSharding | None] | None = None,
     compute_dtype: Any = None,
     trainable: PyTree = eqx.is_inexact_array,
+    average: int | float | None = None,
 ) -> TrainState:
     """Creates the state of a training run, sharded from the start.
 
@@ -82,6 +92,8 @@ def init_state(
     - `compute_dtype`: as in [`redcoast.train_step`][]; with `jnp.float16`, the state has a
         `loss_scale`.
     - `trainable`: the leaves that the optimizer trains, as in [`redcoast.train_step`][].
+    - `average`: the decay of an average of the weights, such as 0.999, which each step updates; as
+        in [`redcoast.fit`][]. By default, there is none.
 
     **Returns:**
 
@@ -108,12 +120,12 @@ def init_state(
             model = init_fn(model_key)
         if shardings is None:  # otherwise it was given for the abstract state
             warn_of_shared(model, trainable)
-        return state_of(model, optimizer, key=key, compute_dtype=compute_dtype, trainable=trainable)
+        return state_of(model, optimizer, key=key, **options)
 
+    options = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     check_optimizer(optimizer)
     check_key(key)
     if is_model(init_fn):
-        options = {"compute_dtype": compute_dtype, "trainable": trainable}
         if shardings is None:
             warn_of_shared(init_fn, trainable)
         return state_of_model(init_fn, optimizer, key=key, shardings=shardings, **options)
@@ -154,6 +166,7 @@ def state_of(
     key: PRNGKeyArray,
     compute_dtype: Any,
     trainable: PyTree,
+    average: int | float | None = None,
 ) -> TrainState:
     """Creates the state at step 0 for a given model."""
     model = tree_to_jax_dtypes(model, "the model")
@@ -167,7 +180,8 @@ def state_of(
     # A step returns strongly typed arrays, so weakly typed ones would cost a second compilation.
     is_weak = lambda x: getattr(x, "weak_type", False)
     strong = lambda x: jax.lax.convert_element_type(x, x.dtype) if is_weak(x) else x
-    return with_loss_scale(jax.tree.map(strong, state), compute_dtype)
+    state = with_loss_scale(jax.tree.map(strong, state), compute_dtype)
+    return with_average(state, average, trainable)
 
 
 def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
@@ -212,7 +226,8 @@ def train_step(
     """Takes one optimizer step; a pure function that can be jitted, vmapped and scanned.
 
     If the loss or the gradient is NaN or infinite, the step is skipped: the model and the optimizer
-    state do not change. If the state has a `loss_scale`, the loss is scaled by it.
+    state do not change. If the state has a `loss_scale`, the loss is scaled by it, and if it has an
+    `average`, the new weights are averaged.
 
     **Arguments:**
 
@@ -305,7 +320,10 @@ def train_step(
         metrics["loss_scale"] = scale.value
         scale = scale.adjust(finite)
         metrics["skipped_total"] = scale.skipped.astype(jnp.float32)
-    return TrainState(model, opt_state, state.step + 1, state.key, scale), metrics
+    average = state.average
+    if average is not None:
+        average = average.after(params_after, finite)
+    return TrainState(model, opt_state, state.step + 1, state.key, scale, average), metrics
 
 
 @hide_frames

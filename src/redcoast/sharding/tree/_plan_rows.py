@@ -73,7 +73,7 @@ class Compute:
 def plan_rows(tree: Any, model: list[Row]) -> list[Row]:
     """Returns a row for each array, in flattened order; `model` are those of the model alone.
 
-    The optimizer's state is sharded like the parameters.
+    The optimizer's state and an average of the weights are sharded like the parameters.
     """
     if model_of(tree) is tree:
         return model
@@ -85,6 +85,8 @@ def plan_rows(tree: Any, model: list[Row]) -> list[Row]:
     for leaf in leaves:
         if leaf.path[0] == "opt_state":
             rows.append(Row(leaf, *_follow(leaf, by_path), "optimizer state"))
+        elif leaf.path[0] == "average":
+            rows.append(Row(leaf, *_follow(leaf, by_path), "other"))
         elif leaf.path[0] != "model":
             text = "not a parameter" if leaf.shape else "scalar"
             rows.append(Row(leaf, P(), Reason("replicated", text), "other"))
@@ -97,7 +99,7 @@ def model_of(tree: Any) -> Any:
 
 
 def _follow(state: Leaf, by_path: Mapping[tuple[str, ...], Row]) -> tuple[P, Reason]:
-    """The spec of an array of the optimizer's state, and the reason for it.
+    """The spec of an array of the optimizer's state or of an average, and the reason for it.
 
     Optimizers keep their arrays in trees like the parameters', so the path of an array ends with
     the path of its parameter. If it ends with several paths, the longest is used.

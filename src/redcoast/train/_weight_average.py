@@ -1,0 +1,78 @@
+"""The exponential average of the weights over the steps of a run, which is evaluated."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ..core._errors import check_number
+from ..core._pytree import partition_trainable
+from ._precision import widen
+
+if TYPE_CHECKING:
+    from ._step import TrainState
+
+
+class WeightAverage(eqx.Module):
+    """The average of the trainable leaves over the steps taken, the latest counting most.
+
+    After n steps it is the sum of `decay**(n - i) * weights_i`, divided by the sum of the factors,
+    so the first weights do not count: `optax.ema(decay, debias=True)` of the weights.
+
+    - `weights`: the average, in float32 or wider, with `None` at leaves that are not trained.
+    - `steps`: the number of steps that were averaged; int32.
+    - `decay`: a number between 0 and 1.
+    """
+
+    weights: PyTree
+    steps: Int[Array, "..."]
+    decay: float = eqx.field(static=True)
+
+    def after(self, params: PyTree, finite: Bool[Array, ""]) -> "WeightAverage":
+        """The average after a step to `params`; the same if the step was not finite."""
+        if jax.tree.structure(params) != jax.tree.structure(self.weights):
+            raise ValueError(
+                "The average of the weights in the state is not that of the leaves that "
+                "`trainable` selects. Pass the `trainable` with which the state was created."
+            )
+        steps = self.steps + 1
+
+        def mix(old: Array, new: Array) -> Array:
+            number = steps.astype(old.real.dtype)
+            # The sum of the factors is (1 - decay**n) / (1 - decay).
+            share = (1 - self.decay) / -jnp.expm1(number * math.log(self.decay))
+            return jnp.where(finite, old + share * (new.astype(old.dtype) - old), old)
+
+        weights = jax.tree.map(mix, self.weights, params)
+        return WeightAverage(weights, jnp.where(finite, steps, self.steps), self.decay)
+
+
+def with_average(state: "TrainState", decay: int | float | None, trainable: PyTree) -> "TrainState":
+    """A state with an average of its trainable leaves; without a `decay`, the state as it is."""
+    if decay is None:
+        return state
+    check_number("average", decay)
+    if not 0 < decay < 1:
+        raise ValueError(
+            f"`average` is {decay}. It is the decay of the average of the weights at each step, "
+            "between 0 and 1, such as 0.999."
+        )
+    if state.average is not None:
+        average = dataclasses.replace(state.average, decay=float(decay))
+    else:
+        params, _ = partition_trainable(state.model, trainable)
+        average = WeightAverage(jax.tree.map(widen, params), jnp.zeros((), jnp.int32), float(decay))
+    return dataclasses.replace(state, average=average)
+
+
+def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
+    """A model with averaged weights, in the dtypes of its own; the model itself without them."""
+    if average is None:
+        return model
+    is_none = lambda x: x is None
+    choose = lambda new, old: old if new is None else new.astype(old.dtype)
+    return jax.tree.map(choose, average.weights, model, is_leaf=is_none)

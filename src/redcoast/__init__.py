@@ -25,6 +25,7 @@ from .distributed._kv_store import ProcessLost as ProcessLost
 from .distributed._mesh import emulate_devices as emulate_devices
 from .distributed._mesh import make_mesh as make_mesh
 from .generate import generate as generate
+from .loop._early_stopping import EarlyStopping as EarlyStopping
 from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict_examples as predict_examples
 from .loop._evaluation import Evaluation as Evaluation
@@ -45,6 +46,7 @@ from .sharding import plan_shardings as plan_shardings
 from .sharding import save_plan as save_plan
 from .tracking._jsonl import jsonl_logger as jsonl_logger
 from .tracking._jsonl import read_metrics as read_metrics
+from .tracking._loggers import STOP as STOP
 from .tracking._loggers import RunInfo as RunInfo
 from .tracking._loggers import console_logger as console_logger
 from .tracking._metrics import MetricsReader as MetricsReader

@@ -17,6 +17,7 @@ from problem import collate_fn, fit_quietly, loss_fn, make_examples, make_model,
 import redcoast as rc
 from redcoast.loop import _stop as _signals
 from redcoast.loop._stop import (
+    ASKED,
     GO_ON,
     INTERRUPT,
     STOP,
@@ -328,7 +329,7 @@ def test_a_signal_in_the_last_step_lets_that_run_end_and_no_other_begin(received
         fit(steps=2)
 
 
-@pytest.mark.parametrize("level", [STOP, INTERRUPT])
+@pytest.mark.parametrize("level", [ASKED, STOP, INTERRUPT])
 def test_processes_agree_on_the_level_one_call_later(level):
     """As several processes do; here one process fills all parts."""
     levels = iter([GO_ON, level, GO_ON])

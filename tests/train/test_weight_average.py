@@ -20,7 +20,9 @@ DECAY = 0.7
 def averaged_by_hand(weights, decay):
     """The weights of each step, averaged in float64."""
     factors = decay ** np.arange(len(weights))[::-1].astype(np.float64)
-    return [np.tensordot(factors / factors.sum(), np.stack(x), 1) for x in zip(*weights)]
+    return [
+        np.tensordot(factors / factors.sum(), np.stack(x), 1) for x in zip(*weights, strict=True)
+    ]
 
 
 def models_of(steps, average, trainable=eqx.is_inexact_array, **options):
@@ -88,7 +90,7 @@ def test_average_of_half_precision_is_kept_in_float32_and_of_a_skipped_step_left
 
 
 def test_average_with_float16_and_microbatches_is_of_the_same_weights():
-    models, state = models_of(3, DECAY)
+    _, state = models_of(3, DECAY)
     _, parts = models_of(3, DECAY, compute_dtype=jnp.float16)
     assert parts.loss_scale is not None
     for a, b in zip(arrays(parts.averaged_model), arrays(state.averaged_model), strict=True):

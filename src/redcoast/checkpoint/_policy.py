@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -82,6 +83,17 @@ class Checkpoints:
     def path(self) -> Path:
         """The absolute path of the directory of the checkpoints."""
         return self._path
+
+
+def as_checkpoints(checkpoints: Any) -> Checkpoints | None:
+    """The checkpoints of a run that is given them, or the path of its directory."""
+    if checkpoints is None or isinstance(checkpoints, Checkpoints):
+        return checkpoints
+    if isinstance(checkpoints, str | os.PathLike):
+        return Checkpoints(Path(checkpoints))
+    words = "a `redcoast.Checkpoints`, or the path of the run's directory"
+    check_kind("checkpoints", checkpoints, Checkpoints, words)
+    return None
 
 
 def saved_steps(checkpoints: Checkpoints) -> list[int]:

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -24,8 +25,20 @@ _CALLS = {
     "output_fn": "output_fn(predictions)",
     "metric_fn": "metric_fn(examples, outputs)",
     "collate_fn": "collate_fn(examples)",
-    "log": "log(metrics, step)",
+    "log": "log(metrics, step)",  # or, with a parameter `state`, `log(metrics, step, state=state)`
 }
+
+
+def takes_keyword(fn: Callable[..., Any], name: str) -> bool:
+    """Returns whether a function has a parameter of this name."""
+    code = getattr(fn, "__code__", None)
+    # For a plain function, this is cheaper than its signature. A decorator takes any keyword.
+    if code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
+        return name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    try:
+        return name in inspect.signature(fn).parameters
+    except ValueError:  # functions implemented in C may have no signature
+        return False
 
 
 def describe(tree: PyTree) -> str:

@@ -1,6 +1,5 @@
 """Calls the user's `collate_fn` and checks its batches."""
 
-import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import listed
 from ..core._owned import copied, held_elsewhere
 from ..core._pytree import show_path
-from ..core._user_functions import calling
+from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
 from ._in_turn import InTurn
 from ._per_batch import is_per_batch
@@ -69,14 +68,7 @@ def _call(
 
 def takes_rngs(collate_fn: CollateFn) -> bool:
     """Returns whether `collate_fn` has a parameter `rngs`."""
-    code = getattr(collate_fn, "__code__", None)
-    # For a plain function, this is cheaper than its signature. A decorator takes any keyword.
-    if code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
-        return "rngs" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    try:
-        return "rngs" in inspect.signature(collate_fn).parameters
-    except ValueError:  # functions implemented in C may have no signature
-        return False
+    return takes_keyword(collate_fn, "rngs")
 
 
 def _is_list_of_examples(arrays: PyTree, rows: int) -> bool:

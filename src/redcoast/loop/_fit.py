@@ -4,15 +4,17 @@ import contextlib
 import functools as ft
 import logging
 from collections.abc import Callable, Sequence
+from os import PathLike
 from typing import Any, Literal
 
 import equinox as eqx
+import jax
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
-from ..checkpoint._policy import Checkpoints, newest_checkpoint
+from ..checkpoint._policy import Checkpoints, as_checkpoints, newest_checkpoint
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
 from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames
@@ -31,6 +33,7 @@ from ..train._reused_steps import reused_step
 from ..train._start import starting_state
 from ..train._step import TrainState
 from ._consistency import check_agreement
+from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping
 from ._error_notes import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
 from ._nonfinite import explain_batch, explain_step
@@ -44,7 +47,14 @@ from ._setup import (
     prepare_evaluation,
 )
 from ._steps import Step, training_steps
-from ._stop import StopRequest, end_after_signal, refuse_after_signal, stop_request
+from ._stop import (
+    ASKED,
+    GO_ON,
+    StopRequest,
+    end_after_signal,
+    refuse_after_signal,
+    stop_request,
+)
 
 logger = logging.getLogger("redcoast")
 
@@ -63,7 +73,8 @@ def fit(
     steps: int | None = None,
     key: PRNGKeyArray | None = None,
     evaluation: Evaluation | None = None,
-    checkpoints: Checkpoints | None = None,
+    early_stopping: EarlyStopping | None = None,
+    checkpoints: Checkpoints | str | PathLike[str] | None = None,
     log: Log | Sequence[Log] | Literal[False] | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
@@ -104,11 +115,16 @@ def fit(
         `jax.random.key(0)` by default.
     - `evaluation`: a [`redcoast.Evaluation`][]: validation examples, for which the loss and metrics
         of predictions are computed.
-    - `checkpoints`: a [`redcoast.Checkpoints`][]; without it, nothing is saved.
+    - `early_stopping`: a [`redcoast.EarlyStopping`][]: stops when a metric of the evaluation no
+        longer improves, and returns the best state.
+    - `checkpoints`: a [`redcoast.Checkpoints`][], or the path of its directory; without it, nothing
+        is saved.
     - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] returns, or a list of
         callables. Each gets `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step,
-        and `eval/...` after evaluations. Unless a [`redcoast.progress_logger`][] is among them,
-        one is added. `None` prints the progress and the evaluations, and `False` nothing.
+        and `eval/...` after evaluations. One with a parameter `state` also gets the state after the
+        step, in each process. If one returns [`redcoast.STOP`][], the run stops. Unless a
+        [`redcoast.progress_logger`][] is among them, one is added. `None` prints the progress and
+        the evaluations, and `False` nothing.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
     - `average`: the decay at each step of an exponential average of the weights, such as 0.999. The
         averaged model is evaluated in place of the model, and is `averaged_model` of the returned
@@ -120,9 +136,10 @@ def fit(
 
     **Returns:**
 
-    The [`redcoast.TrainState`][] at the end. Its `model` is the trained model. If the run was
-    stopped, its `step` is below `steps`, and other calls of `fit`, [`redcoast.evaluate`][] and
-    [`redcoast.predict_examples`][] in this process raise a `RuntimeError`.
+    The [`redcoast.TrainState`][] at the end, or, with `early_stopping`, at the best evaluation. Its
+    `model` is the trained model. If a signal stopped the run, its `step` is below `steps`, and
+    other calls of `fit`, [`redcoast.evaluate`][] and [`redcoast.predict_examples`][] in this
+    process raise a `RuntimeError`.
 
     **Raises:**
 
@@ -148,6 +165,10 @@ def fit(
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     quiet = not (is_main() and shows_progress(all_loggers(log)))
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
+    early_stopping, checkpoints = complete_early_stopping(
+        early_stopping, evaluation, as_checkpoints(checkpoints)
+    )
+    best = BestSoFar(early_stopping, checkpoints) if early_stopping else None
     length = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     options = {"loss_fn": loss_fn, "accumulate": accumulate, **given}
@@ -172,7 +193,7 @@ def fit(
         found = plan_run(plan, abstract, data, overrides, **options)
         compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
         values = {"accumulate": accumulate, "average": average, "checkpoints": str(checkpoints)}
-        values |= length
+        values |= length | {"early_stopping": str(early_stopping)}
         of_step = (abstract, lambda: compiled(accumulate))
         of_data = (data, collate_fn, loss_fn, evaluation, key)
         check_agreement(found, model_or_state, *of_step, *of_data, **values)
@@ -182,12 +203,14 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
+        if best is not None and restored:
+            best.restore(saved.get(SAVED))
         about = {"resumed": restored is not None, "epochs": epochs, **options}
         info = run_of_fit(found, data, abstract, saver.directory, **about)
-        announce(found, data, resumed=info.resumed, quiet=quiet)
-        measure = prepare_evaluation(
-            evaluation, found, state, data, checkpoints, loss_fn, compute_dtype
-        )
+        announce(found, data, resumed=info.resumed, over=best and best.is_over, quiet=quiet)
+        needed = {"EarlyStopping(metric=...)": early_stopping and early_stopping.metric}
+        needed["Checkpoints(best=...)"] = checkpoints and checkpoints.best and checkpoints.metric
+        measure = prepare_evaluation(evaluation, found, state, data, needed, loss_fn, compute_dtype)
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
         step = by_microbatches(compiled, batch_size, accumulate)
@@ -195,9 +218,18 @@ def fit(
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
-        state = _loop(state, data, step, stopping, reader, explain, measure, due, saver)
-    conclude(state, data.steps, saver.directory, quiet=quiet)
-    end_after_signal(stopping, int(state.step), data.steps, saved=newest_checkpoint(checkpoints))
+        if best is None or not best.is_over:
+            state = _loop(state, data, step, stopping, reader, explain, measure, best, due, saver)
+    last = int(state.step)
+    finished = last == data.steps or (best is not None and best.is_over)
+    ended = stopping.level == GO_ON or (stopping.level == ASKED and finished)
+    reason = stopping.reason if stopping.level == ASKED else ""
+    if best is not None and ended:
+        reason = best.describe(last)
+    conclude(state, data.steps, saver.directory, reason, ended=ended, quiet=quiet)
+    end_after_signal(stopping, last, data.steps, saved=newest_checkpoint(checkpoints))
+    if best is not None and ended:
+        state = best.state(state, last, found.shardings)
     return on_mesh(state, chosen)
 
 
@@ -212,6 +244,7 @@ def _loop(
     reader: MetricsReader,
     explain: Callable[[Step, bool], str],
     measure: CompiledEvaluation | None,
+    best: BestSoFar | None,
     due: bool,
     saver: Checkpointer,
 ) -> TrainState:
@@ -225,27 +258,50 @@ def _loop(
         assert measure is not None
         with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
             metrics = measure(at.averaged_model, at.key, advance=advance)
-        reader.write({f"eval/{name}": value for name, value in metrics.items()}, number)
+        if best is not None:
+            best.see(metrics, number, at)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        reader.write(named, number, state=at)
         return metrics
 
     def save(metrics: dict[str, float]) -> None:
         if done is not None:
             reader.flush()
-            saver.save(done.number, done.state, {**done.batch.state, "due": due}, metrics)
+            counters = {} if best is None else {SAVED: best.saved}
+            data_state = {**done.batch.state, "due": due, **counters}
+            saver.save(done.number, done.state, data_state, metrics)
+
+    def asked_to_stop() -> bool:
+        """Whether a logger asked for it, and there are no other processes to agree with."""
+        if reader.stop_reason is not None:
+            stopping.ask(reader.stop_reason)
+        return reader.stop_reason is not None and jax.process_count() == 1
 
     rescue = ft.partial(rescued, reader, lambda: done and done.state, save)
     with contextlib.closing(data), rescue():
         if due and measure:
             evaluate()
+            if (best is not None and best.is_over) or (asked_to_stop() and stopping()):
+                return state
         for done in training_steps(state, data, step):
             batch, number = done.batch, done.number
             due = batch.last or (number % every == 0 if every else batch.epoch_end)
             look = ft.partial(explain_batch, data, batch)
-            reader.push(number, done.metrics, explain=ft.partial(explain, done), inspect=look)
+            reader.push(
+                number,
+                done.metrics,
+                explain=ft.partial(explain, done),
+                inspect=look,
+                state=done.state,
+            )
+            asked_to_stop()
             stop = stopping() and not batch.last
-            # A run that is stopped does not wait for an evaluation; it follows on resumption.
-            later = stop and not saver.keeps_best
+            # After a signal, a run does not wait for an evaluation; it follows on resumption.
+            later = stop and stopping.level > ASKED and not saver.keeps_best
             metrics = evaluate() if measure and due and not later else {}
+            over = best is not None and best.is_over
+            if (asked_to_stop() or over) and not batch.last:
+                stop = stop or over or stopping()
             if measure and number == first + 1 and not (due or stop):
                 with noting(_TRIED), rescue(doubtful=()):
                     measure.try_loss(
@@ -254,11 +310,12 @@ def _loop(
             due = bool(due and later)
             if batch.last or stop or saver.wants(number, metrics, epoch_end=batch.epoch_end):
                 save(metrics)
-            if stop:
+            if stop and stopping.level > ASKED:
                 of_steps = "" if data.steps is None else f" of {data.steps}"
                 logger.warning(
                     "Training stopped after step %d%s: %s.", *(number, of_steps, stopping.reason)
                 )
+            if stop:
                 break
         reader.flush()
     return done.state if done else state

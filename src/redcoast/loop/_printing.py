@@ -72,7 +72,9 @@ def _wrapped(label: str, text: str) -> str:
     return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
 
 
-def announce(plan: Plan, data: Batches, *, resumed: bool, quiet: bool) -> None:
+def announce(
+    plan: Plan, data: Batches, *, resumed: bool, over: bool | None = False, quiet: bool
+) -> None:
     """Prints how the model is sharded, what a user should know about the run, and what is next."""
     if quiet:
         return
@@ -92,16 +94,32 @@ def announce(plan: Plan, data: Batches, *, resumed: bool, quiet: bool) -> None:
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
             f"of them computes all of it. A multiple of {shards} would be split."
         )
-    if data.steps is None or data.step < data.steps:
+    if over:
+        say("Nothing is left to train: early stopping ended the run.")
+    elif data.steps is None or data.step < data.steps:
         say("Compiling ...")
 
 
-def conclude(state: TrainState, steps: int | None, directory: Path | None, *, quiet: bool) -> None:
-    """Prints where the last checkpoint of a run is, and how to resume a run that was stopped."""
+def conclude(
+    state: TrainState,
+    steps: int | None,
+    directory: Path | None,
+    reason: str = "",
+    *,
+    ended: bool = False,
+    quiet: bool,
+) -> None:
+    """Prints why a run ended, where its last checkpoint is, and how to resume a run that was
+    stopped.
+
+    `reason` is why it ended, if no signal stopped it; `ended`, whether it is not to be resumed.
+    """
     if quiet:
         return
     step = int(state.step)
-    stopped = steps is not None and step < steps
+    stopped = steps is not None and step < steps and not ended
+    if reason:
+        say(reason if ended else f"Training stopped after step {step:,}: {reason}.")
     if directory is not None and (saved := directory / "checkpoints" / str(step)).is_dir():
         say(f"Checkpoint: {show_directory(saved)}")
         if stopped:

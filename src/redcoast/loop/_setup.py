@@ -1,6 +1,6 @@
 """What a run does before its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_kind, noting, several
 from ..core._pytree import ARRAYS, leaf_paths
 from ..data._batches import Batches
@@ -121,13 +120,14 @@ def prepare_evaluation(
     plan: Plan,
     state: TrainState,
     data: Batches,
-    checkpoints: Checkpoints | None,
+    needed: Mapping[str, str | None],
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> CompiledEvaluation | None:
     """The compiled evaluation of a run, after its loss was traced and its metrics were tried.
 
-    So a mistake in it shows before an epoch is spent.
+    So a mistake in it shows before an epoch is spent. `needed` are the metrics that arguments of
+    the run name, by these arguments.
     """
     compiled, names = None, []
     if evaluation is not None:
@@ -135,10 +135,11 @@ def prepare_evaluation(
         with noting("Raised in the evaluation of one batch before the first step."):
             warn_if_not_mean(evaluation, plan, state.model, data, loss_fn, compute_dtype)
             names = compiled.rehearse(state.model, state.key)
-    if checkpoints and checkpoints.best is not None and checkpoints.metric not in names:
-        have = ", ".join(names) or "none, because there is no `evaluation`"
-        raise ValueError(
-            f"`Checkpoints(best={checkpoints.best!r})` is not a metric of the evaluation, which "
-            f"has {have}."
-        )
+    have = ", ".join(names) or "none, because there is no `evaluation`"
+    for argument, metric in needed.items():
+        if metric is not None and metric not in names:
+            raise ValueError(
+                f"`{argument.replace('...', repr(metric))}` is not a metric of the evaluation, "
+                f"which has {have}."
+            )
     return compiled

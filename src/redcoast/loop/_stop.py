@@ -29,8 +29,9 @@ STOPPED = 75
 TWICE = 0.1
 
 
-# How a loop is asked to stop. After an interrupt (Ctrl-C), `fit` raises `KeyboardInterrupt`.
-GO_ON, STOP, INTERRUPT = 0, 1, 2
+# How a loop is asked to stop: by a function of the user; by a signal or a limit of time; by an
+# interrupt (Ctrl-C), after which `fit` raises `KeyboardInterrupt`.
+GO_ON, ASKED, STOP, INTERRUPT = 0, 1, 2, 3
 
 
 class StopReason(NamedTuple):
@@ -43,27 +44,43 @@ class StopRequest:
 
     **Attributes:**
 
-    - `level`: `STOP` or `INTERRUPT` if it is, in all processes of the run alike.
+    - `level`: `ASKED`, `STOP` or `INTERRUPT` if it is, in all processes of the run alike.
     - `reasons`: what asked this process, each with its level.
     - `of_caller`: whether it belongs to a `stop_on_signal` of the caller, who then decides what
         follows after the loop.
     """
 
     def __init__(
-        self, ask: Callable[[], int], reasons: list[StopReason], *, of_caller: bool = False
+        self,
+        ask: Callable[[], int],
+        reasons: list[StopReason],
+        *,
+        of_caller: bool = False,
+        of_process: "StopRequest | None" = None,
     ):
         self._ask, self.reasons, self.of_caller = ask, reasons, of_caller
+        self._of_process = of_process  # what this process asks for, if all have to agree
+        self._asked: str | None = None
         self.level = GO_ON
 
     def __call__(self) -> bool:
-        self.level = max(self.level, self._ask())
+        own = GO_ON if self._asked is None or self._of_process else ASKED
+        self.level = max(self.level, self._ask(), own)
         return self.level > GO_ON
+
+    def ask(self, reason: str) -> None:
+        """Asks this loop, and no loop around it, to stop."""
+        self._asked = reason
+        if self._of_process is not None:
+            self._of_process.ask(reason)
 
     @property
     def reason(self) -> str:
         """What asked for it, as a sentence without its end."""
         if self.reasons:
             return self.reasons[0].text
+        if self._asked is not None:
+            return self._asked
         return "Another process of the run was asked to stop"
 
 
@@ -201,7 +218,7 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
     of_all = lambda level: jax.make_array_from_callback(
         (mesh.size,), everywhere, lambda _: np.full(1, level, np.int32)
     )
-    levels = [of_all(level) for level in (GO_ON, STOP, INTERRUPT)]
+    levels = [of_all(level) for level in (GO_ON, ASKED, STOP, INTERRUPT)]
     highest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
     computed: Any = None
 
@@ -211,7 +228,7 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
         before, computed = computed, highest(levels[asked.level])
         return GO_ON if before is None else int(before)
 
-    return StopRequest(level, asked.reasons, of_caller=asked.of_caller)
+    return StopRequest(level, asked.reasons, of_caller=asked.of_caller, of_process=asked)
 
 
 @contextlib.contextmanager
@@ -251,7 +268,10 @@ def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest
 
 
 def _level_of(outer: StopRequest | None) -> int:
-    return outer.level if outer is not None and outer() else GO_ON
+    if outer is None:
+        return GO_ON
+    outer()
+    return outer.level if outer.level > ASKED else GO_ON
 
 
 def highest_level(reasons: list[StopReason], level: int) -> int:

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any, SupportsFloat
 
 from ..core._output import say
+from ..core._user_functions import takes_keyword
 from ._jsonl import jsonl_logger
 from ._progress import ProgressLogger, progress_logger
 from ._terminal import BOLD, DIM, columns, styled
@@ -28,6 +29,26 @@ from ._terminal import BOLD, DIM, columns, styled
 logger = logging.getLogger("redcoast")
 Metrics = Mapping[str, SupportsFloat]
 Logger = Callable[[dict[str, float], int], None]
+
+
+class _Stop:
+    """What a function in `log` returns to stop the run after the current step.
+
+    [`redcoast.fit`][] then saves the state and returns it. With several processes, all of them stop
+    after the same step, one step later.
+
+    !!! Example
+
+        ```python
+        log = lambda metrics, step: rc.STOP if metrics.get("loss", 1.0) < 0.01 else None
+        ```
+    """
+
+    def __repr__(self) -> str:
+        return "redcoast.STOP"
+
+
+STOP = _Stop()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +237,19 @@ def shows_progress(loggers: list[Any]) -> bool:
     return any(isinstance(x, ProgressLogger) and x.enabled for x in loggers)
 
 
-def start_loggers(logs: list[Any], run: RunInfo, stack: contextlib.ExitStack) -> list[Logger]:
-    """Starts the loggers of a run and returns them; the stack closes them."""
-    if run.directory is not None:  # first, because other loggers may raise an error
+def takes_state(log: Any) -> bool:
+    """Returns whether a logger has a parameter `state`, for the state after the step."""
+    return takes_keyword(log, "state")
+
+
+def start_loggers(
+    logs: list[Any], run: RunInfo, stack: contextlib.ExitStack, *, writes: bool = True
+) -> list[Logger]:
+    """Starts the loggers of a run and returns them; the stack closes them.
+
+    `writes` is whether this process writes the plan and the metrics into the run's directory.
+    """
+    if run.directory is not None and writes:  # first, because other loggers may raise an error
         _write_plan(run.directory, run)
         logs = [jsonl_logger(run.directory / "metrics.jsonl"), *logs]
     # Loggers that join later are closed together with the others, at the end of the run.

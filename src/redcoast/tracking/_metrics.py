@@ -16,11 +16,11 @@ from ..core._errors import check_integer, noting
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..distributed._kv_store import is_main
-from ._loggers import RunInfo, all_loggers, start_loggers
+from ._loggers import STOP, RunInfo, all_loggers, start_loggers, takes_state
 from ._rates import Rates
 
 logger = logging.getLogger("redcoast")
-Log = Callable[[dict[str, float], int], Any]
+Log = Callable[..., Any]
 MAX_SKIPPED = 20
 LEAST_LOSS_SCALE = 1.0
 COMMON_CAUSES = (
@@ -82,16 +82,53 @@ def read_step_metrics(metrics: PackedMetrics | Mapping[str, Any]) -> dict[str, f
     return {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 
 
+class StepMetrics(Mapping[str, float]):
+    """The metrics of a step, of which any is read when it is first asked for.
+
+    Reading waits until the devices have taken the step.
+    """
+
+    def __init__(self, metrics: PackedMetrics | Mapping[str, Any]):
+        self._metrics = metrics
+        self._values: dict[str, float] | None = None
+
+    def __getitem__(self, name: str) -> float:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        metrics = self._metrics
+        return iter(metrics.names if isinstance(metrics, PackedMetrics) else metrics)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+    def _read(self) -> dict[str, float]:
+        if self._values is None:
+            self._values = read_step_metrics(self._metrics)
+        return self._values
+
+
 class MetricsReader:
     """Passes the metrics of each step to the loggers without blocking the loop on the devices.
 
     It is created by [`redcoast.metrics_reader`][].
+
+    **Attributes:**
+
+    - `stop_reason`: which logger returned [`redcoast.STOP`][] in this process; `None` before. The
+        loop has to look at it.
     """
 
     def __init__(
         self, logs: Sequence[Log], *, run: RunInfo | None = None, max_skipped: int = MAX_SKIPPED
     ):
-        self._logs, self._max_skipped = logs, max_skipped
+        self._takers = [log for log in logs if takes_state(log)]
+        self._logs = [log for log in logs if not takes_state(log)]
+        self._max_skipped = max_skipped
+        self.stop_reason: str | None = None
         self._rates = Rates(run or RunInfo())
         self._pending: tuple[int, Any, Callable[[], str] | None] | None = None
         self._values: dict[str, float] = {}  # of the step that was read last
@@ -107,8 +144,12 @@ class MetricsReader:
         *,
         explain: Callable[[bool], str] | None = None,
         inspect: Callable[[], str] | None = None,
+        state: Any = None,
     ) -> None:
         """Stores the metrics of a dispatched step, and reads those of the step before it.
+
+        Loggers with a parameter `state` are called at once. They wait for the step if they read the
+        state or the metrics.
 
         **Arguments:**
 
@@ -118,6 +159,7 @@ class MetricsReader:
             changed the state.
         - `inspect`: a function that returns sentences for the warning about the first skipped step.
             It is called after the next step has been dispatched.
+        - `state`: the state after the step, for loggers with a parameter `state`.
 
         **Raises:**
 
@@ -132,6 +174,7 @@ class MetricsReader:
         if not self._values or self._skipped + 1 >= self._max_skipped:
             self.flush()
         self._check(step, explain)
+        self._show_state(StepMetrics(metrics) if self._takers else {}, step, state)
 
     @hide_frames
     def flush(self) -> None:
@@ -141,18 +184,43 @@ class MetricsReader:
             self._read(*before)
 
     def write(
-        self, metrics: dict[str, float], step: int, rates: Mapping[str, float] | None = None
+        self,
+        metrics: dict[str, float],
+        step: int,
+        rates: Mapping[str, float] | None = None,
+        *,
+        state: Any = None,
     ) -> None:
         """Passes other metrics to the loggers, such as those of an evaluation.
 
         `rates` are figures such as the throughput, for loggers with the attribute `wants_rates`.
+        `state` is the state after the step, for loggers with a parameter `state`.
         """
+        self._write(metrics, step, rates or {})
+        if metrics:
+            self._show_state(metrics, step, state)
+
+    def _write(self, metrics: dict[str, float], step: int, rates: Mapping[str, float]) -> None:
+        """Passes metrics to the loggers that take no state; the rates to those that want them."""
         for log in self._logs if metrics else ():
-            others = dict(rates or {}) if getattr(log, "wants_rates", False) else {}
+            others = rates if getattr(log, "wants_rates", False) else {}
             others = {name: x for name, x in others.items() if name not in metrics}
-            name = getattr(log, "__name__", type(log).__name__)
-            with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
-                log({**metrics, **others}, step)
+            self._call_log(log, {**metrics, **others}, step)
+
+    def _show_state(self, metrics: Mapping[str, float], step: int, state: Any) -> None:
+        if self._takers and state is None:
+            raise ValueError(
+                f"`log` ({_name_of(self._takers[0])}) has a parameter `state`. Pass the state "
+                "after the step to the `MetricsReader`: `reader.push(step, metrics, state=state)`."
+            )
+        for log in self._takers:
+            self._call_log(log, metrics, step, state=state)
+
+    def _call_log(self, log: Log, metrics: Mapping[str, float], step: int, **given: Any) -> None:
+        name = _name_of(log)
+        with calling("log", {}, where=f" ({name}) for the metrics of step {step}"):
+            if log(metrics, step, **given) is STOP and self.stop_reason is None:
+                self.stop_reason = f"`log` ({name}) returned `redcoast.STOP`"
 
     @contextlib.contextmanager
     def paused(self, batches: int = 0) -> Iterator[Callable[[], None]]:
@@ -186,7 +254,7 @@ class MetricsReader:
         )
 
     def _call(self, method: str, *args: Any) -> None:
-        for log in self._logs:
+        for log in [*self._logs, *self._takers]:
             getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
@@ -213,7 +281,7 @@ class MetricsReader:
         self._read_steps += 1
         self._skipped_steps += skipped and not overflow
         self._trained |= not skipped
-        self.write(values, step, self._rates(step, values) if self._logs else None)
+        self._write(values, step, self._rates(step, values) if self._logs else {})
         if skipped:
             more = f" The loss scale {values['loss_scale']:g} is halved." if overflow else ""
             if inspect and not overflow and self._skipped_steps == 1 and step > 1:
@@ -222,6 +290,10 @@ class MetricsReader:
                 "Step %d was skipped: loss %g, gradient norm %g.%s",
                 *(step, values.get("loss", math.nan), values.get("grad_norm", math.nan), more),
             )
+
+
+def _name_of(log: Any) -> str:
+    return getattr(log, "__name__", type(log).__name__)
 
 
 @contextlib.contextmanager
@@ -245,8 +317,8 @@ def metrics_reader(
     **Returns:**
 
     A context manager that returns a [`redcoast.MetricsReader`][]; pass the metrics of each step to
-    its `push`. Loggers are started on entry, in process 0 only. On exit, the last step is read and
-    the loggers are closed.
+    its `push`. Loggers are started on entry, in process 0 only; those with a parameter `state`, in
+    each process. On exit, the last step is read and the loggers are closed.
 
     **Raises:**
 
@@ -263,7 +335,8 @@ def metrics_reader(
     check_integer("max_skipped", max_skipped)
     loggers = all_loggers(log)
     with contextlib.ExitStack() as stack:
-        logs = start_loggers(loggers, run or RunInfo(), stack) if is_main() else []
+        mine = loggers if is_main() else [log for log in loggers if takes_state(log)]
+        logs = start_loggers(mine, run or RunInfo(), stack, writes=is_main())
         reader = MetricsReader(logs, run=run, max_skipped=max_skipped)
         yield reader
         reader.flush()

@@ -1,0 +1,171 @@
+"""Early stopping: when a metric of the evaluations no longer improves, and the best state."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxtyping import PyTree
+
+from ..checkpoint._policy import Checkpoints, best_metrics
+from ..checkpoint._tree import load_checkpoint
+from ..core._errors import check_integer, check_kind
+from ._evaluation import Evaluation
+from ._host_state import HostState, copy_state_to_host
+
+SAVED = "early_stopping"  # the name of the counters in the data of a checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """When `fit` stops because a metric of the evaluations no longer improves.
+
+    `fit` then returns the state with the best value of the metric, not that of the last step. The
+    same holds if the run ends without being stopped early. With checkpoints, the best state is the
+    best checkpoint; without them, a copy is kept in the memory of the host.
+
+    **Arguments:**
+
+    - `patience`: the number of evaluations in a row without a better value, after which to stop.
+    - `metric`: the metric of the evaluation, such as `"loss"` or what `metric_fn` returns; by
+        default that of `Checkpoints(best=...)`, or else the loss.
+    - `mode`: `"min"` if a smaller value is better, `"max"` if a larger one is; by default that of
+        `Checkpoints(best=...)`, or else `"min"`.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if an argument has the wrong type or an impossible value.
+
+    !!! Example
+
+        ```python
+        state = rc.fit(
+            model, optimizer, examples,
+            collate_fn=collate_fn, loss_fn=loss_fn, batch_size=32, epochs=3,
+            evaluation=rc.Evaluation(test_examples),
+            early_stopping=rc.EarlyStopping(patience=2),
+        )
+        ```
+    """
+
+    patience: int
+    _: dataclasses.KW_ONLY
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("EarlyStopping.patience", self.patience)
+        if not isinstance(self.metric, str | None):
+            raise TypeError(
+                f"`EarlyStopping(metric={self.metric!r})` must be the name of a metric."
+            )
+        if self.mode not in ("min", "max", None):
+            raise ValueError(f"`EarlyStopping(mode={self.mode!r})` must be 'min' or 'max'.")
+
+
+def complete_early_stopping(
+    early_stopping: EarlyStopping | None,
+    evaluation: Evaluation | None,
+    checkpoints: Checkpoints | None,
+) -> tuple[EarlyStopping | None, Checkpoints | None]:
+    """Early stopping with its metric and mode, and checkpoints that keep its best state."""
+    if early_stopping is None:
+        return None, checkpoints
+    words = "a `redcoast.EarlyStopping`, such as `redcoast.EarlyStopping(patience=3)`"
+    check_kind("early_stopping", early_stopping, EarlyStopping, words)
+    if evaluation is None:
+        raise ValueError(
+            "`early_stopping` needs a metric of evaluations: pass `evaluation` too, such as "
+            "`redcoast.Evaluation(validation_examples)`."
+        )
+    best = None if checkpoints is None or checkpoints.best is None else checkpoints
+    metric = early_stopping.metric or (best.metric if best else "loss")
+    mode = early_stopping.mode or (best.mode if best and not early_stopping.metric else "min")
+    metric = metric.removeprefix("eval/")
+    if best and (best.metric, best.mode) != (metric, mode):
+        raise ValueError(
+            f"`early_stopping` stops by the {mode}imum of {metric!r}, and `checkpoints` keep the "
+            f"{best.mode}imum of {best.metric!r}. The state that is returned is that of a "
+            "checkpoint, so they must be the same: leave out one of them."
+        )
+    if checkpoints is not None:
+        checkpoints = dataclasses.replace(checkpoints, best=metric, mode=mode)
+    return dataclasses.replace(early_stopping, metric=metric, mode=mode), checkpoints
+
+
+class BestSoFar:
+    """The best evaluation of a run, and how many evaluations have followed it.
+
+    - `step`: the step of the best evaluation; `None` before it, or if all were NaN.
+    - `value`: its value of the metric.
+    - `since`: the number of evaluations after it.
+    """
+
+    def __init__(self, early_stopping: EarlyStopping, checkpoints: Checkpoints | None):
+        self.rule, self._checkpoints = early_stopping, checkpoints
+        self.step: int | None = None
+        self.value, self.since = math.nan, 0
+        self._copy: HostState | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has to stop."""
+        return self.since >= self.rule.patience
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The counters, as JSON can hold them."""
+        value = None if self.step is None else self.value
+        return {"step": self.step, "value": value, "since": self.since}
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Sets the counters to those of a checkpoint.
+
+        Without them, the best of the checkpoints counts, as of a run that begins to stop early.
+        """
+        if saved is not None:
+            self.step, self.since = saved["step"], saved["since"]
+            self.value = math.nan if saved["value"] is None else saved["value"]
+            return
+        values = {} if self._checkpoints is None else best_metrics(self._checkpoints)
+        for step, value in sorted(values.items()):
+            if self._is_better(value):
+                self.step, self.value = step, value
+
+    def see(self, metrics: Mapping[str, float], step: int, state: PyTree) -> None:
+        """Counts an evaluation of a state."""
+        value = metrics[self.rule.metric or ""]
+        if not self._is_better(value):
+            self.since += 1
+            return
+        self.step, self.value, self.since = step, value, 0
+        if self._checkpoints is None:
+            self._copy = copy_state_to_host(state)
+
+    def state(self, last: PyTree, step: int, shardings: PyTree) -> PyTree:
+        """The state of the best evaluation, given the last state and its step."""
+        if self.step is None or self.step == step:
+            return last
+        if self._copy is not None:
+            return self._copy.to_devices()
+        assert self._checkpoints is not None
+        path = self._checkpoints.path / str(self.step)
+        return load_checkpoint(path, last, shardings=shardings)
+
+    def describe(self, step: int) -> str:
+        """A sentence about how a run ended after a step."""
+        name, count = self.rule.metric, self.since
+        after = f"after step {step:,}"
+        if self.step is None:
+            return f"Training ended {after}: {name} was NaN in every evaluation."
+        ended = f"Training stopped early {after}" if self.is_over else f"Training ended {after}"
+        evaluations = f"{count} evaluation{'s' * (count != 1)}"
+        return (
+            f"{ended}: {name} was best at step {self.step:,}, {self.value:.4g}, {evaluations} "
+            "before. The state of that step is returned."
+        )
+
+    def _is_better(self, value: float) -> bool:
+        sign = -1.0 if self.rule.mode == "min" else 1.0
+        best = -math.inf if self.step is None else sign * self.value
+        return sign * value > best

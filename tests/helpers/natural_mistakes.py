@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 import redcoast as rc
+from redcoast.data._stack import stack_examples
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 4)).astype(np.float32)
@@ -444,10 +445,28 @@ ROWS = {
         TypeError,
         r"It is called as `collate_fn\(examples\)`",
     ),
-    "a tuple of columns": (
-        lambda d: fit(examples=(X, Y)),
+    "columns of different lengths": (
+        lambda d: fit(examples=(X, Y[:-1])),
+        ValueError,
+        r"a tuple of 2 arrays with different first dimensions.*`list\(zip\(\*examples\)\)`",
+    ),
+    "columns or examples": (
+        lambda d: fit(examples=(X, X)),
+        ValueError,
+        r"a tuple of 2 arrays of one shape.*may be columns or examples.*`list\(examples\)`",
+    ),
+    "text without a collate_fn": (
+        lambda d: fit(examples=[{"text": "a"}] * 8, collate_fn=stack_examples),
         TypeError,
-        r"a tuple of 2 arrays with 32 rows each.*`list\(zip\(\*examples\)\)`",
+        "The examples have str at text, and only arrays and numbers can be stacked. Pass a `coll",
+    ),
+    "ragged rows without a collate_fn": (
+        lambda d: fit(
+            examples=[([1] * (1 + i % 3), i) for i in range(32)],
+            collate_fn=stack_examples,
+        ),
+        ValueError,
+        r"at example\[0\] have different shapes: \(\d,\) in the first, and .*by padding",
     ),
     "a loader of batches": (
         lambda d: fit(examples=DataLoader()),

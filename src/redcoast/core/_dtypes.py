@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ._pytree import show_path
+from ._pytree import show_path, show_place
 
 _KINDS = "biufc"  # booleans, integers, floating and complex numbers
 # Of more than 64 bits on some machines.
@@ -90,13 +90,16 @@ def dtype_advice(dtype: Any) -> str:
     return " Convert it to numbers of at most 64 bits."
 
 
-def tree_to_jax_dtypes(tree: PyTree, root: str) -> PyTree:
-    """Converts the NumPy arrays of a tree, which is called `root` in messages."""
+def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
+    """Converts the NumPy arrays of a tree, which is called `root` in messages.
+
+    `of` is the name of the tree in the places of its arrays, if it is data: `batch` in `batch[0]`.
+    """
 
     def convert(path: Any, x: Any) -> Any:
         if not isinstance(x, np.ndarray | np.generic):
             return x
-        where = show_path(path)
+        where = show_place(path, of) if of else show_path(path)
         return to_jax_dtype(np.asarray(x), f"The array at {where} of {root}" if where else root)
 
     # The paths take longer than all else.

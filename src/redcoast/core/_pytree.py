@@ -157,6 +157,24 @@ def show_path(path: tuple[Any, ...], root: str = "") -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or root
 
 
+def show_place(path: tuple[Any, ...], of: str, root: str = "") -> str:
+    """Formats the path of a leaf of data: as `show_path`, or, in a tuple or a list, as Python reads
+    it: `batch[0]`, where `of` is `batch`.
+
+    `root` stands for the empty path.
+    """
+    indices = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+    if not (path and isinstance(path[0], indices)):
+        return show_path(path, root)
+    return of + "".join(map(_show_key, path))
+
+
+def _show_key(key: Any) -> str:
+    if isinstance(key, jax.tree_util.DictKey):
+        return f'["{key.key}"]' if isinstance(key.key, str) else f"[{key.key!r}]"
+    return str(key)  # `[0]` or `.name`
+
+
 def leaf_paths(tree: PyTree, kinds: Any) -> dict[str, Any]:
     """Returns the leaves that are instances of `kinds`, by path, such as `layers/wq`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))

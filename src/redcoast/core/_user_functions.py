@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from ._errors import noting, several
 from ._frames import LastNote, is_hidden
-from ._pytree import show_path
+from ._pytree import show_path, show_place
 
 MOST = 1000  # examples that are compared
 # How redcoast calls the functions that it is given.
@@ -41,10 +41,14 @@ def takes_keyword(fn: Callable[..., Any], name: str) -> bool:
         return False
 
 
-def describe(tree: PyTree) -> str:
-    """The arrays of a tree with their shapes, such as `x float32[64, 16], y int32[64]`."""
+def describe(tree: PyTree, of: str = "") -> str:
+    """The arrays of a tree with their shapes, such as `x float32[64, 16], y int32[64]`.
+
+    `of` is the name of the tree, as in `batch[0] float32[64, 16]`, if it is data.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return several([f"{show_path(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
+    show = (lambda path: show_place(path, of)) if of else show_path
+    return several([f"{show(path)} {_kind(x)}".strip() for path, x in leaves]) or "empty"
 
 
 def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> noting:
@@ -69,8 +73,10 @@ def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> notin
 
 def _sentence(what: str, x: Any) -> str:
     if what not in ("examples", "outputs"):
-        return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x)}."
-    first, *others = dict.fromkeys(map(describe, itertools.islice(x, MOST))) or ["missing"]
+        return f"The {what} {'are' if what.endswith('s') else 'is'} {describe(x, what)}."
+    of_one = what.removesuffix("s")
+    described = (describe(each, of_one) for each in itertools.islice(x, MOST))
+    first, *others = dict.fromkeys(described) or ["missing"]
     another = f", and another is {others[0]}" if others else ""
     return f"The first of the {what} is {first}{another}."
 
@@ -121,13 +127,20 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
     if layer := _batched_layer(layers, batch):
         return [
             f"`{layer}` was called with the entire batch. If it takes one example, as Equinox's "
-            'layers do, use `jax.vmap`, as in `jax.vmap(model)(batch["x"])`.'
+            f"layers do, use `jax.vmap`, as in `jax.vmap(model)({_inputs_of(batch)})`."
         ]
     return [
         f"It failed in a `{type(x).__name__}` with {describe(eqx.filter(x, eqx.is_array))}."
         for names in layers[-1:]
         for x in [names["self"]]
     ]
+
+
+def _inputs_of(batch: PyTree) -> str:
+    """How a function refers to an array of the batch, as an example."""
+    if isinstance(batch, Mapping) and batch:
+        return f"batch[{'x' if 'x' in batch else next(iter(batch))!r}]".replace("'", '"')
+    return "batch[0]" if isinstance(batch, tuple | list) else "batch"
 
 
 def _batched_layer(layers: list[dict[str, Any]], batch: PyTree) -> str | None:

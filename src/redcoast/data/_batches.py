@@ -28,6 +28,7 @@ from ._sources import (
     fetch,
     is_stream,
 )
+from ._stack import stack_examples
 
 logger = logging.getLogger("redcoast")
 
@@ -322,7 +323,7 @@ _EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its sta
 @hide_frames
 def batches(
     examples: Any,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn = stack_examples,
     *,
     batch_size: int,
     key: PRNGKeyArray,
@@ -338,12 +339,14 @@ def batches(
 
     **Arguments:**
 
-    - `examples`: an object with a length and an index (a list, a memory map, a dataset); a function
-        from the epoch to such an object; or a stream, which is an iterator with `get_state` and
-        `set_state`, such as Grain's.
+    - `examples`: an object with a length and an index (a list, a memory map, a dataset); a tuple of
+        arrays with equal first dimensions, whose rows are the examples; a function from the epoch
+        to such an object; or a stream, which is an iterator with `get_state` and `set_state`, such
+        as Grain's.
     - `collate_fn`: `collate_fn(examples)` turns a list of examples into a PyTree of NumPy arrays,
         batch dimension first. It may be called in threads. If it has a parameter `rngs`, it gets
-        one NumPy `Generator` for each example, for augmentation.
+        one NumPy `Generator` for each example, for augmentation. By default, the arrays and numbers
+        of the examples, which may be any PyTrees, are stacked leaf by leaf.
     - `batch_size`: the number of examples in a batch, over all devices.
     - `key`: a JAX key that determines the order of the examples; `fit` uses that of the state.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.

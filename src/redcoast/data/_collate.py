@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
 from ..core._errors import listed
 from ..core._owned import copied, held_elsewhere
-from ..core._pytree import show_path
+from ..core._pytree import show_place
 from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
 from ._in_turn import InTurn
@@ -40,7 +40,7 @@ def collate(
         held = held_elsewhere(leaves)
         owned = [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)]
         arrays = structure.unflatten(owned)
-        return tree_to_jax_dtypes(arrays, "what `collate_fn` returned"), any(held)
+        return tree_to_jax_dtypes(arrays, "what `collate_fn` returned", of="batch"), any(held)
 
     return (in_turn or InTurn())(call)
 
@@ -89,7 +89,7 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
     parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
     of_rows = {path for path, part in parts if not is_per_batch(part)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        where = show_path(path, "the batch")
+        where = show_place(path, "batch", "the batch")
         if not _is_numeric(leaf):
             is_array = isinstance(leaf, np.ndarray)
             what = leaf.dtype if is_array else type(leaf).__name__

@@ -13,6 +13,7 @@ import numpy as np
 from ..core._errors import listed, noting
 from ..core._owned import copied, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
+from ._columns import as_columns
 from ._in_turn import InTurn
 
 
@@ -94,11 +95,8 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
             f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
             "examples, as in a list of dicts or a dataset."
         )
-    if isinstance(examples, tuple) and _are_columns(examples):
-        raise TypeError(
-            f"`{name}` is a tuple of {len(examples)} arrays with {len(examples[0])} rows each, "
-            f"which are columns. Its items must be examples, as in `list(zip(*{name}))`."
-        )
+    if isinstance(examples, tuple):
+        examples = as_columns(examples, name) or examples
     if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
         length = _length(examples, name)
         return Epochs(examples, length), length
@@ -117,13 +115,6 @@ def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
         )
     found = _EpochsOfFunction(examples, name)
     return found, found.length
-
-
-def _are_columns(examples: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds arrays of as many rows, but different shapes, such as `(x, y)`."""
-    shapes = {getattr(x, "shape", None) for x in examples}
-    rows = {shape[0] if shape else 0 for shape in shapes}
-    return len(shapes) > 1 and len(rows) == 1 and rows != {0}
 
 
 def _alternative(examples: Any, name: str) -> str:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions, check_integer, check_optimizer
-from ..core._pytree import abstract_array, show_path
+from ..core._pytree import abstract_array, show_place
 from ..core._tracing import abstract_key, trace_for
 from ..data._per_batch import is_per_batch
 from ..distributed._mesh import AXES, batch_sharding
@@ -112,7 +112,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         raise ValueError("`batch` has no arrays. Pass arrays or `jax.ShapeDtypeStruct`s.")
     rows: dict[str, int] = {}
     for path, x in leaves:
-        name = show_path(path, "(the array)")
+        name = show_place(path, "batch", "(the array)")
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
                 f"The batch has {type(x).__name__} at {name}. Its leaves must be arrays or "
@@ -133,7 +133,7 @@ def batch_shapes(batch: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
             f"The arrays of the batch differ in their number of rows: {counts}. Mark those that "
             "belong to the batch as a whole with `redcoast.per_batch`."
         )
-    return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch"))
+    return jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
 
 
 def plan_job(job: Job, mesh: Mesh, hardware: Hardware | None = None) -> Plan:

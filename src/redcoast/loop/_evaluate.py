@@ -20,12 +20,13 @@ from ..core._frames import hide_frames
 from ..core._iterate import with_last
 from ..core._owned import copied, held_elsewhere
 from ..core._program_lines import describe_array
-from ..core._pytree import show_path
+from ..core._pytree import show_place
 from ..core._reuse import reuse
 from ..core._user_functions import calling
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, ordered_batches
 from ..data._sources import count_examples
+from ..data._stack import stack_examples
 from ..distributed._agreement import agree, agree_on_program, tree_listing
 from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._kv_store import is_main
@@ -51,7 +52,7 @@ def evaluate(
     model: PyTree,
     examples: Any,
     *,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn = stack_examples,
     loss_fn: LossFn,
     batch_size: int,
     mesh: Mesh | None = None,
@@ -67,9 +68,11 @@ def evaluate(
     **Arguments:**
 
     - `model`: any PyTree, on one device or sharded.
-    - `examples`: anything with a length and an index.
+    - `examples`: anything with a length and an index, or a tuple of arrays, as for
+        [`redcoast.fit`][].
     - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
-        parameter `rngs`, it is given `rngs=None` here, so that it augments nothing.
+        parameter `rngs`, it is given `rngs=None` here, so that it augments nothing. By default, the
+        examples are stacked leaf by leaf.
     - `loss_fn`: as for [`redcoast.train_step`][].
     - `batch_size`: the number of examples in a batch, over all devices.
     - `mesh`: the devices to use; by default the ambient mesh, or all devices as `data`.
@@ -135,7 +138,7 @@ def predict_examples(
     model: PyTree,
     examples: Any,
     *,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn = stack_examples,
     predict_fn: PredictFn,
     batch_size: int,
     output_fn: OutputFn | None = None,
@@ -446,7 +449,7 @@ def _check_rows(predictions: PyTree, rows: int, when: str) -> None:
     """Raises `ValueError` unless each array of the predictions has one row for each example."""
     for path, x in jax.tree_util.tree_leaves_with_path(predictions):
         if x.shape[0] != rows:
-            where = f" at {show_path(path)}" if path else ""
+            where = f" at {show_place(path, 'prediction')}" if path else ""
             raise ValueError(
                 f"`predict_fn` returned an array of shape {x.shape}{where} for {rows} examples. "
                 f"{when}, each prediction must have one row for each example. Return such rows, or "

@@ -20,6 +20,7 @@ from ..data._batches import Batches
 from ..data._collate import CollateFn
 from ..data._loading import Loaded, chunks, ordered_batches
 from ..data._sources import by_epoch, count_examples, fetch
+from ..data._stack import stack_examples
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
@@ -50,7 +51,8 @@ class Evaluation:
 
     **Arguments:**
 
-    - `examples`: anything with a length and an index.
+    - `examples`: anything with a length and an index, or a tuple of arrays, as for
+        [`redcoast.fit`][].
     - `every`: the number of steps between evaluations; by default `fit` evaluates at the end of
         each epoch. It always evaluates at the end of training.
     - `predict_fn`, `output_fn`: as for [`redcoast.predict_examples`][].
@@ -217,8 +219,9 @@ def compile_evaluation(
 
     **Arguments:**
 
-    - `evaluation`: a [`redcoast.Evaluation`][] with its `collate_fn`, `batch_size` and `loss_fn`.
-        Without a `loss_fn`, only the metrics of `metric_fn` are computed.
+    - `evaluation`: a [`redcoast.Evaluation`][] with its `batch_size` and `loss_fn`, and its
+        `collate_fn`, if examples are not to be stacked as they are. Without a `loss_fn`, only the
+        metrics of `metric_fn` are computed.
     - `plan`: the plan of a [`redcoast.TrainState`][] or of a model, over devices.
     - `compute_dtype`: as for [`redcoast.train_step`][].
 
@@ -243,9 +246,9 @@ def compile_evaluation(
     """
     check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
-    given = evaluation
-    if given.collate_fn is None or given.batch_size is None:
-        raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
+    given = dataclasses.replace(evaluation, collate_fn=evaluation.collate_fn or stack_examples)
+    if given.batch_size is None:
+        raise ValueError("An evaluation needs batches: pass `batch_size`.")
     if given.loss_fn is None and given.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
     plan = with_auto_plan(plan)

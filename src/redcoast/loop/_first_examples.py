@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._program_lines import describe_array
-from ..core._pytree import show_path
+from ..core._pytree import show_place
 from ..data._batches import Batches
 from ..data._collate import CollateFn, collate, takes_rngs
 from ..data._per_batch import is_per_batch
@@ -83,7 +83,7 @@ def _lines_of(collated: Callable[[list[int]], PyTree], indices: list[int]) -> It
         yield f"{type(error).__name__}: {error}"
         return
     for path, part in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_per_batch):
-        where = show_path(path, "the batch")
+        where = show_place(path, "batch", "the batch")
         if is_per_batch(part):
             for x in jax.tree.leaves(part):
                 yield f"examples {indices}, {where}: {describe_array(x)}"

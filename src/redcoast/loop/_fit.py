@@ -21,6 +21,7 @@ from ..core._frames import hide_frames
 from ..core._output import forgiving_output
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
+from ..data._stack import stack_examples
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..sharding import Plan, with_auto_plan
@@ -65,7 +66,7 @@ def fit(
     optimizer: optax.GradientTransformation,
     examples: Any,
     *,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn = stack_examples,
     loss_fn: LossFn,
     batch_size: int,
     mesh: Mesh | Literal["auto"] | None = None,
@@ -98,12 +99,15 @@ def fit(
         `init_fn(key) -> model`, whose arrays are created sharded, so that the model may be larger
         than a device; or a [`redcoast.TrainState`][], which is donated and trained further.
     - `optimizer`: an optax optimizer. With `optax.inject_hyperparams`, its learning rate is logged.
-    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a function
-        from the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`,
-        as Grain's are.
+    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a tuple of
+        arrays with equal first dimensions, `(x, y)`, whose rows are the examples; a function from
+        the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`, as
+        Grain's are.
     - `collate_fn`: `collate_fn(examples)` turns a list of raw examples into a PyTree of NumPy
         arrays, batch dimension first. It may be called in threads. If it has a parameter `rngs`, it
-        gets one NumPy `Generator` for each example, for augmentation (`None` in evaluation).
+        gets one NumPy `Generator` for each example, for augmentation (`None` in evaluation). By
+        default, the arrays and numbers of the examples, which may be any PyTrees, are stacked leaf
+        by leaf.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch_size`: the number of examples in a step, over all devices.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.

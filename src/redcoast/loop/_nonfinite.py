@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed, several
 from ..core._frames import own_line
-from ..core._pytree import ARRAYS, leaf_paths, partition_trainable, show_path
+from ..core._pytree import ARRAYS, partition_trainable, show_path, show_place
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES
@@ -63,7 +63,7 @@ def explain_batch(data: Batches, batch: Batch) -> str:
     """Sentences about the inputs of a skipped step, at the cost of looking at them once."""
     indices, examples = data.examples_of(batch)
     is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
-    ranges = {path: x for path, x in leaf_paths(batch.arrays, ARRAYS).items() if is_integer(x)}
+    ranges = {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
     look = jax.jit(
         lambda floating, integers: (
             jax.tree.map(_rows, floating),
@@ -72,7 +72,7 @@ def explain_batch(data: Batches, batch: Batch) -> str:
         out_shardings=NamedSharding(data.mesh, P()),
     )
     try:
-        rows, ranges = jax.device_get(look(_floating(batch.arrays), ranges))
+        rows, ranges = jax.device_get(look(_floating(batch.arrays, of="batch"), ranges))
     except Exception as error:  # training goes on
         return f"(Its inputs could not be read: {type(error).__name__}.) {examples}"
     if found := _inputs({path: x for path, x in rows.items() if np.any(x)}, indices):
@@ -118,7 +118,11 @@ def find_nonfinite(
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), found)
 
     flags = jax.device_get(CompiledCall(find, plan.shardings, plan.mesh)(state, batch.arrays))
-    paths = _floating(state), _floating({"model": part(state.model)[0]}), _floating(batch.arrays)
+    paths = (
+        _floating(state),
+        _floating({"model": part(state.model)[0]}),
+        _floating(batch.arrays, of="batch"),
+    )
     return Nonfinite(
         *(
             {path: x for path, x in zip(part, found, strict=True) if np.any(x)}
@@ -141,10 +145,17 @@ def _rows(x: jax.Array) -> jax.Array:
     return jnp.any(~jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
-def _floating(tree: PyTree) -> dict[str, Any]:
-    """The floating arrays of a tree, by path."""
+def _floating(tree: PyTree, *, of: str = "") -> dict[str, Any]:
+    """The floating arrays of a tree, by path; `of` is its name if it is data."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {show_path(path): x for path, x in leaves if eqx.is_inexact_array(x)}
+    show = (lambda path: show_place(path, of)) if of else show_path
+    return {show(path): x for path, x in leaves if eqx.is_inexact_array(x)}
+
+
+def arrays_of_batch(batch: Batch) -> dict[str, Any]:
+    """The arrays of a batch, by their places in it."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch.arrays)
+    return {show_place(path, "batch"): x for path, x in leaves if isinstance(x, ARRAYS)}
 
 
 def sentences(
@@ -221,7 +232,7 @@ def find_first(
 
 def _holders(batch: Batch, mesh: Any, index: int, indices: list[int]) -> str:
     """A sentence about the examples with an integer."""
-    arrays = leaf_paths(batch.arrays, ARRAYS)
+    arrays = arrays_of_batch(batch)
     integers = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     equal = lambda x: jnp.any(x == index, axis=tuple(range(1, x.ndim)))
     look = jax.jit(lambda x: jax.tree.map(equal, x), out_shardings=NamedSharding(mesh, P()))

@@ -50,7 +50,7 @@ def evaluate_loss(
             jnp.dtype(compute_dtype).name,
         )
     compute_model = cast_floating(model, compute_dtype)
-    batch = tree_to_jax_dtypes(without_marks(batch), "the batch")
+    batch = tree_to_jax_dtypes(without_marks(batch), "the batch", of="batch")
     if layer_states(model):
         # A copy: an update makes the `eqx.nn.State` that it is made of invalid.
         compute_model = jax.tree.map(lambda x: x, compute_model)

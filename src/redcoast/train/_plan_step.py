@@ -68,7 +68,7 @@ def plan_step(
     check_functions(loss_fn=loss_fn)
     check_integer("accumulate", accumulate)
     check_compute_dtype(compute_dtype)
-    batch = tree_to_jax_dtypes(batch, "the batch")
+    batch = tree_to_jax_dtypes(batch, "the batch", of="batch")
     if accumulate > 1:
         refuse_other_rows(batch, accumulate)
     mesh = ambient_or_default(mesh)

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._dtypes import tree_to_jax_dtypes
 from ..core._errors import check_functions
 from ..core._frames import hide_frames
-from ..core._pytree import show_path
+from ..core._pytree import show_place
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
 from ._precision import cast_floating, check_compute_dtype
@@ -59,7 +59,7 @@ def predict(
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)
-    given = cast_floating(tree_to_jax_dtypes(batch, "the batch"), compute_dtype)
+    given = cast_floating(tree_to_jax_dtypes(batch, "the batch", of="batch"), compute_dtype)
     with calling("predict_fn", {"batch": given}):
         predictions = predict_fn(model, given, key)
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
@@ -69,7 +69,7 @@ def predict(
     for path, leaf in leaves:
         shape = jnp.shape(leaf)
         if rows and (not shape or shape[0] not in rows):
-            at = f" at {show_path(path)}" if path else ""
+            at = f" at {show_place(path, 'prediction')}" if path else ""
             raise ValueError(
                 f"`predict_fn` returned an array of shape {shape}{at} for a batch of {min(rows)} "
                 "examples. Its first dimension must be the batch: one row for each example."

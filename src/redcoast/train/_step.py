@@ -23,7 +23,7 @@ from ..core._errors import (
     several,
 )
 from ..core._frames import hide_frames
-from ..core._pytree import ARRAYS, join, partition_trainable, show_path, split
+from ..core._pytree import ARRAYS, join, partition_trainable, show_place, split
 from ..core._train_state import AbstractTrainState
 from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
@@ -444,7 +444,7 @@ def split_rows(batch: PyTree, count: int) -> PyTree:
 
     def split_leaf(path: Any, x: Any) -> Array:
         if x.shape[0] % count:
-            where = show_path(path, "the batch")
+            where = show_place(path, "batch", "the batch")
             raise ValueError(
                 f"`accumulate={count}` does not divide the batch dimension of {where}, of shape "
                 f"{x.shape}. The batch size must be a multiple of `accumulate`."
@@ -463,7 +463,7 @@ def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
     rows: dict[Any, list[str]] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         size = next(iter(jnp.shape(x)), 0)
-        rows.setdefault(size, []).append(show_path(path, "the batch"))
+        rows.setdefault(size, []).append(show_place(path, "batch", "the batch"))
     if 0 in rows:
         raise ValueError(
             f"`accumulate={accumulate}` splits the batch dimension, which {several(rows[0], 3)} "

@@ -1,0 +1,59 @@
+"""A tuple of arrays as examples: the rows of each, as Keras takes `(x, y)`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Columns:
+    """The examples of arrays with equal first dimensions; example i is the tuple of rows i."""
+
+    def __init__(self, arrays: tuple[Any, ...]):
+        self._arrays = [np.asarray(x) if isinstance(x, jax.Array) else x for x in arrays]
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(x[index] for x in self._arrays)
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
+        read = lambda x: x[indices] if isinstance(x, np.ndarray) else [x[i] for i in indices]
+        return list(zip(*map(read, self._arrays), strict=True))
+
+
+def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
+    """The rows of a tuple of arrays; `None` for a tuple of other things, which are examples.
+
+    **Raises:**
+
+    `ValueError` if it cannot be told whether the arrays are columns or examples.
+    """
+    if not examples or not all(map(_is_array, examples)):
+        return None
+    count = len(examples)
+    remedy = (
+        f"If each of them is an example, pass `list({name})`; if they are columns, `list(zip(*"
+        f"{name}))`, or a tuple of arrays with equal first dimensions."
+    )
+    rows = {x.shape[0] if x.shape else None for x in examples}
+    if len(rows) > 1 or None in rows:
+        shapes = ", ".join(str(tuple(x.shape)) for x in examples[:4])
+        more = f" and {count - 4} more" * (count > 4)
+        raise ValueError(
+            f"`{name}` is a tuple of {count} arrays with different first dimensions, of shapes "
+            f"{shapes}{more}. {remedy}"
+        )
+    kinds = {(tuple(x.shape), str(x.dtype)) for x in examples}
+    if count > 1 and len(kinds) == 1:
+        raise ValueError(
+            f"`{name}` is a tuple of {count} arrays of one shape, {tuple(examples[0].shape)}, "
+            f"which may be columns or examples. If they are columns, pass `list(zip(*{name}))`; if "
+            f"each of them is an example, `list({name})`."
+        )
+    return Columns(examples)
+
+
+def _is_array(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__", "__len__"))

@@ -1,0 +1,78 @@
+"""The default `collate_fn`: stacks the arrays and numbers of the examples."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ..core._dtypes import dtype_advice, has_numbers
+from ..core._pytree import show_place
+
+_OWN = "Pass a `collate_fn` that makes arrays of the examples"
+
+
+def stack_examples(examples: list[Any]) -> PyTree[np.ndarray]:
+    """Stacks the examples, PyTrees of arrays and numbers, leaf by leaf.
+
+    A list of numbers, as JSON has it, is an array.
+
+    **Raises:**
+
+    `ValueError` if the examples have different structures, or their arrays different shapes;
+    `TypeError` if a leaf is neither an array nor a number.
+    """
+    flat = [jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_list_of_numbers) for x in examples]
+    leaves, structure = flat[0]
+    for position, (_, other) in enumerate(flat):
+        if other != structure:
+            raise ValueError(
+                f"The examples have different structures: the first is {_shown(structure)}, and "
+                f"number {position} of this batch is {_shown(other)}. {_OWN} of one structure."
+            )
+    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
+    paths = [path for path, _ in leaves]
+    stacked = [_stack(path, column) for path, column in zip(paths, columns, strict=True)]
+    return structure.unflatten(stacked)
+
+
+def _stack(path: tuple[Any, ...], column: tuple[Any, ...]) -> np.ndarray:
+    where = show_place(path, "example", "the example")
+    arrays = [_as_array(x, where) for x in column]
+    for position, x in enumerate(arrays):
+        if x.shape != arrays[0].shape:
+            raise ValueError(
+                f"The arrays of the examples at {where} have different shapes: {arrays[0].shape} "
+                f"in the first, and {x.shape} in number {position} of this batch. {_OWN} of one "
+                "shape, by padding or cutting."
+            )
+    return np.stack(arrays)
+
+
+def _as_array(x: Any, where: str) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"The list at {where} is no array: {error}. {_OWN}.") from error
+    if not has_numbers(array.dtype):
+        what = array.dtype if isinstance(x, np.ndarray) else type(x).__name__
+        raise TypeError(
+            f"The examples have {what} at {where}, and only arrays and numbers can be stacked. "
+            f"{_OWN}, such as tokens of text.{dtype_advice(array.dtype)}"
+        )
+    return array
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    """Whether a node is a list of numbers, or of lists of them: an array as JSON has it."""
+    while type(x) is list:
+        if not x:
+            return True
+        x = x[0]
+        if isinstance(x, int | float | complex | np.number | np.bool_):
+            return True
+    return False
+
+
+def _shown(structure: Any) -> str:
+    return str(structure).removeprefix("PyTreeDef(").removesuffix(")")

@@ -1,0 +1,110 @@
+"""The default `collate_fn`, and arrays as examples."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redcoast as rc
+from redcoast.data._columns import Columns, as_columns
+from redcoast.data._sources import by_epoch, fetch
+from redcoast.data._stack import stack_examples
+
+
+class Pair(NamedTuple):
+    left: np.ndarray
+    right: float
+
+
+EXAMPLES = {
+    "arrays": ([np.arange(3), np.arange(3, 6)], np.arange(6).reshape(2, 3)),
+    "numbers": ([1, 2], np.array([1, 2])),
+    "booleans": ([True, False], np.array([True, False])),
+    "tuples": ([(np.zeros(2), 1), (np.ones(2), 2)], (np.array([[0, 0], [1, 1.0]]), [1, 2])),
+    "dicts": ([{"x": [1, 2], "y": 3}, {"x": [4, 5], "y": 6}], {"x": [[1, 2], [4, 5]], "y": [3, 6]}),
+    "named": ([Pair(np.zeros(1), 1.5)] * 2, Pair(np.zeros((2, 1)), np.array([1.5, 1.5]))),
+    "matrices": ([[[1, 2], [3, 4]]] * 2, [[[1, 2], [3, 4]]] * 2),
+    "JAX arrays": ([jnp.ones(2), jnp.zeros(2)], np.array([[1, 1], [0, 0.0]])),
+    "lists of arrays": ([[np.zeros(1), np.ones(1)]] * 2, [np.zeros((2, 1)), np.ones((2, 1))]),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_stacked_leaf_by_leaf(name):
+    examples, wanted = EXAMPLES[name]
+    found = stack_examples(examples)
+    is_plain = lambda x: isinstance(x, list) and not isinstance(x[0], np.ndarray)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted, is_leaf=is_plain), strict=True):
+        assert isinstance(x, np.ndarray)
+        np.testing.assert_array_equal(x, np.asarray(y))
+    if isinstance(wanted, tuple | dict):
+        assert type(found) is type(wanted)
+
+
+BAD = {
+    "other keys": ([{"x": 1}, {"y": 1}], ValueError, "different structures: the first is .*'x'"),
+    "missing": ([{"x": 1, "y": None}, {"x": 1, "y": 2}], ValueError, "different structures"),
+    "shapes": ([(1, np.zeros(2)), (1, np.zeros(3))], ValueError, r"at example\[1\] have .*\(2,\)"),
+    "ragged": ([{"x": [1, 2]}, {"x": [1]}], ValueError, "at x have different shapes.*padding"),
+    "nested ragged": ([[[1, 2], [1]]], ValueError, "The list at the example is no array"),
+    "text": ([({"a": "b"},)], TypeError, r'have str at example\[0\]\["a"\].*Pass a `collate_fn`'),
+    "objects": ([{"x": object()}], TypeError, "have object at x"),
+    "dates": ([np.array(["2020-01-01"], "M8[D]")], TypeError, r"datetime64\[D\] at the example"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_examples_that_cannot_be_stacked_are_refused(name):
+    examples, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        stack_examples(examples)
+
+
+def test_rows_of_a_tuple_of_arrays_are_examples():
+    x, y = np.arange(12.0).reshape(6, 2), jnp.arange(6)
+    examples, length = by_epoch((x, y))
+    assert length == 6
+    rows = fetch(examples(0), [4, 1])
+    assert [(row.tolist(), int(label)) for row, label in rows] == [([8, 9], 4), ([2, 3], 1)]
+    assert isinstance(by_epoch((x,))[0](0), Columns)
+    assert as_columns(({"x": 1}, {"x": 2}), "examples") is None  # examples
+
+
+def test_tuples_of_arrays_that_may_be_examples_are_refused():
+    for examples in ((np.zeros((3, 2)), np.zeros(4)), (np.zeros(3), np.array(1.0))):
+        with pytest.raises(ValueError, match=r"different first dimensions.*list\(zip\(\*train\)\)"):
+            by_epoch(examples, name="train")
+    with pytest.raises(ValueError, match="one shape, .*columns or examples"):
+        by_epoch((np.zeros(3), np.zeros(3)))
+
+
+def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    y = x.sum(1)
+    model = eqx.nn.Linear(3, "scalar", key=jax.random.key(0))
+    mesh = rc.make_mesh(devices=jax.devices()[:1])
+
+    def loss_fn(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    predict_fn = lambda model, batch, key: jax.vmap(model)(batch[0])
+    labels = lambda rows: np.array([label for _, label in rows])
+    errors = lambda rows, outputs: {"worst": np.max(np.abs(labels(rows) - np.array(outputs)))}
+    evaluation = rc.Evaluation((x, y), predict_fn=predict_fn, metric_fn=errors)
+    options = {"batch_size": 8, "mesh": mesh}
+    train = {"loss_fn": loss_fn, "log": False, "epochs": 3, "evaluation": evaluation, **options}
+    by_hand = [(np.asarray(a), np.asarray(b)) for a, b in zip(x, y, strict=True)]
+    collate_fn = lambda rows: (np.stack([a for a, _ in rows]), np.stack([b for _, b in rows]))
+    state = rc.fit(model, optax.sgd(0.1), (x, y), **train)
+    other = rc.fit(model, optax.sgd(0.1), by_hand, collate_fn=collate_fn, **train)
+    np.testing.assert_array_equal(state.model.weight, other.model.weight)
+    metrics = rc.evaluate(state.model, (x, y), loss_fn=loss_fn, **options)
+    found = rc.predict_examples(state.model, (x, y), predict_fn=predict_fn, **options)
+    assert metrics["loss"] == pytest.approx(np.mean((np.array(found) - y) ** 2), rel=1e-4)
+    data = rc.batches((x, y), batch_size=8, key=jax.random.key(0), mesh=mesh, steps=1)
+    assert [part.shape for part in next(data).arrays] == [(8, 3), (8,)]

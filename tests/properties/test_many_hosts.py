@@ -179,16 +179,16 @@ def check_same_checkpoints(found, expected):
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_process_that_dies_is_named_and_all_resume(who, tmp_path):
-    shared = {"mesh": {"fsdp": 2}, "directory": str(tmp_path)}
-    expected = results(run(2, 1, mesh={"fsdp": 2}))[0]
-    finished = run(2, 1, fault="kill", who=who, at=100, **shared)
-    left = finished[1 - who]
-    assert left.returncode in (1, 70)  # by itself, or from a wait that nothing else would end
-    assert f"Process {who} on " in left.output.strip().splitlines()[-1]
-    assert "has died: no heartbeat for 20 s." in left.output
-    resumed = results(run(2, 1, **shared))[0]
+@pytest.mark.parametrize(("processes", "who"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_a_process_that_dies_is_named_and_all_resume(processes, who, tmp_path):
+    shared = {"mesh": {"data": 1, "fsdp": -1}, "directory": str(tmp_path)}
+    expected = results(run(processes, 1, mesh=shared["mesh"]))[0]
+    finished = run(processes, 1, fault="kill", who=who, at=100, **shared)
+    for left in finished[:who] + finished[who + 1 :]:
+        assert left.returncode in (1, 70)  # by itself, or from a wait that nothing else would end
+        assert f"Process {who} on " in left.output.strip().splitlines()[-1]
+        assert "has died: no heartbeat for 2" in left.output
+    resumed = results(run(processes, 1, **shared))[0]
     began = resumed["metrics"][0][0]
     assert began > 1
     check_same_metrics(resumed["metrics"], [x for x in expected["metrics"] if x[0] >= began])

@@ -21,7 +21,7 @@ from decoder_checks import (
 from redcoast import lora
 from redcoast.models import Yarn
 from redcoast.models.deepseek_v3 import DeepseekV3, DeepseekV3Config, route
-from redcoast.pretrained._registry import find_family, read_config, write_config
+from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained._tensors import tensor_names, tensor_shape
 from redcoast.pretrained.hf import deepseek_v3 as hf_deepseek_v3
 
@@ -180,12 +180,6 @@ def test_published_settings_are_read_and_written():
 def test_settings_that_are_not_implemented_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(DeepseekV3Config, SETTINGS | change)
-
-
-def test_quantised_files_are_refused_with_the_reason():
-    quantised = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}
-    with pytest.raises(ValueError, match="quantised with FP8"):
-        find_family(SETTINGS | quantised, "there")
 
 
 def test_tables_name_every_array_and_layers_without_experts_come_first():

@@ -22,7 +22,7 @@ from redcoast.models import Yarn
 from redcoast.models._attention import attend
 from redcoast.models._rotary import yarn_frequencies
 from redcoast.models.gpt_oss import GptOss, GptOssConfig, _activate
-from redcoast.pretrained._registry import find_family, read_config, write_config
+from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained.hf import gpt_oss as hf_gpt_oss
 
 CONFIG = GptOssConfig(
@@ -154,12 +154,6 @@ def test_settings_are_read_and_written():
 def test_settings_that_are_not_implemented_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_config(GptOssConfig, SETTINGS | change)
-
-
-def test_quantised_files_are_refused_with_the_reason():
-    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(ValueError, match="quantised with MXFP4.*dequantise the weights"):
-        find_family(SETTINGS | quantised, "there")
 
 
 def test_tables_name_every_array_and_biases_take_no_adapter():

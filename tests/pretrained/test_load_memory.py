@@ -8,8 +8,10 @@ import zlib
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from raw_files import write_raw
 
 from redcoast.core._pytree import leaf_paths
 from redcoast.models import Llama, LlamaConfig
@@ -74,6 +76,15 @@ def ramp(name, shape):
     return rows if len(shape) == 1 else rows[:, None] + columns
 
 
+def measure(path, mesh, how):
+    arguments = [str(path), json.dumps(mesh), how]
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [({}, "as CPU devices"), ({"model": 4}, "as CPU devices"), ({}, "as accelerators")],
@@ -81,12 +92,7 @@ def ramp(name, shape):
 @pytest.mark.integration
 def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
     assert (gigabyte / "model.safetensors").stat().st_size > 1e9
-    arguments = [str(gigabyte), json.dumps(mesh), how]
-    result = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = measure(gigabyte, mesh, how)
     assert found["held"] > 0.99e9
     assert found["above"] < 1.5 * LARGEST
     corner = lambda name, *shape: ramp(f"model.{name}.weight", shape)[-3:, -3:]
@@ -94,3 +100,41 @@ def test_the_host_needs_little_more_than_the_devices_hold(gigabyte, mesh, how):
     assert found["corners"]["layers/up"] == corner(up, 5504, 2048)[:, -1].tolist()
     assert found["corners"]["layers/wo"] == corner(wo, 2048, 2048)[:, -1].tolist()
     assert found["corners"]["embed"] == corner("embed_tokens", 10_000, 2048)[-1].tolist()
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A checkpoint of 405 million numbers in FP8, and an embedding in bfloat16 of 41 MB."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    path.mkdir()
+    config = LlamaConfig(
+        vocab=10_000, width=2048, layers=8, heads=16, kv_heads=16, hidden=5504, tied=True
+    )
+    abstract = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+    shapes = needed_shapes(layout_of(config), leaf_paths(abstract, jax.ShapeDtypeStruct))
+    tensors = {}
+    for name, shape in shapes.items():
+        if "_proj" not in name:
+            tensors[name] = np.ones(shape, jnp.bfloat16)
+            continue
+        tensors[name] = np.full(shape, 0x38, np.uint8).view(jnp.float8_e4m3fn)  # ones
+        tensors[name + "_scale_inv"] = ramp(name, (shape[0] // 128, shape[1] // 128))
+    write_raw(path / "model.safetensors", tensors)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    settings = write_config(config) | {"quantization_config": fp8}
+    (path / "config.json").write_text(json.dumps(settings))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [({}, "as CPU devices"), ({"model": 4}, "as CPU devices"), ({}, "as accelerators")],
+)
+@pytest.mark.integration
+def test_dequantising_needs_little_more_than_the_devices_hold(quantised, mesh, how):
+    found = measure(quantised, mesh, how)
+    assert found["held"] > 0.84e9  # in bfloat16
+    assert found["above"] < 1.5 * 10_000 * 2048 * 2
+    scale = ramp("model.layers.7.mlp.up_proj.weight", (43, 16))[-1, -1]
+    assert found["corners"]["layers/up"] == [float(np.asarray(scale, jnp.bfloat16))] * 3

@@ -383,29 +383,6 @@ def test_the_nearest_types_are_supported():
     assert {near for near, _ in _NEAREST.values()} <= supported
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-
-
-@pytest.mark.parametrize(
-    ("quantised", "words"),
-    [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "with GPTQ: .*`qweight`"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "with AWQ: .*`qzeros`"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "with bitsandbytes: .*4-bit"),
-        ({"load_in_8bit": True}, "with bitsandbytes: "),
-        (FP8, "with FP8: .*scale of each block"),
-        ({"quant_method": "fbgemm_fp8"}, "with FP8: "),
-        ({"quant_method": "mxfp4"}, "with MXFP4: .*exponents"),
-        ({"quant_method": "hqq"}, "with hqq: they are stored in a way of its own"),
-        ("?", "with an unnamed method: "),
-    ],
-)
-def test_quantised_weights(tmp_path, quantised, words):
-    path = write(tmp_path / "model", settings=SETTINGS | {"quantization_config": quantised})
-    with pytest.raises(ValueError, match=f"{path} holds .* quantised {words}.*made from, or a"):
-        rc.load_pretrained(path)
-
-
 def test_pickles_are_not_opened(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")

@@ -36,7 +36,8 @@ def load_pretrained(
         [`redcoast.infer_shardings`][] returns for the model. With neither `mesh` nor `shardings`,
         all arrays are put on JAX's default device.
     - `dtype`: the dtype of the arrays. By default that of the files; if they have several, the one
-        with the most bytes. Quantised tensors of a `.gguf` file count as float32.
+        with the most bytes. Quantised tensors of a `.gguf` file count as float32; those in FP8 or
+        MXFP4 have the dtype of the others, or bfloat16 if there are none.
     - `options`: fields of the model's configuration to override, such as `remat` or a dropout rate.
 
     **Returns:**
@@ -48,10 +49,10 @@ def load_pretrained(
     **Raises:**
 
     `FileNotFoundError` if `path` does not exist. `ValueError` if it holds no model, or if its
-    architecture or one of its settings is not implemented; if the weights are pickled, because
-    unpickling can run arbitrary code; or if the files do not hold exactly the tensors of the model
-    (all missing, unexpected and misshapen ones are listed). `TypeError` if the configuration does
-    not have a field of `options`.
+    architecture, its quantisation or one of its settings is not implemented; if the weights are
+    pickled, because unpickling can run arbitrary code; or if the files do not hold exactly the
+    tensors of the model (all missing, unexpected and misshapen ones are listed). `TypeError` if the
+    configuration does not have a field of `options`.
 
     !!! Example
 

@@ -19,6 +19,7 @@ from ._generation import with_generation
 from ._lazy_tensor import Stored
 from ._match import Layout, layout_of, match, needed_shapes
 from ._placement import choose_shardings
+from ._quantised import dequantised
 from ._read_plan import ArrayToRead
 from ._read_to_device import fill_device
 from ._read_to_host import fill_host
@@ -35,10 +36,12 @@ def load(
     options: Mapping[str, Any],
 ) -> Any:
     """Loads the model at a path; see `load_pretrained`."""
+    dtype = None if dtype is None else _floating(dtype)
     source = open_source(path)
     check_layers(source.settings, len(source.stored), path)
     source = text_part(source, path)
     family, config = find_family(source.settings, path)
+    source = dequantised(source, dtype, path)
     if settle := getattr(family.hf, "settle", None):
         config = settle(config, source.stored.keys())
     given = options.get("decoding")
@@ -52,7 +55,7 @@ def load(
     layout = layout_of(config) if source.table is None else Layout(source.table)
     needed = needed_shapes(layout, arrays)
     stored = match(layout, needed, source.stored, path, source.settings)
-    dtype = _common_dtype(stored) if dtype is None else _floating(dtype)
+    dtype = _common_dtype(stored) if dtype is None else dtype
     leaves, static = split(abstract)
     abstract = join([jax.ShapeDtypeStruct(x.shape, dtype) for x in leaves], static)
     places = choose_shardings(abstract, family, config, mesh, shardings)

@@ -5,8 +5,9 @@ from types import ModuleType
 from typing import Any
 
 from .. import models
+from ._quantised import split_quantisation
 from ._text_part import text_settings
-from ._unsupported import check_quantised, refuse_type
+from ._unsupported import refuse_type
 from .hf import (
     bart,
     bert,
@@ -107,7 +108,7 @@ def find_family(settings: dict[str, Any], where: Any) -> tuple[Family, Any]:
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in _BY_TYPE:
         raise refuse_type(kind, _BY_TYPE, where)
-    check_quantised(settings, where)
+    settings, _ = split_quantisation(settings, where)
     family = _BY_TYPE[kind]
     try:
         return family, read_config(family.config, settings)

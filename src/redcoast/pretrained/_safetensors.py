@@ -1,7 +1,9 @@
 """Reading and writing safetensors files."""
 
 import functools as ft
-from collections.abc import Iterator
+import json
+import struct
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -23,6 +25,7 @@ _DTYPES = {
     "BF16": jnp.bfloat16,
     "F8_E4M3": jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
     "BOOL": np.bool_,
     "I64": np.int64,
     "I32": np.int32,
@@ -33,6 +36,8 @@ _DTYPES = {
     "U16": np.uint16,
     "U8": np.uint8,
 }
+_8_BITS = {np.dtype(_DTYPES[name]) for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0")}
+Shape = tuple[int, ...]
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
@@ -45,7 +50,8 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     open_regular(path).close()  # `safe_open` would wait for the writer of a pipe
     try:
         with safe_open(path, "numpy") as file:
-            return {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+            stored = {name: _stored(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+        return _with_8_bits(path, stored)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged, or not a safetensors file: {error}. Download or save it again."
@@ -57,18 +63,43 @@ def _stored(path: Path, name: str, header) -> Stored:
     return Stored(shape, np.dtype(_DTYPES[header.get_dtype()]), ft.partial(_read, path, name))
 
 
+def _with_8_bits(path: Path, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Replaces how tensors of 8-bit floating-point numbers are read: the package `safetensors` does
+    not read them to NumPy."""
+    small = {name: x for name, x in stored.items() if x.dtype in _8_BITS and 0 not in x.shape}
+    if not small:
+        return stored
+    with open_regular(path) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    for name, x in small.items():
+        start = 8 + length + header[name]["data_offsets"][0]
+        small[name] = Stored(x.shape, x.dtype, ft.partial(_read_8_bits, path, start, x.shape))
+    return stored | small
+
+
 def _read(path: Path, name: str, box: Box, out: np.ndarray) -> None:
-    if not box:
+    def read(part: Box) -> np.ndarray:
         with safe_open(path, "numpy") as file:
-            out[...] = file.get_tensor(name)
+            return file.get_slice(name)[part] if part else file.get_tensor(name)
+
+    _read_rows(read, box, out)
+
+
+def _read_8_bits(path: Path, start: int, shape: Shape, box: Box, out: np.ndarray) -> None:
+    _read_rows(lambda part: np.memmap(path, out.dtype, "r", start, shape)[part], box, out)
+
+
+def _read_rows(read: Callable[[Box], np.ndarray], box: Box, out: np.ndarray) -> None:
+    """Reads a part of an array, mapping no more than `MAPPED_BYTES` at once."""
+    if not box:
+        out[...] = read(())
         return
     row = max(1, prod(out.shape[1:]) * out.itemsize)
     step = max(1, MAPPED_BYTES // row)
     for low in range(box[0].start, box[0].stop, step):
         high = min(low + step, box[0].stop)
-        with safe_open(path, "numpy") as file:
-            rows = file.get_slice(name)[slice(low, high), *box[1:]]
-        out[low - box[0].start : high - box[0].start] = rows
+        out[low - box[0].start : high - box[0].start] = read((slice(low, high), *box[1:]))
 
 
 def write_safetensors(

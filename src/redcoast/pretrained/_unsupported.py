@@ -1,7 +1,7 @@
-"""Why a published model cannot be loaded: its architecture, or how its weights are quantised."""
+"""Why a type of published models cannot be loaded."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ..core._errors import short_repr
@@ -88,14 +88,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
 }
 # Recurrences that no family has, or that alternate with attention.
 _OTHER = ("jamba", "recurrent_gemma", "rwkv", "zamba2")
-_PACKED: dict[str, tuple[str, str]] = {
-    "gptq": ("GPTQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
-    "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
-    "bitsandbytes": ("bitsandbytes", "blocks of packed 4-bit or 8-bit numbers with their ranges"),
-    "fp8": ("FP8", "8-bit floating-point numbers, with the scale of each block in a tensor aside"),
-    "mxfp4": ("MXFP4", "4-bit floating-point numbers in `blocks`, with exponents in `scales`"),
-}
-_SAME = {"fbgemm_fp8": "fp8", "finegrained_fp8": "fp8"}
 
 
 def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
@@ -113,24 +105,4 @@ def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
     return ValueError(
         f"{where} holds a model of type {short_repr(kind)}, which is not supported.{reason} "
         f"Supported types: {', '.join(names)}."
-    )
-
-
-def check_quantised(settings: Mapping[str, Any], where: Any) -> None:
-    """Raises if the weights of a `config.json` are quantised."""
-    found = settings.get("quantization_config") or settings.get("compression_config")
-    if not found:
-        return
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if method is None and isinstance(found, dict):  # files of the first versions name no method
-        eight = found.get("load_in_8bit") or found.get("load_in_4bit")
-        method = "bitsandbytes" if eight else None
-    unknown = (method or "an unnamed method", None)
-    name, packed = _PACKED.get(_SAME.get(str(method), str(method)), unknown)
-    how = f"as {packed}" if packed else "in a way of its own"
-    raise ValueError(
-        f"{where} holds weights that are quantised with {name}: they are stored "
-        f"{how}, which is not supported. Load the model that they were made from, or a "
-        "`.gguf` file of it; or dequantise the weights with `transformers` "
-        "(`model.dequantize()`), and save that model."
     )

@@ -1,0 +1,96 @@
+"""Numbers of 4 and 8 bits with scales, and the parts of tensors that are computed from them.
+
+Only the bytes of a part and its scales are read. Products are computed in float32 and rounded once,
+a few rows at a time, as `transformers` does.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._lazy_tensor import Box, Stored
+
+CACHED = 2**16  # numbers that fit into a processor's cache, in float32
+_BYTES = np.arange(256, dtype=np.uint8)
+FP8 = {np.dtype(x) for x in (jnp.float8_e4m3fn, jnp.float8_e5m2)}
+_FP8_VALUES = {dtype: _BYTES.view(dtype).astype(np.float32) for dtype in FP8}
+# Exponents of 8 bits (E8M0). The largest power, which stands for no number, is infinite.
+_POWERS = np.append(np.exp2(_BYTES[:255] - 127.0), np.inf).astype(np.float32)
+# Of 4 bits: a sign, two bits of exponent and one of mantissa (E2M1). A byte has two of them, the
+# one in the lower bits first. Here they are doubled, so that half of any power is a number.
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+_PAIRS = np.stack([np.tile(_DOUBLED, 16), np.repeat(_DOUBLED, 16)], axis=1).view(np.uint64)[:, 0]
+_HALF_POWERS = np.exp2(_BYTES - 128.0).astype(np.float32)
+# Products of numbers that are infinite, or become so.
+_QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
+EXPONENTS = {np.dtype(x) for x in (np.uint8, jnp.float8_e8m0fnu)}
+
+
+def read_scaled(
+    weight: Stored, scale: Stored, block: tuple[int, int], box: Box, out: np.ndarray
+) -> None:
+    """Reads a part of a weight in FP8, whose blocks of `block` rows and columns have a scale.
+
+    `scale` has the dimensions of the weight, counted in blocks.
+    """
+    table, raw = _FP8_VALUES[weight.dtype], weight.take(box).view(np.uint8)
+    grid, *indices = _scales(scale, block, box)
+    for rows in _ranges(raw.shape[-2], raw.size // raw.shape[-2]):
+        values = table[raw[..., rows, :]]
+        with np.errstate(**_QUIET):
+            values *= grid.take(indices[0][rows], axis=-2).take(indices[1], axis=-1)
+        _bits(out)[..., rows, :] = _bits(values.astype(out.dtype))
+
+
+def _scales(
+    scale: Stored, block: tuple[int, int], box: Box
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the scales of the blocks in a part of a weight, and the block of each of its rows and
+    of its columns."""
+    blocks, indices = [], []
+    for part, size in zip(box[-2:], block, strict=True):
+        blocks.append(slice(part.start // size, (part.stop - 1) // size + 1))
+        indices.append(np.arange(part.start, part.stop) // size - blocks[-1].start)
+    # A dimension of size 1 is of scales for all of the weight.
+    outer = [
+        slice(0, 1) if n == 1 else part for n, part in zip(scale.shape, box[:-2], strict=False)
+    ]
+    found = scale.take((*outer, *blocks))
+    values = _POWERS[found.view(np.uint8)] if scale.dtype in EXPONENTS else found
+    return values.astype(np.float32), *indices
+
+
+def read_mxfp4(blocks: Stored, scales: Stored, box: Box, out: np.ndarray) -> None:
+    """Reads a part of a tensor (experts, inputs, outputs) in MXFP4.
+
+    `blocks` are (experts, outputs, groups, bytes), and `scales`, the exponents of the groups,
+    (experts, outputs, groups).
+    """
+    inputs, size = box[1], 2 * blocks.shape[-1]
+    groups = slice(inputs.start // size, (inputs.stop - 1) // size + 1)
+    raw = blocks.take((box[0], box[2], groups, slice(0, size // 2)))
+    powers = _HALF_POWERS[scales.take((box[0], box[2], groups))][..., None]
+    first = inputs.start - groups.start * size
+    wanted = slice(first, first + inputs.stop - inputs.start)
+    for expert in range(len(raw)):
+        for rows in _ranges(raw.shape[1], prod(raw.shape[2:]) * 2):
+            pairs = _PAIRS[raw[expert, rows]].view(np.float32)  # (outputs, groups, numbers)
+            with np.errstate(**_QUIET):
+                pairs *= powers[expert, rows]
+            values = pairs.reshape(len(pairs), -1)[:, wanted].astype(out.dtype)
+            _bits(out)[expert, :, rows] = _bits(values).T
+
+
+def _ranges(rows: int, width: int) -> Iterator[slice]:
+    """Splits rows into ranges of at most `CACHED` numbers."""
+    step = max(1, CACHED // width)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    # NumPy copies types that are not its own, such as bfloat16, element by element.
+    return x.view(f"u{x.dtype.itemsize}")

@@ -1,0 +1,238 @@
+"""How the weights of a file are quantised: which of its tensors are the numbers of others.
+
+Files of MXFP4 and of 8-bit floating-point numbers (FP8) are read. Other methods are refused.
+"""
+
+import dataclasses
+import functools as ft
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core._errors import several, short_repr
+from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
+from ._lazy_tensor import Box, Source, Stored
+
+# The settings that describe a quantisation, in a `config.json` or in its part about texts.
+_SETTINGS = ("quantization_config", "compression_config")
+_PARTS = ("text_config", "language_config", "llm_config")
+# Methods whose weights are in FP8, each with the settings that have to be as they are here.
+_FP8_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
+    "mxfp8": {},
+    "fbgemm_fp8": {},
+    "modelopt": {"quant_algo": ("FP8",)},
+    "compressed-tensors": {"transform_config": ({}, None)},
+}
+_REFUSED = {
+    "gptq": ("GPTQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
+    "awq": ("AWQ", "integers in groups, packed into `qweight`, with `scales` and `qzeros`"),
+    "bitsandbytes": ("bitsandbytes", "blocks of packed 4-bit or 8-bit numbers with their ranges"),
+}
+# Names of the scales of `x`, and of those of `x.weight`.
+_SCALES = ("{}_scale_inv", "{}_scale")
+_SCALES_OF_MODULES = ("{}.scale", "{}.qscale_weight")
+# Scales with which programs quantise activations and caches. Without that they have no effect.
+_OF_ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale")
+_OF_ACTIVATIONS += (".k_scale", ".v_scale", ".q_scale", ".qscale_act")
+
+
+def dequantised(source: Source, dtype: np.dtype | None, where: Any) -> Source:
+    """Returns a source with the tensors that its quantised ones stand for.
+
+    **Arguments:**
+
+    - `source`: a source, whose settings may describe a quantisation.
+    - `dtype`: the dtype of these tensors. By default that of the tensors that are not quantised; of
+      several, the one with the most bytes; bfloat16 if there is none.
+    - `where`: the path of the model, for messages.
+
+    **Raises:**
+
+    `ValueError` if the method is not implemented, or if its tensors do not match.
+    """
+    settings, quantisation = split_quantisation(source.settings, where)
+    if quantisation is None:
+        return source
+    dtype = dtype or _dtype_of_others(source.stored)
+    if quantisation["quant_method"] == "mxfp4":
+        stored = _of_mxfp4(source.stored, dtype, where)
+    else:
+        stored = _of_fp8(source.stored, _block_size(quantisation), dtype, where)
+    return dataclasses.replace(source, settings=settings, stored=stored)
+
+
+def split_quantisation(
+    settings: dict[str, Any], where: Any
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns settings without those of the quantisation, and these, if there are any.
+
+    **Raises:**
+
+    `ValueError` if the method is not implemented.
+    """
+    quantisation, rest = None, {}
+    for name, value in settings.items():
+        if name in _SETTINGS:
+            quantisation = quantisation or value
+        elif name in _PARTS and isinstance(value, dict):
+            rest[name], of_part = split_quantisation(value, where)
+            quantisation = quantisation or of_part
+        else:
+            rest[name] = value
+    if not quantisation:
+        return rest, None
+    _check_method(quantisation, where)
+    return rest, quantisation
+
+
+def _check_method(quantisation: Any, where: Any) -> None:
+    """Raises if the method of a quantisation is not implemented."""
+    quantisation = quantisation if isinstance(quantisation, dict) else {}
+    method = quantisation.get("quant_method")
+    if method is None and (quantisation.get("load_in_8bit") or quantisation.get("load_in_4bit")):
+        method = "bitsandbytes"  # files of its first versions name no method
+    odd = _odd_settings(method, quantisation)
+    if isinstance(method, str) and not odd and (method == "mxfp4" or method in _FP8_METHODS):
+        return
+    name, stored = _REFUSED.get(str(method), (str(method or "an unnamed method"), ""))
+    details = f" ({', '.join(odd)})" if odd else ""
+    how = f": they are stored as {stored}" if stored else ""
+    raise ValueError(
+        f"{where} holds weights that are quantised with {name}{details}{how}. This is not "
+        "supported; MXFP4 and 8-bit floating-point numbers (FP8) are. Load the model that they "
+        "were made from, or a `.gguf` file of it; or dequantise the weights with a program that "
+        "reads them, and save that model as safetensors."
+    )
+
+
+def _odd_settings(method: Any, quantisation: Mapping[str, Any]) -> list[str]:
+    """Returns the settings with which a method stores weights that are not in FP8."""
+    only = _FP8_METHODS.get(method, {}) if isinstance(method, str) else {}
+    odd = [
+        f"`{name}` is {short_repr(quantisation.get(name))}"
+        for name, values in only.items()
+        if quantisation.get(name) not in values
+    ]
+    if method != "compressed-tensors":
+        return odd
+    groups = quantisation.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        kind = (weights.get("type"), weights.get("num_bits")) if isinstance(weights, dict) else None
+        if kind != ("float", 8):
+            numbers = f"{kind[0]} of {kind[1]} bits" if kind else "unknown"
+            odd.append(f"the weights of `{name}` are {numbers}")
+    sparsity = quantisation.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        odd.append(f"`sparsity_config` is {short_repr(sparsity)}")
+    return odd if groups else [*odd, "without `config_groups`"]
+
+
+def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = quantisation.get("weight_block_size")
+    valid = isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
+    return (size[0], size[1]) if valid and min(size) > 0 else None
+
+
+def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:
+    sizes = Counter()
+    for x in stored.values():
+        if x.dtype not in FP8 | EXPONENTS and jnp.issubdtype(x.dtype, np.floating):
+            sizes[x.dtype] += x.nbytes
+    return sizes.most_common(1)[0][0] if sizes else np.dtype(jnp.bfloat16)
+
+
+def _of_mxfp4(stored: Mapping[str, Stored], dtype: np.dtype, where: Any) -> dict[str, Stored]:
+    """Replaces `x_blocks` and `x_scales` by `x`, whose last two dimensions are in turn."""
+    read, problems = dict(stored), []
+    for name, blocks in stored.items():
+        base = name.removesuffix("_blocks")
+        if base == name or len(blocks.shape) != 4 or blocks.dtype != np.uint8:
+            continue
+        scales = read.pop(base + "_scales", None)
+        if scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], np.uint8):
+            kind = "none" if scales is None else f"some of shape {scales.shape} of {scales.dtype}"
+            problems.append(f"{name} needs scales of shape {blocks.shape[:3]} of uint8; has {kind}")
+            continue
+        del read[name]
+        experts, outputs, groups, size = blocks.shape
+        shape = (experts, groups * size * 2, outputs)
+        read[base] = Stored(shape, dtype, ft.partial(read_mxfp4, blocks, scales))
+    if problems:
+        raise ValueError(f"{where} has weights in MXFP4 that cannot be read: {several(problems)}.")
+    return read
+
+
+def _of_fp8(
+    stored: Mapping[str, Stored], size: tuple[int, int] | None, dtype: np.dtype, where: Any
+) -> dict[str, Stored]:
+    """Replaces weights in FP8, and leaves out their scales, and those of activations."""
+    read, problems = dict(stored), []
+    for name, weight in stored.items():
+        if weight.dtype not in FP8:
+            continue
+        scale_name = _name_of_scale(name, stored)
+        if scale_name is None:
+            problems.append(f"{name} of {weight.dtype} has no scale")
+            continue
+        scale = _as_grid(stored[scale_name], weight.shape)
+        block = _block_of(weight.shape, scale, size)
+        if block is None:
+            kind = f"{stored[scale_name].shape} of {stored[scale_name].dtype}"
+            problems.append(f"{name} of shape {weight.shape} has scales of shape {kind}")
+            continue
+        read.pop(scale_name, None)
+        read[name] = Stored(weight.shape, dtype, ft.partial(read_scaled, weight, scale, block))
+    if problems:
+        raise ValueError(f"{where} has weights in FP8 that cannot be read: {several(problems)}.")
+    return {name: x for name, x in read.items() if not name.endswith(_OF_ACTIVATIONS)}
+
+
+def _name_of_scale(name: str, stored: Mapping[str, Stored]) -> str | None:
+    names = [pattern.format(name) for pattern in _SCALES]
+    if name.endswith(".weight"):
+        names += [pattern.format(name.removesuffix(".weight")) for pattern in _SCALES_OF_MODULES]
+    return next((x for x in names if x in stored), None)
+
+
+def _as_grid(scale: Stored, shape: tuple[int, ...]) -> Stored:
+    """Returns scales with as many dimensions as their weight: those of one number for all of it, or
+    of one for each row, may have fewer."""
+    if prod(scale.shape) == 1:
+        everything = tuple(slice(0, 1) for _ in scale.shape)
+
+        def read(_: Box, out: np.ndarray) -> None:
+            out[...] = scale.take(everything).reshape(())
+
+        return Stored((1,) * len(shape), scale.dtype, read)
+    if scale.shape == shape[:-1]:
+        rows = lambda box, out: scale.read(box[:-1], out[..., 0])
+        return Stored((*scale.shape, 1), scale.dtype, rows)
+    return scale
+
+
+def _block_of(
+    shape: tuple[int, ...], scale: Stored, size: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block with one scale, or None if the shapes do not match.
+
+    The last block of a dimension may be smaller if the size of blocks is stated.
+    """
+    if not (scale.dtype in EXPONENTS or jnp.issubdtype(scale.dtype, np.floating)):
+        return None
+    if len(shape) < 2 or len(scale.shape) != len(shape) or 0 in scale.shape:
+        return None
+    outer = zip(shape[:-2], scale.shape[:-2], strict=True)
+    if not all(blocks in (n, 1) for n, blocks in outer):
+        return None
+    counts = scale.shape[-2:]
+    if size and counts == tuple(-(-n // m) for n, m in zip(shape[-2:], size, strict=True)):
+        return size
+    if any(n % count for n, count in zip(shape[-2:], counts, strict=True)):
+        return None
+    return shape[-2] // counts[0], shape[-1] // counts[1]

@@ -161,20 +161,20 @@ def test_prompts_limits_and_temperatures_of_a_bucket_share_one_program():
     rng = np.random.default_rng(0)
     key = jax.random.key(0)
 
-    def decode(seq, new, temperature, top_p):
+    def decode(seq, new, temperature, top_p, top_k=5):
         tokens = rng.integers(0, 11, (2, seq))
-        options = {"temperature": temperature, "top_p": top_p, "key": key}
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "key": key}
         assert generate(model, tokens, max_new_tokens=new, **options).shape == (2, new)
 
     TRACED.clear()
     assert compiled_programs(lambda: decode(3, 5, 0.7, 0.9)) >= 1
     once = TRACED["decode"]
-    others = [(1, 1, 1.0, 0.5), (16, 16, 0.1, 0.99), (7, 3, 2.0, 0.01)]
+    others = [(1, 1, 1.0, 0.5, 1), (16, 16, 0.1, 0.99, 10**30), (7, 3, 2.0, 0.01, 11)]
     assert compiled_programs(lambda: [decode(*other) for other in others]) == 0
     # A model of the same shapes shares it too.
     again = ft.partial(generate, tiny(9, width=4), max_new_tokens=4, key=key)
     tokens = np.zeros((2, 9), int)
-    assert compiled_programs(lambda: again(tokens, temperature=0.3, top_p=0.4)) == 0
+    assert compiled_programs(lambda: again(tokens, temperature=0.3, top_p=0.4, top_k=2)) == 0
     assert TRACED["decode"] == once
     decode(17, 5, 0.7, 0.9)
     assert TRACED["decode"] > once

@@ -29,10 +29,10 @@ def generate(
     """Generates tokens with a model, by greedy decoding, sampling or beam search.
 
     Outside of `jax.jit` the function is compiled automatically, once for each batch size and each
-    bucket of prompt lengths and numbers of new tokens; other values of `temperature`, `top_p` and
-    `max_new_tokens` within a bucket do not recompile it. Inside of `jax.jit`, `plan.constrain(fn)`
-    or a `predict_fn` it is traced like any function. A sharded model stays sharded, and gives the
-    same tokens as on one device.
+    bucket of prompt lengths and numbers of new tokens; other values of `temperature`, `top_k`,
+    `top_p` and `max_new_tokens` within a bucket do not recompile it. Inside of `jax.jit`,
+    `plan.constrain(fn)` or a `predict_fn` it is traced like any function. A sharded model stays
+    sharded, and gives the same tokens as on one device.
 
     **Arguments:**
 

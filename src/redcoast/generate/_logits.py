@@ -5,10 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._processors import History, process
-from ._request import Request, Scalar
+from ._request import Count, Request, Scalar
 
 # Marks tokens whose logits were NaN.
 INVALID = -1
+
+# An option of all rows, or one for each row.
+Number = Scalar | Float[Array, "batch 1"]
+Whole = int | Count | Int[Array, "batch 1"]
 
 
 def choose_tokens(
@@ -51,41 +55,48 @@ def gumbel_noise(
 
 def filter_logits(
     logits: Float[Array, "batch vocab"],
-    temperature: Scalar,
-    top_k: int | None = None,
-    tail: Scalar | None = None,
-    min_p: Scalar | None = None,
+    temperature: Number,
+    top_k: Whole | None = None,
+    tail: Number | None = None,
+    min_p: Number | None = None,
 ) -> Float[Array, "batch vocab"]:
     """Divides logits by the temperature, and sets those that `top_k`, then `top_p` and then `min_p`
     exclude to -inf."""
     scores = logits / temperature
-    if top_k is not None and top_k < scores.shape[1]:
+    if top_k is not None:
         scores = keep_top_k(scores, top_k)
     if tail is not None:
         scores = keep_top_p(scores, tail)
-    if min_p is None:
-        return scores
-    probabilities = jax.nn.softmax(scores)
-    least = min_p * jnp.max(probabilities, axis=1, keepdims=True)
-    return jnp.where(probabilities < least, -jnp.inf, scores)
+    if min_p is not None:
+        probabilities = jax.nn.softmax(scores)
+        least = min_p * jnp.max(probabilities, axis=1, keepdims=True)
+        scores = jnp.where(probabilities < least, -jnp.inf, scores)
+    # The filters would exclude a NaN whose sign is negative, as that of `inf - inf` is on x86.
+    return jnp.where(jnp.isnan(logits), logits, scores)
 
 
-def keep_top_k(scores: Float[Array, "batch vocab"], k: int) -> Float[Array, "batch vocab"]:
-    """Excludes scores below the `k`-th highest. Ties with it are all kept."""
-    # With `[:, -1]` in place of the minimum, XLA would sort the entire vocabulary.
-    least = jnp.min(jax.lax.top_k(scores, k)[0], axis=1, keepdims=True)
-    return jnp.where(scores < least, -jnp.inf, scores)
+def keep_top_k(scores: Float[Array, "batch vocab"], k: Whole) -> Float[Array, "batch vocab"]:
+    """Excludes scores below the `k`-th highest. Ties with it are all kept, and all scores if there
+    are no more than `k`.
+
+    `k` may be traced: no value needs a program of its own.
+    """
+    order = ordered_bits(scores)
+    # At most `vocab - k` scores are below the k-th highest.
+    most = jnp.asarray(scores.shape[1] - jnp.minimum(k, scores.shape[1]), jnp.float32)
+    least = smallest_with_more(order, jnp.ones_like(scores), most)
+    return jnp.where(order < least, -jnp.inf, scores)
 
 
-def keep_top_p(scores: Float[Array, "batch vocab"], tail: Scalar) -> Float[Array, "batch vocab"]:
+def keep_top_p(scores: Float[Array, "batch vocab"], tail: Number) -> Float[Array, "batch vocab"]:
     """Excludes the least likely tokens with a total probability of at most `tail`
     (nucleus sampling, Holtzman et al., 2019, <https://arxiv.org/abs/1904.09751>).
 
     Of equally likely tokens, those with smaller ids are excluded first. At least one is kept.
     """
     probabilities = jax.nn.softmax(scores)
-    order = _ordered(scores)
-    cut = _cut(order, probabilities, tail)
+    order = ordered_bits(scores)
+    cut = smallest_with_more(order, probabilities, tail)
     below = jnp.sum(jnp.where(order < cut, probabilities, 0.0), axis=1, keepdims=True)
     ties = order == cut
     one = jnp.max(jnp.where(ties, probabilities, 0.0), axis=1, keepdims=True)
@@ -95,18 +106,18 @@ def keep_top_p(scores: Float[Array, "batch vocab"], tail: Scalar) -> Float[Array
     return jnp.where((order < cut) | out, -jnp.inf, scores)
 
 
-def _ordered(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
+def ordered_bits(x: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
     """Maps floats to integers of the same order, by flipping the bits of negative numbers."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 is 0.0
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
-def _cut(
+def smallest_with_more(
     order: Int[Array, "batch vocab"],
-    probabilities: Float[Array, "batch vocab"],
-    tail: Scalar,
+    weights: Float[Array, "batch vocab"],
+    most: Number,
 ) -> Int[Array, "batch 1"]:
-    """Finds the smallest `order` up to which the total probability exceeds `tail`.
+    """Finds the smallest `order` up to which the total weight exceeds `most`.
 
     By bisection, because sorting a vocabulary takes longer than the rest of a step.
     """
@@ -114,8 +125,8 @@ def _cut(
     def halve(_, bounds):
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)  # low + high may overflow
-        mass = jnp.sum(jnp.where(order <= middle, probabilities, 0.0), axis=1, keepdims=True)
-        enough = mass > tail
+        mass = jnp.sum(jnp.where(order <= middle, weights, 0.0), axis=1, keepdims=True)
+        enough = mass > most
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     ends = jnp.min(order, axis=1, keepdims=True), jnp.max(order, axis=1, keepdims=True)

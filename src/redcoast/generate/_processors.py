@@ -57,9 +57,10 @@ def process(
         early = (count < least)[:, None]
         scores = _exclude(scores, early & _is(request.eos, scores))
     if request.forced_bos is not None:
-        scores = _force(scores, count == 0, (request.forced_bos,))
+        scores = _force(scores, (count == 0)[None, None], (request.forced_bos,))
     if request.forced_eos:
-        scores = _force(scores, count + 1 == request.limit, request.forced_eos)
+        last = jnp.reshape(count + 1 == request.limit, (-1, 1))
+        scores = _force(scores, last, request.forced_eos)
     if request.suppress:
         scores = _exclude(scores, _is(request.suppress, scores))
     if request.begin_suppress:
@@ -75,7 +76,7 @@ def _is(tokens: tuple[int, ...], scores: Scores) -> Bool[Array, "1 vocab"]:
     return jnp.any(jnp.arange(scores.shape[1])[:, None] == jnp.array(tokens)[None], axis=1)[None]
 
 
-def _force(scores: Scores, now: Bool[Array, ""], tokens: tuple[int, ...]) -> Scores:
+def _force(scores: Scores, now: Bool[Array, "rows_or_1 1"], tokens: tuple[int, ...]) -> Scores:
     return jnp.where(now, jnp.where(_is(tokens, scores), 0.0, -jnp.inf), scores)
 
 

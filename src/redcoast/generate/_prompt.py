@@ -55,6 +55,16 @@ def prefill(
 ) -> tuple[Float[Array, "batch vocab"], Any, Int[Array, "batch prompt"]]:
     """Returns the logits of the first new token, a cache with room for all new tokens, and the
     tokens of the decoder so far, with -1 at padding."""
+    hidden, cache, prompt = read_prompt(model, tokens, mask, request)
+    logits = model.unembed(hidden[:, -1:])[:, 0]
+    check_token_options(request, logits.shape[-1])
+    return logits, cache, prompt
+
+
+def read_prompt(
+    model: Any, tokens: Shaped[AnyArray, "batch ..."], mask: Mask | None, request: Request
+) -> tuple[Float[Array, "batch prompt width"], Any, Int[Array, "batch prompt"]]:
+    """Like `prefill`, with the hidden states of the whole prompt in place of logits."""
     if is_encoder_decoder(model):
         # Inputs without a mask, such as images or sounds, are passed to the encoder unchanged.
         memory = model.encode(tokens if mask is None else blank(tokens, mask), mask=mask)
@@ -71,9 +81,7 @@ def prefill(
             # The last token is never fed back.
             cache = model.expect(cache, count + request.limit - 1)
     hidden, cache = model.decode(tokens, cache, mask=mask)
-    logits = model.unembed(hidden[:, -1:])[:, 0]
-    check_token_options(request, logits.shape[-1])
-    return logits, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
+    return hidden, cache, tokens if mask is None else jnp.where(mask, tokens, -1)
 
 
 def append_tokens(

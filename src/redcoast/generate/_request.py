@@ -43,7 +43,8 @@ class Request(eqx.Module):
     """How to decode. A new compilation is needed only if a static field changes, or if another
     field becomes None or not None.
 
-    - `limit`, `room`: the number of new tokens, and the size of the array for them.
+    - `limit`, `room`: the number of new tokens, of all rows or of each row, and the size of the
+        array for them.
     - `key`, `temperature`: for sampling; None decodes greedily.
     - `tail`: `1 - top_p`, the probability that may be excluded.
     - `norms`: the divisor of a hypothesis' score for each number of tokens.
@@ -53,7 +54,7 @@ class Request(eqx.Module):
     - `copies`: the number of results for each row.
     """
 
-    limit: Count
+    limit: Count | Int[np.ndarray, " rows"] | Int[Array, " rows"]
     key: PRNGKeyArray | None
     temperature: Scalar | None
     tail: Scalar | None
@@ -62,8 +63,8 @@ class Request(eqx.Module):
     repetition_penalty: Scalar | None
     least: Count | None
     least_with_prompt: Count | None
+    top_k: Count | None
     room: int = eqx.field(static=True)
-    top_k: int | None = eqx.field(static=True)
     beams: int = eqx.field(static=True)
     eos: tuple[int, ...] = eqx.field(static=True)
     pad: int = eqx.field(static=True)
@@ -147,8 +148,9 @@ def make_request(
         repetition_penalty=None if d.repetition_penalty == 1 else number(d.repetition_penalty),
         least=count(d.min_new_tokens),
         least_with_prompt=count(d.min_length),
+        # More than any vocabulary has keeps everything.
+        top_k=None if d.top_k is None else np.asarray(min(d.top_k, 2**30), np.int32),
         room=room,
-        top_k=d.top_k,
         beams=d.beams,
         eos=ends,
         pad=pad,

@@ -51,7 +51,7 @@ def _steps(model: Any, tokens: Any, mask: Any, request: Request, count: int) -> 
     cache, last = _begin(arrays, static, *prompt, request)
     # The call may be inside a traced function even if no argument is traced.
     check_stream(1, traced=isinstance(last.tokens, Tracer))
-    places = _places((cache, last))
+    places = places_of((cache, last))
     arrays, static = split(by_layer(model))
     yield last
     for _ in range(count - 1):
@@ -80,6 +80,6 @@ def _advance(
     return structure.unflatten(kept)
 
 
-def _places(tree: Any) -> tuple[NamedSharding | None, ...]:
+def places_of(tree: Any) -> tuple[NamedSharding | None, ...]:
     shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
     return tuple(s if isinstance(s, NamedSharding) else None for s in shardings)

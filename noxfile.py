@@ -129,7 +129,7 @@ def check_checkpoints(session: nox.Session, tmp: Path, *pythons: str) -> None:
 def integration(session: nox.Session) -> None:
     """Real processes, whole programs and the pages of the docs. Arguments go to pytest."""
     install(session, "tests")
-    session.install("openai>=1.60")  # a client of `experiments/serve.py`
+    session.install("openai>=1.60")  # a client of `redcoast serve`
     session.run("pytest", "-m", "integration", *WORKERS, *session.posargs)
 
 

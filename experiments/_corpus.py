@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _chat_template import CLOSE, OPEN
+
+from redcoast.serve._chat_template import CLOSE, OPEN
 
 Encode = Callable[[str], Iterable[int]]
 

@@ -1,4 +1,4 @@
-"""Requests per second that `experiments/serve.py` answers, by the number of clients.
+"""Requests per second that `redcoast serve` answers, by the number of clients.
 
 The server is a process of its own. Each client sends its next request when it has the answer to the
 last one. All ask for greedy answers of the same length to prompts of different lengths. Batched,
@@ -34,7 +34,6 @@ from _cells import markdown
 from _published import smollm2
 from _tokenizers import byte_tokenizer
 
-SCRIPTS = Path(__file__).parents[1]
 HEAD = ["answers at once", "may wait", "clients", "requests/s", "new tokens/s"]
 HEAD += ["median, s", "95 %, s", "refused"]
 WORDS = "The mesh has a data axis and a model axis. "
@@ -79,7 +78,7 @@ def server(weights: Path, rows: int, waiting: int) -> Iterator[str]:
     """Runs the server, and gives its address."""
     options = ["--weights", str(weights), "--name", "model", "--port", "0", "--mesh", "1"]
     options += ["--rows", str(rows), "--waiting", str(waiting)]
-    command = [sys.executable, str(SCRIPTS / "serve.py"), *options]
+    command = [sys.executable, "-c", "from redcoast_cli import main; main()", "serve", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:

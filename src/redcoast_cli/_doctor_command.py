@@ -21,6 +21,7 @@ OPTIONAL = (
     ("NVIDIA GPUs, and dry runs for them", ("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda13"),
     (".gguf files", ("gguf",), "gguf"),
     ("TensorBoard", ("tensorboardX",), "tensorboard"),
+    ("`redcoast serve`", ("uvicorn",), "serve"),
     ("The experiments", ("sklearn",), "experiments"),
 )
 

@@ -7,17 +7,23 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from ._options import DoctorCommand, DryRunCommand, PlanCommand
+from ._options import DoctorCommand, DryRunCommand, PlanCommand, ServeCommand
 from ._usage import wrap_help
 
-EXAMPLES = """Plans, compiles and diagnoses distributed training.
+EXAMPLES = """Plans, compiles and diagnoses distributed training, and serves language models.
 
 Examples:
     redcoast plan --model llama-7b --mesh fsdp=8,model=8
     redcoast dry-run --model opt-66b --target v4:4x4x4 --seq 512
+    redcoast serve --weights path/to/model
     redcoast doctor
 """
-COMMANDS = {DryRunCommand: "dry-run", PlanCommand: "plan", DoctorCommand: "doctor"}
+COMMANDS = {
+    DryRunCommand: "dry-run",
+    PlanCommand: "plan",
+    ServeCommand: "serve",
+    DoctorCommand: "doctor",
+}
 STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
@@ -26,7 +32,7 @@ def main(args: list[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else args
     kind = commands(whole=bool(args) and args[0] in COMMANDS.values())
     command = tyro.cli(kind, prog="redcoast", description=EXAMPLES, args=args, config=STYLE)
-    if not isinstance(command, DoctorCommand):
+    if isinstance(command, DryRunCommand | PlanCommand):
         # Keeps JAX from looking for accelerators. JAX reads this when it is first imported.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported here, because they import JAX.

@@ -1,6 +1,7 @@
 """The options of the commands. This module imports no JAX, so that `--help` is fast."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import tyro
@@ -54,6 +55,31 @@ class PlanCommand:
     batch: Batch = None  # global batch size; by default one sequence per device
     table: bool = False  # also print how each array is sharded, and why
     json: bool = False  # print the plan's report as JSON
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """Serves a pretrained language model over HTTP, with OpenAI's API for completions and chats.
+
+    Requests that come together are generated together. It needs the extra `serve` (`pip install
+    "redcoast[serve]"`). See docs/howto/serving.md.
+    """
+
+    weights: Path  # Hugging Face directory or .gguf file
+    name: Maybe[str] = None  # name of the model in requests; by default that of the directory
+    host: str = "127.0.0.1"  # address to listen at (0.0.0.0 for all networks)
+    port: int = 8000  # port to listen at
+    api_key: Maybe[str] = None  # key that clients must send; by default that of REDCOAST_API_KEY
+    mesh: Mesh = "data=-1"  # such as 8, 2x4 (data x model), fsdp=4,model=2, or auto
+    dtype: str = "float32"  # dtype of the weights (such as bfloat16)
+    rows: int = 8  # maximum number of answers to generate at once
+    waiting: int = 64  # maximum number of answers that wait; beyond it clients get status 429
+    wait: float = 0.005  # seconds to wait for further requests before a batch is begun
+    timeout: float = 30.0  # seconds within which the headers, and the body, of a request must come
+    context: int = 2048  # maximum number of tokens of a prompt and its answer
+    new_tokens: int = 512  # tokens of an answer in a chat, if the request does not say
+    seed: int = 0  # random seed for sampling
+    local_devices: Maybe[int] = None  # number of CPU devices to emulate
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ import pytest
 from paths import EXPERIMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from redcoast.serve._chat_template import read_template, renderer
+
 sys.path.append(str(EXPERIMENTS))
-_chat_template, _corpus, _tokenizers = map(
-    importlib.import_module, ("_chat_template", "_corpus", "_tokenizers")
-)
-read_template, renderer = _chat_template.read_template, _chat_template.renderer
+_corpus, _tokenizers = map(importlib.import_module, ("_corpus", "_tokenizers"))
 chat_windows, byte_tokenizer = _corpus.chat_windows, _tokenizers.byte_tokenizer
 
 CHAT = [

@@ -26,7 +26,7 @@ def test_help_imports_neither_jax_nor_the_library():
     program = """
 import contextlib, sys
 from redcoast_cli import main
-for command in ([], ["plan"], ["dry-run"], ["doctor"]):
+for command in ([], ["plan"], ["dry-run"], ["serve"], ["doctor"]):
     with contextlib.suppress(SystemExit):
         main([*command, "--help"])
 print([name for name in ("jax", "numpy", "redcoast") if name in sys.modules])

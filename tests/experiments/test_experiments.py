@@ -70,7 +70,6 @@ SCRIPTS = [
     "maddpg",
     "maml",
     "ppo",
-    "serve",
     "serve_prompt",
     "text_classification",
     "text_to_image",

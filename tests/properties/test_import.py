@@ -6,11 +6,13 @@ import sys
 import pytest
 
 HEAVY = ("wandb", "orbax", "grain", "safetensors", "gguf", "tyro", "tqdm", "matplotlib")
+HEAVY += ("starlette", "uvicorn", "tokenizers", "jinja2", "llguidance")
 OURS = (
     "sharding.heuristic",
     "sharding.report._table",
     "generate._prompt",
     "pretrained._load",
+    "serve",
     "models",
 )
 

@@ -2,43 +2,24 @@
 
 import asyncio
 import contextlib
-import importlib
-import json
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 
 import httpx
-import jax
+import numpy as np
 import pytest
-from paths import EXPERIMENTS
+import uvicorn
 from processes import start_processes
+from serve_helpers import byte_level, client_of, load, streamed, together, write_weights
 
 import redcoast as rc
-from redcoast.models import Llama, LlamaConfig
-
-sys.path.append(str(EXPERIMENTS))
-serve, _batching = map(importlib.import_module, ("serve", "_batching"))
-Text = importlib.import_module("_detokenize").Text
-byte_tokenizer = importlib.import_module("_tokenizers").byte_tokenizer
-
-TEMPLATE = (
-    "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user begins.') }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-def write_weights(directory):
-    """A small language model of bytes in Hugging Face's layout, with a chat template."""
-    config = LlamaConfig(vocab=256, width=32, layers=1, heads=2, kv_heads=1, hidden=32)
-    rc.save_pretrained(Llama(config, key=jax.random.key(0)), directory)
-    byte_tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+from redcoast.serve import _application, _batching
+from redcoast.serve._detokenize import Text
+from redcoast.serve._tokenizer_files import read_tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -48,53 +29,23 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(weights):
-    served, server = serve.load(serve.Config(weights, mesh="1", rows=4, context=64))
-    # All batches have four rows, so that they are one program.
-    return serve.replace(served, multiple=4), server
-
-
-@contextlib.asynccontextmanager
-async def client_of(loaded):
-    served, server = loaded
-    fresh = serve.replace(server, queue=_batching.Queue(4, 4, served.context))
-    app = serve.make_app(served, fresh, wait=0.05)
-    transport = httpx.ASGITransport(app)
-    client = httpx.AsyncClient(transport=transport, base_url="http://x/v1")
-    async with app.router.lifespan_context(app), client:
-        yield client
-
-
-def together(loaded, *calls):
-    """The responses to requests that are made at once: paths and bodies."""
-
-    async def run():
-        async with client_of(loaded) as client:
-            posts = [client.post(path, json={"model": "tiny"} | body) for path, body in calls]
-            return await asyncio.gather(*posts)
-
-    return asyncio.run(run())
+    return load(weights)
 
 
 def expected(loaded, prompt, count):
     served, server = loaded
-    tokens, mask = _batching.pad([server.encode(prompt, special=True)], served)
+    tokens, mask = _batching.pad_prompts([server.encode(prompt, special=True)], served)
     go_on = lambda row: False  # as in the server, whose program this is then
     new = rc.generate(served.model, tokens, mask=mask, max_new_tokens=32, stop=go_on)[0]
     return served.tokenizer.decode(new[:count].tolist())
 
 
-def streamed(response):
-    lines = response.text.strip().split("\n\n")
-    assert lines.pop() == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
 @pytest.mark.integration
 def test_requests_that_come_together_share_a_batch_and_keep_their_answers(loaded, monkeypatch):
     batches = []
-    generate = _batching.generate
+    generate = _batching.generate_rows
     monkeypatch.setattr(
-        _batching, "generate", lambda *a: (batches.append(len(a[1])), generate(*a))[1]
+        _batching, "generate_rows", lambda *a: (batches.append(len(a[1])), generate(*a))[1]
     )
     greedy = {"temperature": 0, "max_tokens": 9}
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -130,9 +81,10 @@ def test_samples_of_a_seed_are_repeated(loaded):
 
 def test_what_exceeds_the_queue_is_told_when_to_come_back(loaded):
     ask = {"prompt": "One", "n": 2, "max_tokens": 2, "seed": 5}
-    responses = together(loaded, *[("completions", ask)] * 5)
-    codes = sorted(response.status_code for response in responses)
-    assert codes in ([200, 200, 429, 429, 429], [200, 200, 200, 429, 429])
+    responses = together(loaded, *[("completions", ask)] * 9, waiting=4)
+    codes = [response.status_code for response in responses]
+    assert set(codes) == {200, 429}
+    assert codes.count(200) >= 2
     refused = next(response for response in responses if response.status_code == 429)
     assert int(refused.headers["Retry-After"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -152,7 +104,15 @@ BAD = [
     ("completions", {"prompt": ["a"] * 5}, 400, "prompt", "more than 4 at once"),
     ("completions", {"prompt": "a", "stop": 3}, 400, "stop", "at most 4 strings"),
     ("completions", {"prompt": "a", "stream": 1}, 400, "stream", "must be a boolean"),
-    ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs", "not implemented"),
+    ("completions", {"prompt": "a", "logprobs": 21}, 400, "logprobs", "at most 20"),
+    ("completions", {"prompt": "a", "stop": ["x" * 1001]}, 400, "stop", "1000 characters"),
+    ("completions", {"prompt": "a" * 9000}, 400, "prompt", "at most 8192 are read"),
+    ("completions", {"prompt": "a", "stop_token_ids": [256]}, 400, "stop_token_ids", "0 to 255"),
+    ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "must be tokens"),
+    ("completions", {"prompt": "a", "logit_bias": {"3": 101}}, 400, "logit_bias", "-100 to 100"),
+    ("completions", {"prompt": "a", "frequency_penalty": 3}, 400, "frequency_penalty", "most 2"),
+    ("completions", {"prompt": "a", "min_tokens": 17}, 400, "min_tokens", "16 at most"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "at least 1"),
     ("completions", {"prompt": "a", "wat": 0}, 400, "wat", "Unknown parameter: 'wat'"),
     ("chat/completions", {"messages": []}, 400, "messages", "at least one message"),
     ("chat/completions", {"messages": [{"role": "x"}]}, 400, "messages[0].role", "one of system"),
@@ -164,13 +124,37 @@ BAD = [
         "messages",
         "chat template refuses these messages: The user begins",
     ),
-    ("chat/completions", {"messages": SAY, "tools": [{}]}, 400, "tools", "not implemented"),
+    ("chat/completions", {"messages": SAY, "tools": [{}]}, 400, "tools", "type 'function'"),
+    ("chat/completions", {"messages": SAY, "echo": True}, 400, "echo", "Unknown parameter"),
+    ("chat/completions", {"messages": SAY, "top_logprobs": 2}, 400, "top_logprobs", "needs"),
+    ("chat/completions", {"messages": SAY * 65}, 400, "messages", "more than 64 messages"),
+    (
+        "chat/completions",
+        {"messages": SAY, "tool_choice": "required"},
+        400,
+        "tool_choice",
+        "not implemented",
+    ),
+    (
+        "chat/completions",
+        {"messages": SAY, "chat_template_kwargs": {"messages": []}},
+        400,
+        "chat_template_kwargs",
+        "an object without messages",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]},
+        400,
+        "messages[0].tool_calls",
+        "list of functions with names",
+    ),
 ]
 
 
 def test_bad_requests_get_the_errors_of_the_api(loaded):
     async def run():
-        async with client_of(loaded) as client:
+        async with client_of(loaded, waiting=99) as client:
             posts = [client.post(case[0], json={"model": "tiny"} | case[1]) for case in BAD]
             broken = client.post("completions", content=b'{"a')
             half = client.post("completions", content=b'{"prompt": "\\ud800", "model": "tiny"}')
@@ -199,9 +183,12 @@ def test_bad_requests_get_the_errors_of_the_api(loaded):
 )
 def test_a_continuation_keeps_the_space_that_it_begins_with(before, tokens, text):
     """SentencePiece's decoders leave out the first space of a text."""
-    decode = lambda tokens: "".join(tokens).replace("▁", " ").removeprefix(" ")
-    found = Text(decode, (), before)
-    assert "".join([*map(found.add, tokens), found.rest()]) == text
+    words = list(dict.fromkeys([*before, *tokens]))
+    spelled = lambda ids: "".join(words[i] for i in ids)
+    decode = lambda ids: spelled(ids).replace("▁", " ").removeprefix(" ")
+    found = Text(decode, (), [*map(words.index, before)])
+    parts = [found.add(words.index(token)) for token in tokens]
+    assert "".join([*parts, found.rest()]) == text
 
 
 def test_a_continuation_completes_the_character_of_its_prompt():
@@ -213,11 +200,11 @@ def test_a_continuation_completes_the_character_of_its_prompt():
 
 def test_truncation_and_padding_of_a_file_are_left_out(tmp_path):
     """A tokenizer.json keeps those of its training."""
-    tokenizer = importlib.import_module("_tokenizers").byte_tokenizer()
+    tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    read = importlib.import_module("_published").read_tokenizer(tmp_path)
+    read = read_tokenizer_of(tmp_path)
     for text in ("ab", "a longer text"):
         assert len(read.encode(text).ids) == len(text)
 
@@ -253,13 +240,12 @@ def test_text_is_given_out_once_and_up_to_a_stop_string(text, stops, shown):
 @pytest.mark.integration
 def test_the_client_of_openai_talks_with_it(weights):
     openai = pytest.importorskip("openai")
-    options = ["--weights", weights, "--port", "0", "--context", "256", "--waiting", "4"]
-    options += ["--mesh", "2x2", "--rows", "4"]
-    script = EXPERIMENTS / "serve.py"
-    with start_processes(script, *options, processes=1, devices=4) as (process,):
+    options = ["serve", "--weights", weights, "--port", "0", "--context", "256", "--waiting", "4"]
+    options += ["--mesh", "2x2", "--rows", "4", "--api-key", "secret"]
+    with start_processes(COMMAND, *options, processes=1, devices=4) as (process,):
         process.wait_for("Uvicorn running on http://")
         url = process.output.split("Uvicorn running on ")[1].split()[0]
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         check_client(openai, client)
         process.kill(signal.SIGINT)
         assert process.wait().returncode == 0
@@ -302,20 +288,49 @@ def raw_status(openai, raw):
         return 429 if int(error.response.headers["Retry-After"]) >= 1 else None
 
 
+def counted_steps(monkeypatch):
+    """The list that gets an entry for each step that is decoded."""
+    steps, real = [], _batching.decode_rows
+
+    def counted(*args, **options):
+        for step in real(*args, **options):
+            steps.append(step)
+            yield step
+
+    monkeypatch.setattr(_batching, "decode_rows", counted)
+    return steps
+
+
+def answer_jobs(loaded, *jobs):
+    _batching.answer_batch(loaded[0], jobs, np.random.default_rng(0))
+
+
+GREEDY = rc.Decoding()
+
+
 def test_a_batch_ends_once_nobody_waits_for_it(loaded, monkeypatch):
-    steps, real = [], rc.generate
-
-    def counted(*args, stream, **options):
-        return real(*args, stream=lambda step: (steps.append(step), stream(step)), **options)
-
     def send(piece):
         job.cancelled.set()
 
-    monkeypatch.setattr(_batching.rc, "generate", counted)
-    decoding = serve.replace(loaded[1].limits.decoding, temperature=0)
-    job = _batching.Job([[5, 6]], 32, decoding, None, (), send)
-    _batching.generate(loaded[0], [job], jax.random.key(0))
+    steps = counted_steps(monkeypatch)
+    job = _batching.ServedJob([[5, 6]], 32, GREEDY, None, (), send)
+    answer_jobs(loaded, job)
     assert len(steps) < 9
+
+
+@contextlib.contextmanager
+def running(app, **options):
+    """The address of the server itself, in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", **options))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.mark.integration
@@ -326,23 +341,17 @@ def test_a_client_that_leaves_ends_its_request(loaded, monkeypatch, stream):
     monkeypatch.setattr(
         _batching.Queue, "put", lambda self, job: (jobs.append(job), job.send(PIECE), True)[-1]
     )
-    app = serve.make_app(*loaded, wait=0)
-    config = serve.uvicorn.Config(app, port=0, log_level="warning")
-    running = serve.uvicorn.Server(config)
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    port = running.servers[0].sockets[0].getsockname()[1]
     body = {"model": "tiny", "prompt": "a", "stream": stream}
-    with (
-        contextlib.suppress(httpx.ReadTimeout),
-        httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=1) as r,
-    ):
-        next(r.iter_lines())
-    assert jobs[0].cancelled.wait(60)
-    running.should_exit = True
-    thread.join()
+    fresh = replace(loaded[1], queue=_batching.Queue(4, 4, 64))
+    with running(_application.make_app(loaded[0], fresh, wait=0)) as port:
+        address = f"http://127.0.0.1:{port}/v1/completions"
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream("POST", address, json=body, timeout=1) as response,
+        ):
+            next(response.iter_lines())
+        assert jobs[0].cancelled.wait(60)
 
 
 PIECE = _batching.Piece(0, "x", None, 1)
+COMMAND = "from redcoast_cli import main; main()"

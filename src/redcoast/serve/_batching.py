@@ -1,34 +1,74 @@
 """Requests that come together, generated together by one thread."""
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from _detokenize import Text
 
-import redcoast as rc
+from ..core._decoding import Decoding
+from ..core._iterate import with_last
+from ..generate._logits import INVALID
+from ..generate._prompt import bucket
+from ..generate._request import make_request
+from ._decode_rows import decode_rows
+from ._detokenize import Text
+from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
 
 LEAST = 32  # the least room for prompts and for answers, in tokens; more are powers of two
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A token with its log-probability, None if it is the first of a prompt, and the most likely
+    tokens in its place with theirs."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Piece:
-    """New text of one row of a job, why the row ended, if it did, and its tokens so far."""
+    """New text of one row of a job, why the row ended, if it did, its tokens so far, and the tokens
+    that are new, if their log-probabilities are wanted."""
 
     row: int
     text: str
     finish: str | None
     count: int
+    scored: tuple[Scored, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a job may ask for besides its decoding.
+
+    - `presence`, `frequency`: penalties of new tokens that the answer has already, and of each
+        time.
+    - `bias`: what is added to the logits of tokens.
+    - `logprobs`: how many of the most likely tokens are wanted with each token; None for no
+        log-probabilities.
+    - `echo`: the texts of the prompts, which come before the answers; None for answers alone.
+    - `grammar`: makes an object that says which tokens may come next (see `_grammar.py`).
+    """
+
+    presence: int | float = 0.0
+    frequency: int | float = 0.0
+    bias: Mapping[int, int | float] = field(default_factory=dict)
+    logprobs: int | None = None
+    echo: tuple[str, ...] | None = None
+    grammar: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class ServedJob:
     """Prompts to continue by at most `new_tokens` tokens, one row each.
 
     `send` gets each `Piece`, or the error that ended the job. Once `cancelled` is set, nobody
@@ -38,18 +78,18 @@ class Job:
 
     prompts: list[list[int]]
     new_tokens: int
-    decoding: rc.Decoding
+    decoding: Decoding
     seed: int | None
     stops: tuple[str, ...]
     send: Callable[[Piece | Exception], Any]
     cancelled: threading.Event = field(default_factory=threading.Event)
     continues: bool = False
+    extras: Extras = Extras()
 
     @property
     def alike(self) -> Any:
-        """Equal for jobs that can share a batch. Samples of a seed depend on their rows' places."""
-        seeded = self.seed is not None and self.decoding.temperature > 0
-        return id(self) if seeded else self.decoding
+        """Equal for jobs that can share a batch."""
+        return shared_decoding(self.decoding)
 
 
 @dataclass(frozen=True)
@@ -58,6 +98,7 @@ class Served:
 
     - `rows`: the most rows of a batch, a multiple of `multiple` times a power of two.
     - `context`: the most tokens of a prompt and its answer.
+    - `seed`: of the samples of requests without one.
     """
 
     model: Any
@@ -65,7 +106,7 @@ class Served:
     rows: int
     multiple: int
     context: int
-    key: Any
+    seed: int = 0
 
 
 class Queue:
@@ -73,12 +114,17 @@ class Queue:
 
     def __init__(self, most: int, rows: int, context: int):
         self.most, self.rows, self.context = most, rows, context
-        self.jobs: list[Job] = []
+        self.jobs: list[ServedJob] = []
         self.changed = threading.Condition()
         self.closed = False
         self.seconds: deque[float] = deque(maxlen=9)  # that the latest batches took
 
-    def put(self, job: Job) -> bool:
+    def full(self) -> bool:
+        """Whether there is no room for any job."""
+        with self.changed:
+            return self.closed or self._waiting() >= self.most
+
+    def put(self, job: ServedJob) -> bool:
         """Adds a job. Returns false if there is no room for it."""
         with self.changed:
             if self.closed or self._waiting() + len(job.prompts) > self.most:
@@ -87,21 +133,21 @@ class Queue:
             self.changed.notify()
             return True
 
-    def take(self, wait: float) -> list[Job]:
+    def take(self, wait: int | float) -> list[ServedJob]:
         """Waits for a job, and `wait` seconds for others; returns the oldest and those that can
         share its batch. Returns none once the queue is closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closed)
             self.changed.wait_for(lambda: self._waiting() >= self.rows or self.closed, wait)
             self.jobs = [job for job in self.jobs if not job.cancelled.is_set()]
-            batch: list[Job] = []
+            batch: list[ServedJob] = []
             for job in () if self.closed else self.jobs:
                 if self._fit([*batch, job]):
                     batch.append(job)
             self.jobs = [job for job in self.jobs if job not in batch]
             return batch
 
-    def _fit(self, jobs: list[Job]) -> bool:
+    def _fit(self, jobs: list[ServedJob]) -> bool:
         """Whether jobs can share a batch, whose rows are all as long as the longest."""
         longest = max(len(prompt) for job in jobs for prompt in job.prompts)
         length = longest + max(job.new_tokens for job in jobs)
@@ -126,84 +172,209 @@ class Queue:
         return sum(len(job.prompts) for job in self.jobs)
 
 
-def work(served: Served, queue: Queue, wait: float) -> None:
+def answer_queue(served: Served, queue: Queue, wait: int | float) -> None:
     """Generates what is in the queue, batch by batch, until it is closed."""
-    number = 0
+    random = np.random.default_rng(served.seed)
     while not queue.closed:
         if not (jobs := queue.take(wait)):
             continue
-        began, number = time.monotonic(), number + 1
-        try:
-            generate(served, jobs, jax.random.fold_in(served.key, number))
-        except Exception as error:  # belongs to these requests; the next ones may succeed
-            for job in jobs:
-                job.send(error)
+        began = time.monotonic()
+        answer_batch(served, jobs, random)
         queue.seconds.append(time.monotonic() - began)
 
 
-class Row:
+def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Generator) -> None:
+    """Answers jobs together. If this fails before an answer has begun, the job is tried alone, so
+    that the error of one job does not end the others."""
+    rows: list[AnswerRow] = []
+    for job in jobs:
+        try:
+            rows += rows_for(job, served, random)
+        except Exception as error:
+            job.send(error)
+    try:
+        if rows:
+            generate_rows(served, rows)
+    except Exception as error:
+        for job in jobs:
+            own = [row for row in rows if row.job is job]
+            if all(row.ended for row in own):
+                continue
+            if len(jobs) == 1 or any(row.began for row in own):
+                job.send(error)
+            else:
+                answer_batch(served, [job], random)
+
+
+def rows_for(job: ServedJob, served: Served, random: np.random.Generator) -> list["AnswerRow"]:
+    seeds = random.integers(2**32, size=len(job.prompts)).tolist()
+    return [AnswerRow(job, i, served, seed) for i, seed in enumerate(seeds)]
+
+
+class AnswerRow:
     """One row of a batch: sends its text until it ends."""
 
-    def __init__(self, job: Job, index: int, served: Served, ends: tuple[int, ...]):
-        self.job, self.index, self.ends = job, index, ends
-        before = job.prompts[index] if job.continues else []
+    def __init__(self, job: ServedJob, index: int, served: Served, seed: int):
+        self.job, self.index = job, index
+        self.prompt = job.prompts[index]
+        self.ends = ends_of(job.decoding, served.model.config)
+        self.seed = seed if job.seed is None else job.seed
+        self.number = 0 if job.seed is None else index
+        before = self.prompt if job.continues else []
         self.text = Text(served.tokenizer.decode, job.stops, before)
+        self.grammar = None if job.extras.grammar is None else job.extras.grammar()
         self.count, self.finish = 0, None
+        self.began = self.failed = False
+        self.scored: list[Scored] = []
 
     @property
     def ended(self) -> bool:
-        return self.finish is not None or self.job.cancelled.is_set()
+        return self.finish is not None or self.failed or self.job.cancelled.is_set()
 
-    def add(self, token: int) -> None:
+    @property
+    def request(self) -> RowRequest:
+        """What the program needs to know of the row."""
+        job, extras = self.job, self.job.extras
+        return RowRequest(
+            decoding=job.decoding,
+            limit=max(job.new_tokens, 1),
+            seed=self.seed,
+            number=self.number,
+            presence=extras.presence,
+            frequency=extras.frequency,
+            bias=extras.bias,
+            logprobs=extras.logprobs is not None,
+        )
+
+    def echo(self, scored: Sequence[Scored]) -> None:
+        """Sends the prompt, and ends if nothing is to follow."""
+        texts = self.job.extras.echo
+        if texts is None or self.ended:
+            return
+        self.finish = None if self.job.new_tokens else "length"
+        self._send(texts[self.index], scored)
+
+    def add(self, token: int, scored: Scored | None = None) -> None:
         """Takes the row's next token."""
         if self.ended:
             return
+        with self.failing():
+            self._add(token, scored)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Ends this job with an error of it; the others of the batch go on."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            self.job.send(error)
+            self.job.cancelled.set()
+
+    def _add(self, token: int, scored: Scored | None) -> None:
+        if token == INVALID:
+            raise ValueError(
+                f"The logits of choice {self.index} hold NaN at new token {self.count}. The "
+                "parameters may hold NaN, or activations may overflow in their dtype."
+            )
         self.count += 1
+        self.scored += [] if scored is None else [scored]
         end = token in self.ends
+        if self.grammar is not None and not end:
+            self.grammar.take(token)
         text = "" if end else self.text.add(token)
         if not end and not self.text.stopped and self.count < self.job.new_tokens:
-            if text:
-                self.job.send(Piece(self.index, text, None, self.count))
+            if text or self.scored:
+                self._send(text, self.scored)
             return
         text += "" if self.text.stopped else self.text.rest()
         self.finish = "stop" if end or self.text.stopped else "length"
-        self.job.send(Piece(self.index, text, self.finish, self.count))
+        self._send(text, self.scored)
+
+    def _send(self, text: str, scored: Sequence[Scored]) -> None:
+        self.began, self.scored = True, []
+        self.job.send(Piece(self.index, text, self.finish, self.count, tuple(scored)))
 
 
-def generate(served: Served, jobs: Sequence[Job], key: Any) -> None:
+def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     """Generates one batch."""
-    first = jobs[0]
-    prompts = [prompt for job in jobs for prompt in job.prompts]
-    tokens, mask = pad(prompts, served)
-    ends: Any = served.model.config.eos if first.decoding.eos is None else first.decoding.eos
-    rows = [Row(job, i, served, tuple(ends)) for job in jobs for i in range(len(job.prompts))]
+    prompts = [row.prompt for row in rows]
+    tokens, mask = pad_prompts(prompts, served)
     # Rounded up, so that few programs are compiled: rows end by themselves.
-    room = served.context - max(map(len, prompts))
-    new = min(power(max(job.new_tokens for job in jobs), LEAST), room)
-    if first.seed is not None:
-        key = jax.random.key(first.seed % 2**32)
+    new = min(
+        next_power(max(row.request.limit for row in rows), LEAST),
+        served.context - max(map(len, prompts)),
+    )
+    requests = [row.request for row in rows]
+    options = stack_options(requests, [*map(len, prompts)], [row.ends for row in rows], len(tokens))
+    limits = np.ones(len(tokens), np.int32)
+    limits[: len(rows)] = [request.limit for request in requests]
+    request = make_request(
+        served.model.config,
+        shared_decoding(rows[0].job.decoding),
+        max_new_tokens=1,
+        room=bucket(max(new, 1)),
+        decoder_only=True,
+        key=None,
+    )
+    request = replace(request, limit=limits)
+    echoed = any(row.job.extras.echo is not None for row in rows)
+    scored = echoed and any(row.request.logprobs for row in rows if row.job.extras.echo is not None)
+    allow = None
+    if any(row.grammar is not None for row in rows):
+        from ._grammar import allowed_bits
 
-    def stream(step: np.ndarray) -> None:
-        for row, token in zip(rows, step.tolist(), strict=False):  # there are rows of padding
-            row.add(token)
-
-    rc.generate(
+        allow = lambda: allowed_bits([row.grammar for row in rows], served, len(tokens))
+    steps = decode_rows(
         served.model,
         tokens,
-        mask=mask,
-        max_new_tokens=new,
-        key=key if first.decoding.temperature > 0 else None,
-        decoding=first.decoding,
-        stream=stream,
-        stop=lambda _: all(row.ended for row in rows),
+        mask,
+        request,
+        options,
+        max(new, 1),
+        score_prompt=scored,
+        allow=allow,
     )
+    # The next step runs while the tokens of the last one are read, unless it depends on them.
+    ready = ((step, None) for step in steps) if allow else with_last(steps)
+    for number, ((progress, of_prompt), _) in enumerate(ready):
+        if number == 0 and echoed:
+            show_prompts(rows, jax.device_get(of_prompt))
+        chosen, scores = jax.device_get((progress.tokens, progress.scores))
+        for i, row in enumerate(rows):  # there are rows of padding
+            row.add(int(chosen[i]), score_of(row, int(chosen[i]), scores, i))
+        if all(row.ended for row in rows):
+            break
 
 
-def pad(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:
+def show_prompts(rows: Sequence[AnswerRow], scores: Any) -> None:
+    """Sends the prompts of rows that echo them."""
+    for i, row in enumerate(rows):
+        if row.job.extras.echo is None:
+            continue
+        scored = []
+        if row.job.extras.logprobs is not None:
+            begin = scores.chosen.shape[1] - len(row.prompt)  # prompts end in the last column
+            scored = [Scored(row.prompt[0], None, ())]
+            for place, token in enumerate(row.prompt[1:], begin):
+                scored.append(score_of(row, token, scores, (i, place)))
+        row.echo(scored)
+
+
+def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
+    """The score of a token at a place of the arrays, if the row wants it."""
+    count = row.job.extras.logprobs
+    if count is None or row.ended:
+        return None
+    top = zip(scores.top_tokens[place].tolist(), scores.top[place].tolist(), strict=True)
+    return Scored(token, float(scores.chosen[place]), tuple(top)[:count])
+
+
+def pad_prompts(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:
     """Returns the prompts as tokens and mask, in one of a few shapes. Rows of padding have one
     token."""
-    count = power(len(prompts), served.multiple)
-    length = min(power(max(map(len, prompts)), LEAST), served.context)
+    count = next_power(len(prompts), served.multiple)
+    length = min(next_power(max(map(len, prompts)), LEAST), served.context)
     tokens, mask = np.zeros((count, length), np.int32), np.zeros((count, length), bool)
     mask[:, -1] = True
     for row, prompt in enumerate(prompts):
@@ -212,6 +383,6 @@ def pad(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarra
     return tokens, mask
 
 
-def power(least: int, unit: int) -> int:
+def next_power(least: int, unit: int) -> int:
     """The smallest of `unit`, 2 `unit`, 4 `unit`, ... that is at least `least`."""
     return unit * 2 ** max(0, math.ceil(math.log2(least / unit)))

@@ -1,79 +1,191 @@
-"""The chat template of a published model, rendered as `transformers` renders it."""
+"""The chat template of a model, rendered as `transformers` renders it.
 
-import datetime
+A template is a program that came with the weights. It is rendered in a process of its own, which
+has a limit of memory, and which is ended if it takes too long.
+"""
+
+import contextlib
 import json
-from collections.abc import Callable
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import nodes
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from ..core._read_json import read_json
+from ..pretrained._files import file_inside
+from ._extra import require_extra
+from ._read_bounded import read_bounded
 
+SECONDS = 5.0  # that a rendering may take
+STARTING = 60.0  # seconds that the process may take to start
+MEMORY = 2**29  # bytes of the process
+CHARACTERS = 2**24  # of a rendered text
+MOST_BYTES = 2**20  # of a template
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # as in `_template_worker.py`
 _SPECIAL = "special_tokens_map.json"
-# Around the assistant's words, in a text that is rendered with marks. No text has these.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-
-
-class Generation(Extension):
-    """`{% generation %}`, which marks the assistant's words in some templates: as plain text, or
-    between `OPEN` and `CLOSE` if the template is rendered with `mark_answers`."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("mark", [nodes.ContextReference()])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def mark(self, context: Any, caller: Callable[[], str]) -> str:
-        return f"{OPEN}{caller()}{CLOSE}" if context.get("mark_answers") else caller()
+_WORKER = Path(__file__).with_name("_template_worker.py")
 
 
 def read_template(directory: Path) -> tuple[str | None, dict[str, Any]]:
-    """Returns the chat template in a directory, if there is one, and the tokenizer's settings."""
-    settings, more = (_read(directory / name) for name in ("tokenizer_config.json", _SPECIAL))
+    """Returns the chat template in a directory, if there is one, and the tokenizer's settings.
+
+    **Raises:**
+
+    `ValueError` that names the file if it leads out of the directory, is too large, or has another
+    form.
+    """
+    settings, more = (_settings(directory, name) for name in ("tokenizer_config.json", _SPECIAL))
     # Tokens that only the second file has.
     settings |= {name: token for name, token in more.items() if settings.get(name) is None}
     if (directory / "chat_template.jinja").exists():
-        return (directory / "chat_template.jinja").read_text("utf-8"), settings
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several, with names
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found, settings
+        path = file_inside(directory, "chat_template.jinja")
+        try:
+            return read_bounded(path, MOST_BYTES).decode(), settings
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not text in UTF-8: {error}.") from error
+    return named_template(settings.get("chat_template"), directory), settings
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+def _settings(directory: Path, name: str) -> dict[str, Any]:
+    return read_json(file_inside(directory, name)) if (directory / name).exists() else {}
 
 
-def renderer(template: str, settings: dict[str, Any]) -> Callable[..., str]:
-    """Returns a template as a function from messages to text."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    compiled = environment.from_string(template)
-    names = [name for name in settings if name.endswith("_token")]
-    special = {"bos_token": "", "eos_token": ""} | {key: _text(settings[key]) for key in names}
-    return lambda messages, **options: compiled.render(messages=messages, **special, **options)
+def named_template(template: Any, path: Path) -> str | None:
+    """Returns the template of settings, or the one called `default` if there are several."""
+    if isinstance(template, list):
+        is_named = lambda x: isinstance(x, dict) and isinstance(x.get("name"), str)
+        if not all(map(is_named, template)):
+            raise ValueError(f"{path} has a `chat_template` without a name in its list.")
+        template = {x["name"]: x.get("template") for x in template}.get("default")
+    if not (template is None or isinstance(template, str)):
+        raise ValueError(
+            f"{path} has a `chat_template` of type {type(template).__name__}. It must be a string, "
+            "or a list of templates with names."
+        )
+    return template
 
 
-def _text(token: Any) -> Any:
-    return token["content"] if isinstance(token, dict) else token or ""
+def special_tokens(settings: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """The texts of the special tokens of a tokenizer's settings, by their names."""
+    special = {"bos_token": "", "eos_token": ""}
+    for name, token in settings.items():
+        if name.endswith("_token") and not isinstance(token, bool):  # `add_bos_token` is no token
+            text = token.get("content") if isinstance(token, dict) else token or ""
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{path} has the `{name}` {str(token)[:60]}. It must be a string, or an object "
+                    "with a string as its `content`."
+                )
+            special[name] = text
+    return special
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes the signs of HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def renderer(
+    template: str, settings: Mapping[str, Any], path: Path = Path("The model")
+) -> Callable[..., str]:
+    """Returns a template as a function from messages to text, with variables by name.
+
+    **Raises:**
+
+    `ValueError` if the template cannot be compiled; the function, if it refuses the messages, or
+    takes too much memory or time.
+    """
+    if len(template) > MOST_BYTES:
+        raise ValueError(f"{path} has a chat template of more than {MOST_BYTES} characters.")
+    require_extra("jinja2")
+    process = TemplateProcess(template)
+    special = special_tokens(settings, path)
+    try:
+        process.start()
+    except ValueError as error:
+        raise ValueError(f"{path} has a chat template that cannot be used: {error}.") from error
+
+    def render(messages: Any, **variables: Any) -> str:
+        return process.render(special | variables | {"messages": messages})
+
+    return render
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
+class TemplateProcess:
+    """A template in a process of its own, which is started again after it had to be ended."""
+
+    def __init__(self, template: str):
+        self.template = template
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.end = lambda: None
+
+    def start(self) -> None:
+        """Starts the process, and compiles the template in it."""
+        with self.lock:
+            self._start()
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            return self._ask(variables, SECONDS)
+
+    def _start(self) -> None:
+        self.end()
+        # Without the directory of the script on the path, whose modules are not meant for it.
+        command = [sys.executable, "-P", str(_WORKER), str(MEMORY), str(CHARACTERS)]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self.process = process
+        self.end = weakref.finalize(self, _end, process)
+        self._ask({"template": self.template}, STARTING)
+
+    def _ask(self, given: Mapping[str, Any], seconds: int | float) -> str:
+        """Sends a message, and returns the text of the answer."""
+        process = self.process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + seconds
+        data = json.dumps(given).encode()
+        try:
+            # It reads a whole message before it does anything else.
+            process.stdin.write(b"%d\n%b" % (len(data), data))
+            process.stdin.flush()
+            answer = json.loads(_read_message(process.stdout, deadline))
+        except TimeoutError:
+            self.end()
+            raise ValueError(f"it takes more than {seconds:g} seconds") from None
+        except (OSError, EOFError, ValueError):
+            self.end()
+            raise ValueError(
+                "its process ended, perhaps because it takes too much memory"
+            ) from None
+        if "error" in answer:
+            raise ValueError(answer["error"].rstrip("."))
+        return answer["text"]
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _read_message(pipe: Any, deadline: float) -> bytes:
+    """Reads a message that has its length before it."""
+    data = b""
+    while True:
+        length, end, rest = data.partition(b"\n")
+        if end and len(rest) >= int(length):
+            return rest
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            raise TimeoutError
+        part = pipe.read1(2**20)
+        if not part:
+            raise EOFError("the process ended")
+        data += part
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()  # pyright: ignore[reportOptionalMemberAccess]
+    process.wait()

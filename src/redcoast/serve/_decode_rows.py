@@ -1,0 +1,302 @@
+"""Decoding a batch step by step, with options of its own for each row."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from ..core._pytree import Static, join, split
+from ..generate._compiled import prepare_prompt
+from ..generate._logits import filter_logits, first_greatest
+from ..generate._processors import process
+from ..generate._prompt import append_tokens, read_prompt
+from ..generate._request import Request
+from ..generate._streaming import places_of
+from ..models._by_layer import by_layer
+from ._row_options import MOST_TOP, RowOptions
+
+Logits = Float[Array, "rows vocab"]
+CHUNK = 16  # positions of a prompt whose logits are in memory at a time
+
+
+class Scores(eqx.Module):
+    """Log-probabilities of tokens, and the most likely tokens in their places."""
+
+    chosen: Float[Array, "*places"]
+    top: Float[Array, "*places top"]
+    top_tokens: Int[Array, "*places top"]
+
+
+class RowProgress(eqx.Module):
+    """What the rows have: their newest tokens, -1 if the logits were NaN, the number of steps, all
+    tokens if a choice depends on their order, whether each token of the vocabulary is in the
+    prompt, and how often it is among the new tokens."""
+
+    tokens: Int[Array, " rows"]
+    count: Int[Array, ""]
+    history: Int[Array, "rows length"] | None
+    in_prompt: Bool[Array, "rows vocab"]
+    times: Int[Array, "rows vocab"]
+    scores: Scores
+
+
+def decode_rows(
+    model: Any,
+    tokens: Int[np.ndarray, "rows prompt"],
+    mask: Bool[np.ndarray, "rows prompt"],
+    request: Request,
+    options: RowOptions,
+    steps: int,
+    *,
+    score_prompt: bool = False,
+    allow: Callable[[], Any] | None = None,
+) -> Iterator[tuple[RowProgress, Scores | None]]:
+    """Yields the progress after each of at most `steps` steps; after the first one with the scores
+    of the prompt's tokens, if they are wanted: at place `i`, those of token `i + 1`.
+
+    The model and the choice of tokens are programs of their own: that of the choice is compiled
+    once for a number of rows, and not for each length. `allow` returns the tokens that each row may
+    have next, as bits (see `_as_bools`). Without it, the next step may be started before the tokens
+    of this one are known.
+    """
+    arrays, static = split(model)
+    prompt = prepare_prompt(model, arrays, tokens, mask)
+    mesh = next((p.mesh for p in places_of(arrays) if p is not None), None)
+    everywhere = None if mesh is None else NamedSharding(mesh, P())
+    cache, logits, real, scores = _begin(arrays, static, *prompt, request, everywhere, score_prompt)
+    places = places_of(cache)
+    arrays, static = split(by_layer(model))
+    # The room matters to the choice only if it depends on earlier tokens.
+    room = request.room if request.needs_history else None
+    progress = _start(real, logits.shape[1], room, everywhere)
+    request = dataclasses.replace(request, room=room or 0)
+    for step in range(steps):
+        if step:
+            rest = arrays, static, progress.tokens, places, everywhere
+            logits, cache = _advance(cache, *rest)
+        allowed = None if allow is None else allow()
+        progress = _choose(logits, progress, request, options, allowed, everywhere)
+        yield progress, None if step else scores
+
+
+@ft.partial(jax.jit, static_argnums=(1, 5, 6))
+def _begin(
+    arrays: list[Any],
+    static: Static,
+    tokens: Any,
+    mask: Any,
+    request: Request,
+    everywhere: NamedSharding | None,
+    score_prompt: bool,
+) -> Any:
+    """Returns the cache, the logits of the first new token, the tokens of the prompt, with -1 at
+    padding, and their scores."""
+    model = join(arrays, static)
+    hidden, cache, prompt = read_prompt(model, tokens, mask, request)
+    logits = model.unembed(hidden[:, -1:])[:, 0].astype(jnp.float32)
+    scores = _score_prompt(model, hidden, prompt) if score_prompt else None
+    return cache, *_placed((logits, prompt, scores), everywhere)
+
+
+@ft.partial(jax.jit, static_argnums=(2, 4, 5), donate_argnums=0)
+def _advance(
+    cache: Any,
+    arrays: list[Any],
+    static: Static,
+    tokens: Int[Array, " rows"],
+    places: tuple[NamedSharding | None, ...],
+    everywhere: NamedSharding | None,
+) -> Any:
+    """Returns the logits after one more token of each row, and the cache."""
+    # A row whose logits were NaN goes on with any token: nobody sees it.
+    logits, cache = append_tokens(join(arrays, static), jnp.maximum(tokens, 0), cache)
+    leaves, structure = jax.tree.flatten(cache)
+    # Keeps the shardings of the first step: if they changed, each step would be recompiled.
+    kept = [_placed(x, place) for x, place in zip(leaves, places, strict=True)]
+    return _placed(logits.astype(jnp.float32), everywhere), structure.unflatten(kept)
+
+
+def _placed(tree: Any, place: NamedSharding | None) -> Any:
+    return tree if place is None else jax.lax.with_sharding_constraint(tree, place)
+
+
+@ft.partial(jax.jit, static_argnums=(1, 2, 3))
+def _start(
+    prompt: Int[Array, "rows prompt"],
+    vocab: int,
+    room: int | None,
+    everywhere: NamedSharding | None,
+) -> RowProgress:
+    """The progress before the first step, with a history of the prompt and `room` new tokens."""
+    rows = prompt.shape[0]
+    history = None
+    if room is not None:
+        history = jnp.pad(prompt, ((0, 0), (0, room)), constant_values=-1)
+    progress = RowProgress(
+        tokens=jnp.zeros(rows, jnp.int32),
+        count=jnp.zeros((), jnp.int32),
+        history=history,
+        in_prompt=_tokens_in(prompt, vocab),
+        times=jnp.zeros((rows, vocab), jnp.int32),
+        scores=_no_scores(rows, vocab),
+    )
+    return _placed(progress, everywhere)
+
+
+@ft.partial(jax.jit, static_argnums=5)
+def _choose(
+    logits: Logits,
+    before: RowProgress,
+    request: Request,
+    options: RowOptions,
+    allowed: Any,
+    everywhere: NamedSharding | None,
+) -> RowProgress:
+    """Chooses the next token of each row."""
+    scores = _biased(logits, options)
+    scores = _penalised(scores, before, options)
+    scores = process(scores, before.history, before.count, None, request)
+    early = (before.count < jnp.asarray(options.least))[:, None]
+    ends = lambda: early & _tokens_in(options.ends, scores.shape[1])
+    scores = _where_any(early, lambda s: jnp.where(ends(), -jnp.inf, s), scores)
+    if allowed is not None:
+        scores = jnp.where(_as_bools(allowed, scores.shape[1]), scores, -jnp.inf)
+    scores = jnp.where(jnp.isnan(logits), logits, scores)  # is reported
+    tokens = _drawn(scores, before.count, options)
+    rows = jnp.arange(tokens.shape[0])
+    history = before.history
+    if history is not None:
+        place = history.shape[1] - request.room + before.count
+        history = jax.lax.dynamic_update_slice_in_dim(history, tokens[:, None], place, 1)
+    progress = RowProgress(
+        tokens=tokens,
+        count=before.count + 1,
+        history=history,
+        in_prompt=before.in_prompt,
+        times=before.times.at[rows, jnp.maximum(tokens, 0)].add(1),
+        scores=jax.lax.cond(
+            jnp.any(options.logprobs),
+            lambda: _scores(logits, jnp.maximum(tokens, 0)),
+            lambda: _no_scores(*logits.shape),
+        ),
+    )
+    return _placed(progress, everywhere)
+
+
+def _where_any(
+    some: Bool[Array, "..."], change: Callable[[Logits], Logits], scores: Logits
+) -> Logits:
+    """Changes the scores, if this is wanted for any row."""
+    return jax.lax.cond(jnp.any(some), change, lambda scores: scores, scores)
+
+
+def _biased(scores: Logits, options: RowOptions) -> Logits:
+    tokens, vocab = jnp.asarray(options.bias_tokens), scores.shape[1]
+    rows = jnp.arange(scores.shape[0])[:, None]
+    place = jnp.where(tokens < 0, vocab, tokens)  # padding is outside, and dropped
+    add = lambda scores: scores.at[rows, place].add(options.bias, mode="drop")
+    return _where_any(tokens >= 0, add, scores)
+
+
+def _penalised(scores: Logits, before: RowProgress, options: RowOptions) -> Logits:
+    """Applies the penalty of tokens that the prompt or the new tokens hold, and then those of new
+    tokens."""
+    times = before.times.astype(jnp.float32)
+
+    def change(scores: Logits) -> Logits:
+        repetition = options.repetition
+        lower = jnp.where(scores < 0, scores * repetition, scores / repetition)
+        scores = jnp.where(before.in_prompt | (times > 0), lower, scores)
+        present = jnp.where(times > 0, options.presence, 0.0)
+        return scores - present - options.frequency * times
+
+    wanted = (options.repetition != 1) | (options.presence != 0) | (options.frequency != 0)
+    return _where_any(jnp.asarray(wanted), change, scores)
+
+
+def _drawn(scores: Logits, count: Int[Array, ""], options: RowOptions) -> Int[Array, " rows"]:
+    """The best token of each row, or a sample for rows with a temperature."""
+    sampled = jnp.asarray(options.temperature) > 0
+
+    def sample(scores: Logits) -> Logits:
+        temperature = jnp.where(sampled, options.temperature, 1.0)
+        top_k, tail, min_p = map(jnp.asarray, (options.top_k, options.tail, options.min_p))
+        drawn = filter_logits(scores, temperature)
+        filters = (
+            (top_k < scores.shape[1], {"top_k": top_k}),
+            (tail > 0, {"tail": tail}),
+            (min_p > 0, {"min_p": min_p}),
+        )
+        unit = jnp.ones((), jnp.float32)
+        for wanted, option in filters:
+            keep = ft.partial(filter_logits, temperature=unit, **option)
+            kept = _where_any(wanted & sampled, keep, drawn)
+            drawn = jnp.where(wanted, kept, drawn)
+        return jnp.where(sampled, drawn + _noise(count, options, scores.shape[1]), scores)
+
+    return first_greatest(_where_any(sampled, sample, scores))
+
+
+def _noise(count: Int[Array, ""], options: RowOptions, vocab: int) -> Logits:
+    """Gumbel noise as in `redcoast.generate`, whose rows are the numbers of a request."""
+
+    def of_row(seed: Any, number: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), count)
+        return jax.random.gumbel(jax.random.fold_in(key, number), (vocab,), jnp.float32)
+
+    return jax.vmap(of_row)(jnp.asarray(options.seeds), jnp.asarray(options.numbers))
+
+
+def _tokens_in(tokens: Any, vocab: int) -> Bool[Array, "rows vocab"]:
+    """Whether each token of the vocabulary is in a row, of which -1 is no part."""
+    tokens = jnp.asarray(tokens)
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    place = jnp.where(tokens < 0, vocab, tokens)
+    nothing = jnp.zeros((tokens.shape[0], vocab), bool)
+    return nothing.at[rows, place].set(True, mode="drop")
+
+
+def _as_bools(bits: Any, vocab: int) -> Bool[Array, "rows vocab"]:
+    """The first `vocab` bits of each row, of which each word has 32, the least first."""
+    places = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    wide = (jnp.asarray(bits)[:, :, None] >> places) & jnp.uint32(1)
+    return (wide == 1).reshape(wide.shape[0], -1)[:, :vocab]
+
+
+def _no_scores(rows: int, vocab: int) -> Scores:
+    top = jnp.zeros((rows, min(MOST_TOP, vocab)), jnp.float32)
+    return Scores(jnp.zeros(rows, jnp.float32), top, top.astype(jnp.int32))
+
+
+def _scores(logits: Logits, tokens: Int[Array, " rows"]) -> Scores:
+    """The log-probabilities of tokens, by the model's own logits."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    return Scores(chosen, *jax.lax.top_k(logprobs, min(MOST_TOP, logits.shape[1])))
+
+
+def _score_prompt(
+    model: Any, hidden: Float[Array, "rows prompt width"], prompt: Int[Array, "rows prompt"]
+) -> Scores:
+    """The scores of the prompt's tokens: at place `i`, those of token `i + 1`."""
+    rows, length = prompt.shape
+    following = jnp.maximum(jnp.roll(prompt, -1, axis=1), 0)
+    chunks = length // CHUNK
+    apart = lambda x: jnp.moveaxis(x.reshape(rows, chunks, CHUNK, *x.shape[2:]), 1, 0)
+
+    def score(part: Any) -> Scores:
+        hidden, tokens = part
+        logits = model.unembed(hidden)
+        found = _scores(logits.reshape(rows * CHUNK, -1), tokens.reshape(-1))
+        return jax.tree.map(lambda x: x.reshape(rows, CHUNK, *x.shape[1:]), found)
+
+    scores = jax.lax.map(score, (apart(hidden), apart(following)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), scores)

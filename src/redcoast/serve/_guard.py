@@ -1,0 +1,71 @@
+"""Who may ask the server: with which key, and by which name of the host."""
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ._refused import Refused, error_body
+
+OPEN_PATHS = ("/health",)  # for load balancers, which have no key
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def guard(app: Application, *, key: str | None, host: str | None) -> Application:
+    """Refuses requests without the key, if there is one, and, if the server listens to this machine
+    alone, requests for hosts of other names.
+
+    A page of a browser may have a name that leads to this machine (DNS rebinding): such requests
+    carry the name of the page.
+    """
+    local = host is not None and is_this_machine(host)
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            try:
+                if local:
+                    check_host(headers)
+                if key is not None and scope["path"] not in OPEN_PATHS:
+                    check_api_key(headers, key)
+            except Refused as error:
+                status, body = error_body(error)
+                more = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+                await JSONResponse(body, status, more)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether an address, or the name of a host, is that of this machine alone."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_this_machine
+    except ValueError:
+        return False
+
+
+def check_host(headers: Mapping[bytes, bytes]) -> None:
+    text = headers.get(b"host", b"").decode("latin-1")
+    name = text.partition("]" if text.startswith("[") else ":")[0]
+    if not is_this_machine(name):
+        raise Refused(
+            403,
+            f"This server answers requests for localhost only, and not for {text[:100]!r}. To "
+            "serve other machines, start it with `--host 0.0.0.0` and an `--api-key`.",
+            code="invalid_host",
+        )
+
+
+def check_api_key(headers: Mapping[bytes, bytes], key: str) -> None:
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    # Takes the same time wherever the keys differ.
+    same = hmac.compare_digest(given.strip(), key.encode())
+    if scheme.lower() != b"bearer" or not same:
+        text = "Incorrect API key provided: send that of `--api-key` as a bearer token."
+        raise Refused(401, text, code="invalid_api_key")

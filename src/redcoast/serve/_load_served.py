@@ -1,0 +1,82 @@
+"""The model, the tokenizer and the limits of a server, from the files of a model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..core._decoding import Decoding, as_tuple
+from ..pretrained import load_pretrained
+from ._batching import Queue, Served
+from ._openai import Limits
+from ._replies import speller
+from ._tokenizer_files import find_template_of, read_tokenizer_of
+
+LONGEST_TOKEN = 128  # characters; vocabularies have runs of as many spaces
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the routes need."""
+
+    limits: Limits
+    queue: Queue
+    tokenizer: Any
+    render: Callable[..., str] | None
+    created: int
+    spell: Callable[[int], str]
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        # One text alone would keep all other threads of Python from running.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        return encoding.ids
+
+
+def load_served(
+    weights: Path,
+    *,
+    mesh: Mesh,
+    name: str | None = None,
+    dtype: str = "float32",
+    rows: int = 8,
+    waiting: int = 64,
+    context: int = 2048,
+    new_tokens: int = 512,
+    seed: int = 0,
+) -> tuple[Served, Server]:
+    """Loads a model, and says what requests may ask of it.
+
+    **Raises:**
+
+    `ValueError` if the files cannot be read, or if the model does not continue text.
+    """
+    model: Any = load_pretrained(weights, mesh=mesh if mesh.size > 1 else None, dtype=dtype)
+    if not hasattr(model, "init_cache") or hasattr(model, "encode"):
+        raise ValueError(f"A {type(model).__name__} does not continue text. Serve a decoder.")
+    multiple = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = multiple * max(1, rows // multiple)
+    context = min(context, getattr(model.config, "positions", None) or context)
+    tokenizer, render = read_tokenizer_of(weights), find_template_of(weights)
+    served = Served(model, tokenizer, rows, multiple, context, seed)
+    limits = Limits(
+        name=name or weights.resolve().name,
+        vocab=model.config.vocab,
+        context=context,
+        rows=rows,
+        new_tokens=new_tokens,
+        decoding=default_decoding(model),
+        characters=LONGEST_TOKEN * context,
+        eos=as_tuple(getattr(model.config, "eos", ())),
+    )
+    queue = Queue(max(waiting, rows), rows, context)
+    return served, Server(limits, queue, tokenizer, render, int(time.time()), speller(tokenizer))
+
+
+def default_decoding(model: Any) -> Decoding:
+    """The decoding of the model's files, or else the API's: samples at a temperature of 1."""
+    own = getattr(model.config, "decoding", Decoding())
+    alone = {"beams": 1, "length_penalty": 1.0, "early_stopping": False, "num_return_sequences": 1}
+    return replace(own, temperature=own.temperature or 1.0, **alone)

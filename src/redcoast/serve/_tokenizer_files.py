@@ -1,0 +1,138 @@
+"""Tokenizers and chat templates of the files of a model."""
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..pretrained._files import file_inside
+from ..pretrained.gguf._file import check_header
+from ._chat_template import named_template, read_template, renderer
+from ._extra import require_extra
+from ._read_bounded import read_bounded
+
+MOST_BYTES = 2**27  # four times those of the largest vocabularies, of 262 thousand tokens
+_SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # the supported pre-tokenizers
+_CONTROL = 3  # the type of control tokens
+
+
+def read_tokenizer_of(weights: Path) -> Any:
+    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`.
+
+    **Raises:**
+
+    `ValueError` that names the file if it cannot be read, is too large, or leads out of the
+    directory; `ImportError` if a package is missing.
+    """
+    require_extra("tokenizers")
+    from tokenizers import Tokenizer
+
+    if weights.suffix == ".gguf":
+        with naming_file(weights, "holds no tokenizer that can be read"):
+            return _gguf_tokenizer(weights)
+    path = weights / "tokenizer.json"
+    if path.exists():
+        data = read_bounded(file_inside(weights, path.name), MOST_BYTES)
+        with naming_file(path, "is not a tokenizer"):
+            return _plain(Tokenizer.from_buffer(data))
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "
+            "`transformers`, which converts it."
+        )
+    return _plain(_converted(weights))
+
+
+def find_template_of(weights: Path) -> Callable[..., str] | None:
+    """Returns the chat template of the weights, as a function from messages to text; None if they
+    have none.
+
+    **Raises:**
+
+    `ValueError` that names the file if it cannot be read, is too large, or leads out of the
+    directory; `ImportError` if a package is missing.
+    """
+    if weights.suffix == ".gguf":
+        with naming_file(weights, "has metadata that cannot be read"):
+            read = gguf_metadata(weights)
+            template = named_template(read("tokenizer.chat_template"), weights)
+            settings = gguf_special(read)
+    else:
+        template, settings = read_template(weights)
+    return None if template is None else renderer(template, settings, weights)
+
+
+@contextlib.contextmanager
+def naming_file(path: Path, words: str) -> Iterator[None]:
+    """Turns errors of a file of another form into one sentence."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} {words}: {text or type(error).__name__}") from error
+    except BaseException as error:
+        # `tokenizers` panics on some files, with an exception of its own kind.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{path} {words}.") from error
+
+
+def _plain(tokenizer: Any) -> Any:
+    """Turns off the truncation and the padding that a file may keep from its training."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _converted(weights: Path) -> Any:
+    from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
+
+    try:
+        found = AutoTokenizer.from_pretrained(weights, local_files_only=True).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{weights} has no tokenizer that can be read: {error}") from error
+    # Without its files, `transformers` makes some tokenizers with hardly any tokens.
+    if found.get_vocab_size(with_added_tokens=False) < 10:
+        raise ValueError(f"{weights} has no tokenizer that can be read: it has no vocabulary.")
+    return found
+
+
+def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
+    """The special tokens of a .gguf file."""
+    words = read("tokenizer.ggml.tokens") or []
+    ids = {name: read(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    return {f"{name}_token": words[i] for name, i in ids.items() if i is not None}
+
+
+def _gguf_tokenizer(path: Path) -> Any:
+    """Rebuilds a byte-level BPE tokenizer from the metadata of a .gguf file."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    read = gguf_metadata(path)
+    kind = read("tokenizer.ggml.pre")
+    if read("tokenizer.ggml.model") != "gpt2" or kind not in _SPLITS_DIGITS:
+        raise ValueError(f"it is of type {kind!r}, which is not supported")
+    words = read("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in read("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if _SPLITS_DIGITS[kind]:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(words, read("tokenizer.ggml.token_type"), strict=True)
+    control = [AddedToken(w, normalized=False, special=True) for w, k in kinds if k == _CONTROL]
+    tokenizer.add_special_tokens(control)
+    return tokenizer
+
+
+def gguf_metadata(path: Path) -> Callable[[str], Any]:
+    """Returns the function from a name to a value of the metadata, None if it is not there."""
+    check_header(path)
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    return lambda name: fields[name].contents() if name in fields else None

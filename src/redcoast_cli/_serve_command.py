@@ -1,0 +1,72 @@
+"""`redcoast serve`: a pretrained language model over HTTP, with OpenAI's API."""
+
+import math
+import os
+
+import jax
+
+import redcoast as rc
+from redcoast.serve import require_extra
+from redcoast.serve._extra import SERVER
+
+from ._options import ServeCommand
+from ._usage import mesh_sizes, refuse
+
+KEY = "REDCOAST_API_KEY"
+
+
+def main(c: ServeCommand) -> None:
+    """Loads the model, and serves it until the process is told to end."""
+    try:
+        require_extra(*SERVER)
+    except ImportError as error:
+        refuse(str(error))
+    # Imported here, because they need the extra.
+    from redcoast.serve._application import run_application
+    from redcoast.serve._load_served import load_served
+
+    check(c)
+    key = c.api_key or os.environ.get(KEY)
+    rc.initialize(local_devices=c.local_devices)
+    if jax.process_count() > 1:
+        refuse("The server runs in one process, with all of its devices. Start it once.")
+    try:
+        served, server = load_served(
+            c.weights,
+            mesh=make_served_mesh(c.mesh),
+            name=c.name,
+            dtype=c.dtype,
+            rows=c.rows,
+            waiting=c.waiting,
+            context=c.context,
+            new_tokens=c.new_tokens,
+            seed=c.seed,
+        )
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        refuse(str(error))
+    run_application(
+        served, server, host=c.host, port=c.port, key=key, wait=c.wait, timeout=c.timeout
+    )
+
+
+def check(c: ServeCommand) -> None:
+    for name in ("rows", "waiting", "context", "new_tokens"):
+        if getattr(c, name) < 1:
+            refuse(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(c, name)}.")
+    if not c.timeout > 0:
+        refuse(f"--timeout must be positive, but is {c.timeout}.")
+    for name, key in (("--api-key", c.api_key), (KEY, os.environ.get(KEY))):
+        if key is not None and not (
+            key and key.isascii() and key.isprintable() and key == key.strip()
+        ):
+            refuse(f"{name} must have letters, digits and signs of ASCII, without spaces around.")
+
+
+def make_served_mesh(text: str) -> jax.sharding.Mesh:
+    """The mesh that `--mesh` describes, of the first devices if it needs fewer than all."""
+    if text == "auto":
+        return rc.make_mesh(data=1, fsdp=-1)
+    sizes = {"data": -1} | mesh_sizes(text)
+    count = math.prod(sizes.values())
+    few = 0 < count < jax.device_count()
+    return rc.make_mesh(**sizes, devices=jax.devices()[:count] if few else None)

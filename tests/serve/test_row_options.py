@@ -13,7 +13,7 @@ from serve_helpers import load, write_weights
 
 import redcoast as rc
 from redcoast.serve import _decode_rows
-from redcoast.serve._batching import Extras, ServedJob, Piece, answer_batch, pad_prompts
+from redcoast.serve._batching import Extras, Piece, ServedJob, answer_batch, pad_prompts
 
 GREEDY = rc.Decoding()
 PROMPT = [72, 105, 33, 72, 105]

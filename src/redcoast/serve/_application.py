@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ._batching import ServedJob, Piece, Served, answer_queue
+from ._batching import Piece, Served, ServedJob, answer_queue
 from ._connections import timed
 from ._guard import guard
 from ._load_served import Server

@@ -17,6 +17,7 @@ FEW += ["modernbert biases", "dinov2 registers", "dinov2 gated", "siglip unequal
 FEW += ["dinov3 gated"]
 FEW += ["smollm3 listed", "qwen3 moe", "phi3 short", "gpt oss rounded", "t5", "vit labels"]
 FEW += ["deepseek v3 yarn", "mamba2", "whisper"]
+FEW += ["olmo3", "ministral3", "granite 4", "gpt neox in turn"]
 
 
 @pytest.mark.parametrize("name", STORED_OUTPUTS)
@@ -35,7 +36,17 @@ def test_outputs_are_those_of_transformers(name, tmp_path):
 
 # One of each way in which a family uses a mask, on which padding would have an effect.
 MASKED = ["bart", "bert labels", "deepseek v3", "gemma2 capped low", "gpt2", "gpt oss", "gptj"]
-MASKED += ["llama", "mamba2", "qwen3 moe", "modernbert mean", "opt", "phi3 short", "t5", "whisper"]
+MASKED += [
+    "llama",
+    "olmo3",
+    "mamba2",
+    "qwen3 moe",
+    "modernbert mean",
+    "opt",
+    "phi3 short",
+    "t5",
+    "whisper",
+]
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -30,6 +30,8 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 50.0, "beta_fast": 2.0, "beta_slow": 0.5}
 YARN |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.3}
+KIMI = SIZES | {"rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0}}
+KIMI |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 
 CASES = [
     Case("deepseek v3", DeepseekV3ForCausalLM, SIZES),
@@ -38,6 +40,7 @@ CASES = [
         DeepseekV3ForCausalLM,
         SIZES | {"rope_parameters": YARN, "q_lora_rank": None, "first_k_dense_replace": 2},
     ),
+    Case("kimi k2", DeepseekV3ForCausalLM, KIMI),
     Case(
         "deepseek v3 epsilon",  # of all norms but those of the compressed features
         DeepseekV3ForCausalLM,

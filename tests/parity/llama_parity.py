@@ -1,13 +1,17 @@
-"""LLaMA, Mistral, OLMo 2, Qwen2, Qwen3 and SmolLM3 against `transformers`."""
+"""LLaMA and the models that are LLaMA with options against `transformers`."""
 
 # pyright: reportMissingImports=false
 
 import pytest
 from harness import Case, check_generation, check_outputs, check_training
 from transformers import (
+    GraniteForCausalLM,
+    GraniteMoeHybridForCausalLM,
     LlamaForCausalLM,
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SmolLM3ForCausalLM,
@@ -27,6 +31,16 @@ SMOLLM3 = SIZES | {"bos_token_id": 1, "eos_token_id": 2}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 100.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22}
+FACTORS |= {"attention_multiplier": 0.4, "logits_scaling": 1.7}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+YARN |= {"rope_theta": 100.0}
+BY_TYPE = {"full_attention": YARN}
+BY_TYPE |= {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+MINISTRAL3 = YARN | {"original_max_position_embeddings": 3, "llama_4_scaling_beta": 0.4}
+MINISTRAL3 |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+GRANITE4 = SIZES | FACTORS | {"layer_types": 2 * ["full_attention"], "num_local_experts": 0}
+GRANITE4 |= {"shared_intermediate_size": 56, "mamba_n_heads": 8, "eos_token_id": 2}
 
 CASES = [
     Case("llama", LlamaForCausalLM, SIZES | {"num_key_value_heads": 4}),
@@ -42,6 +56,23 @@ CASES = [
         Olmo2ForCausalLM,
         SIZES | {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
     ),
+    Case(
+        "olmo3",
+        Olmo3ForCausalLM,
+        SIZES
+        | {"sliding_window": 3, "rope_parameters": BY_TYPE}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    Case(
+        "olmo3 tied", Olmo3ForCausalLM, SIZES | {"sliding_window": 4, "tie_word_embeddings": True}
+    ),
+    Case(
+        "ministral3", Ministral3ForCausalLM, SIZES | {"rope_parameters": MINISTRAL3, "head_dim": 8}
+    ),
+    Case("granite", GraniteForCausalLM, SIZES | FACTORS),
+    Case("granite tied", GraniteForCausalLM, SIZES | FACTORS | {"tie_word_embeddings": True}),
+    Case("granite 4", GraniteMoeHybridForCausalLM, GRANITE4 | {"position_embedding_type": "rope"}),
+    Case("granite 4 plain", GraniteMoeHybridForCausalLM, GRANITE4 | {"tie_word_embeddings": True}),
     Case("smollm3", SmolLM3ForCausalLM, SMOLLM3 | {"no_rope_layer_interval": 2}),
     Case(
         "smollm3 listed",
@@ -50,8 +81,6 @@ CASES = [
     ),
 ]
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-YARN |= {"rope_theta": 100.0}
 WAYS = {
     "yarn": YARN,
     "yarn of other rotations": YARN | {"beta_fast": 8, "beta_slow": 2, "attention_factor": 1.3},

@@ -22,6 +22,8 @@ from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
+from .gpt_neox import GPTNeoX as GPTNeoX
+from .gpt_neox import GPTNeoXConfig as GPTNeoXConfig
 from .gpt_oss import GptOss as GptOss
 from .gpt_oss import GptOssConfig as GptOssConfig
 from .gptj import GPTJ as GPTJ
@@ -73,6 +75,7 @@ from .sizes import gpt2_xl as gpt2_xl
 from .sizes import gpt_oss_20b as gpt_oss_20b
 from .sizes import gpt_oss_120b as gpt_oss_120b
 from .sizes import gptj_6b as gptj_6b
+from .sizes import kimi_k2 as kimi_k2
 from .sizes import llama2_70b as llama2_70b
 from .sizes import llama3_2_1b as llama3_2_1b
 from .sizes import llama3_8b as llama3_8b
@@ -95,6 +98,7 @@ from .sizes import mt5_base as mt5_base
 from .sizes import mt5_large as mt5_large
 from .sizes import mt5_small as mt5_small
 from .sizes import olmo2_7b as olmo2_7b
+from .sizes import olmo3_7b as olmo3_7b
 from .sizes import opt_1_3b as opt_1_3b
 from .sizes import opt_2_7b as opt_2_7b
 from .sizes import opt_6_7b as opt_6_7b
@@ -106,6 +110,14 @@ from .sizes import opt_350m as opt_350m
 from .sizes import phi3_mini as phi3_mini
 from .sizes import phi4 as phi4
 from .sizes import phi4_mini as phi4_mini
+from .sizes import pythia_1_4b as pythia_1_4b
+from .sizes import pythia_1b as pythia_1b
+from .sizes import pythia_2_8b as pythia_2_8b
+from .sizes import pythia_6_9b as pythia_6_9b
+from .sizes import pythia_12b as pythia_12b
+from .sizes import pythia_70m as pythia_70m
+from .sizes import pythia_160m as pythia_160m
+from .sizes import pythia_410m as pythia_410m
 from .sizes import qwen2_7b as qwen2_7b
 from .sizes import qwen3_8b as qwen3_8b
 from .sizes import qwen3_30b_a3b as qwen3_30b_a3b

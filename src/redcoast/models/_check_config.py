@@ -15,10 +15,11 @@ from ._scan_layers import check_remat
 _POSITIVE = frozenset(
     """
     window context head_size experts pooler_size rope_base local_rope_base score_scale score_cap
-    logit_cap layer_scale factor low high original
+    logit_cap layer_scale embed_scale residual_scale score_factor logit_divisor factor low high
+    original
     """.split()  # noqa: SIM905
 )
-_NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight"))
+_NOT_NEGATIVE = frozenset(("norm_eps", "router_loss_weight", "query_growth"))
 _KINDS = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
 
 

@@ -110,10 +110,10 @@ class Yarn:
 
     def __post_init__(self):
         check_fields(self)
-        if not 0 < self.slow < self.fast:
+        if not 0 < self.slow <= self.fast:
             raise ValueError(
-                f"`slow` must be positive and less than `fast`, but they are {self.slow} and "
-                f"{self.fast}."
+                f"`slow` must be positive, and equal to or less than `fast`, but they are "
+                f"{self.slow} and {self.fast}."
             )
 
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from equinox import AbstractVar
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ._attention import as_array, attend, real_tokens, wide
+from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
-from ._check_config import check_chosen, check_config, check_heads
-from ._decoder import Decoder, DecoderConfig, TableHead
+from ._check_config import check_chosen, check_config, check_heads, check_local
+from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, keys_values, product, queries
 from ._moe import gated_experts, mix_experts
@@ -27,6 +27,7 @@ from ._rotary import (
     RopeScaling,
     Yarn,
     long_angles,
+    rotary_angles,
     rotary_frequencies,
     rotate,
     scaled_angles,
@@ -53,12 +54,19 @@ class TransformerConfig(DecoderConfig):
     rope_base: int | float = 10000.0
     rope_scaling: RopeScaling | Yarn | LongRope | None = None
     rope_layers: tuple[bool, ...] = ()
+    query_growth: int | float = 0.0
+    local: tuple[bool, ...] = ()
+    local_rope_base: int | float | None = None
     norm_eps: int | float = 1e-5
     tied: bool = False
     window: int | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     output_norms: bool = False
+    embed_scale: int | float = 1.0
+    residual_scale: int | float = 1.0
+    score_factor: int | float | None = None
+    logit_divisor: int | float = 1.0
     experts: int | None = None
     chosen: int = 2
     weights_sum_to_one: bool = True
@@ -66,6 +74,7 @@ class TransformerConfig(DecoderConfig):
     residual_dropout: int | float | None = None
     router_loss_weight: int | float = 0.001
     context: int = 2048
+    kind: str | None = None
 
     def __post_init__(self):
         check_config(self, "chosen")
@@ -79,6 +88,9 @@ class TransformerConfig(DecoderConfig):
                 f"`rope_layers` has {len(self.rope_layers)} entries, but there are {self.layers} "
                 "layers. It must have one for each layer."
             )
+        if all(self.local):
+            object.__setattr__(self, "local", ())
+        check_local(self)
         _check_rotary(self)
 
     @property
@@ -91,6 +103,10 @@ def _check_rotary(c: TransformerConfig) -> None:
         raise ValueError(
             f"`rotary_dim` must be even, positive and at most the head size {c.head_dim}, but is "
             f"{c.rotated}."
+        )
+    if c.query_growth and getattr(c.rope_scaling, "original", None) is None:
+        raise ValueError(
+            "`query_growth` needs a `rope_scaling` with an `original` context, such as `Yarn`."
         )
     if c.rotary_dim == c.head_dim:
         object.__setattr__(c, "rotary_dim", None)
@@ -140,7 +156,7 @@ class TransformerLayers(StackedLayers):
             self.gate, self.up, self.down = initial_mlp(c, *keys[5:], c.experts)
 
 
-class Transformer(TableHead, Decoder):
+class Transformer(Decoder):
     """A decoder with the options of its configuration."""
 
     embed: Float[Array, "vocab width"]
@@ -158,6 +174,11 @@ class Transformer(TableHead, Decoder):
         self.norm = jnp.ones(config.width)
         self.config = config
 
+    def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
+        """Returns the logits of hidden states."""
+        logits, divisor = tied_or_own_head(self, hidden), self.config.logit_divisor
+        return logits if divisor == 1 else logits / divisor
+
     def expect(self, cache: Cache, lengths: Int[Array, " batch"]) -> Cache:
         """Sets the number of tokens that each row may reach, which `LongRope` follows."""
         if not isinstance(self.config.rope_scaling, LongRope):
@@ -166,41 +187,79 @@ class Transformer(TableHead, Decoder):
 
     def _run(self, tokens, mask, positions, see, cache, key):
         c = self.config
-        visible, real = see(window=c.window), real_tokens(tokens.shape, mask)
-        x = look_up(self.embed, tokens)
+        real = real_tokens(tokens.shape, mask)
+        visible = [see(window=c.window), see()] if c.local else [see(window=c.window)]
+        x = _times(look_up(self.embed, tokens), c.embed_scale)
         angles = _angles(positions, c, cache, wide(x.dtype))
+        grown = _growth(positions, c, x.dtype)
         norm = lambda x, scale: rms_norm(x, scale, c.norm_eps)
         same = lambda x, scale: x
         before, after = (same, norm) if c.output_norms else (norm, same)
         rate = c.residual_dropout or 0.0
 
         def layer_fn(x, carry, inputs, index, key):
-            (cache, use), (layer, rotated), (cos, sin) = carry, inputs, angles
+            (cache, use), (layer, rotated, local) = carry, inputs
             key, *out_keys = _keys(key, c)
-            if rotated is not None:
-                cos, sin = jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
+            cos, sin = _angles_of_layer(angles, rotated, local)
             y = before(x, layer.attention_norm)
             q, (k, v) = queries(layer, y), keys_values(layer, y)
             if c.qk_norm:
                 q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
             q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+            q = q if grown is None else q * grown
             cache, k, v = extend(cache, index, k, v)
-            y = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=key)
+            options: Any = {"scale": c.score_factor, "rate": c.attention_dropout, "key": key}
+            if local is None:
+                y = attend(q, k, v, visible=visible[0], **options)
+            else:
+                y = attend_near(q, k, v, local=local, visible=visible[::-1], **options)
             y = after(product("bshk,hkd->bsd", y, layer.wo), layer.attention_norm)
-            x = x + dropout(y, rate, out_keys[0])
+            x = x + _times(dropout(y, rate, out_keys[0]), c.residual_scale)
             y, use = _feed_forward(layer, before(x, layer.mlp_norm), use, real, c)
             y = after(y, layer.mlp_norm)
-            return x + dropout(y, rate, out_keys[1]), (cache, use)
+            y = _times(dropout(y, rate, out_keys[1]), c.residual_scale)
+            return x + y, (cache, use)
 
-        layers = (self.layers, jnp.asarray(c.rope_layers) if c.rope_layers else None)
+        flags = [jnp.asarray(each) if each else None for each in (c.rope_layers, c.local)]
+        layers = (self.layers, *flags)
         use = None if c.experts is None else tuple(jnp.zeros((2, c.experts), wide(x.dtype)))
         options: Any = {"key": key, "remat": c.remat, "unroll": c.unroll}
         x, (cache, use) = scan_layers(layer_fn, x, layers, cache=(cache, use), **options)
         return norm(x, self.norm), cache, use
 
 
+def _times(x, factor):
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def _growth(positions, c, dtype):
+    """What queries are multiplied by: it grows with their distance from the first token."""
+    if not c.query_growth:
+        return None
+    contexts = jnp.floor(positions / c.rope_scaling.original).astype(wide(dtype))
+    return (1 + c.query_growth * jnp.log1p(contexts)).astype(dtype)[:, :, None, None]
+
+
 def _angles(positions, c, cache, dtype):
-    """The cosines and sines of all layers."""
+    """The cosines and sines of all layers; and those of the layers with a window, if they have
+    others."""
+    all_ = _angles_of_all(positions, c, cache, dtype)
+    if not c.local or c.local_rope_base is None:
+        return all_, None
+    return all_, rotary_angles(positions, rotary_frequencies(c.rotated, c.local_rope_base), dtype)
+
+
+def _angles_of_layer(angles, rotated, local):
+    all_, near = angles
+    if near is not None:
+        all_ = jax.tree.map(ft.partial(jnp.where, local), near, all_)
+    if rotated is None:
+        return all_
+    cos, sin = all_
+    return jnp.where(rotated, cos, 1), jnp.where(rotated, sin, 0)
+
+
+def _angles_of_all(positions, c, cache, dtype):
     if isinstance(c.rope_scaling, LongRope):
         frequencies = rotary_frequencies(c.rotated, c.rope_base)
         lengths = None if cache is None else cache.lengths

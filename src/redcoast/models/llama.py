@@ -1,7 +1,8 @@
 """The LLaMA decoder: RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
 
-Options turn it into Mistral (a sliding window), Qwen2 (biases for Q, K and V), Qwen3 (norms of Q
-and K in each head), OLMo 2 (norms of outputs) or SmolLM3 (layers without rotary embeddings).
+Options turn it into Mistral (a sliding window), Ministral 3 (queries that grow), Qwen2 (biases for
+Q, K and V), Qwen3 (norms of Q and K in each head), OLMo 2 (norms of outputs), OLMo 3 (a window in
+some layers), Granite (constant factors) or SmolLM3 (layers without rotary embeddings).
 `_transformer.py` has the arithmetic.
 """
 
@@ -31,11 +32,25 @@ class LlamaConfig(TransformerConfig):
     - `window`: the size of the sliding attention window in tokens, including the token itself; no
       window by default.
     - `rope_layers`: whether each layer has rotary embeddings; all layers by default.
+    - `rotary_dim`: the number of features of each head that rotary embeddings rotate; all by
+      default.
+    - `query_growth`: queries are multiplied by `1 + query_growth * log(1 + n)`, where `n` is how
+      often the `original` context of `rope_scaling` fits before them.
+    - `local`: for each layer, whether it has the window; by default all have it, if there is one.
+    - `local_rope_base`: the base of the rotary embeddings in the layers that `local` gives a
+      window, where `rope_scaling` does not apply. By default they have the same as all others.
     - `qkv_bias`, `qk_norm`: whether Q, K and V have biases, and whether Q and K are normalised.
     - `output_norms`: whether the outputs of attention and feed-forward network are normalised, in
       place of their inputs. The norms of Q and K are then over all heads.
-    - `attention_dropout`: the dropout rate of the attention weights.
+    - `embed_scale`, `residual_scale`: factors of the embeddings, and of the outputs of attention
+      and feed-forward network.
+    - `score_factor`: the factor of the attention scores; one over the square root of the head size
+      by default.
+    - `logit_divisor`: the logits are divided by it.
+    - `attention_dropout`, `residual_dropout`: the dropout rates of the attention weights, and of
+      the outputs of attention and feed-forward network.
     - `context`: the length in tokens that the weights were trained for. It is not enforced.
+    - `kind`: the published type of model whose files it has, if several types have its options.
     - `remat`: what to rematerialise: `"none"`, `"dots"` (not products with weights) or `"full"`.
     - `unroll`: how many layers one iteration of the loop over the layers runs; by default all of
       them on a CPU, if they are at most four, and otherwise one.

@@ -18,6 +18,7 @@ from .dinov2 import Dinov2
 from .dinov3 import Dinov3
 from .gemma import Gemma
 from .gpt2 import GPT2
+from .gpt_neox import GPTNeoX
 from .gpt_oss import GptOss
 from .gptj import GPTJ
 from .llama import Llama
@@ -52,6 +53,7 @@ _SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
 _LLAMA1: dict[str, Any] = {"norm_eps": 1e-6, "bos": 1, "eos": (2,)}
 _LLAMA3: dict[str, Any] = {"rope_base": 5e5, "context": 8192, "bos": 128000, "eos": (128001,)}
 _GPT2: dict[str, Any] = {"bos": 50256, "eos": (50256,)}
+_PYTHIA: dict[str, Any] = {"bos": 0, "eos": (0,)}
 _OPT: dict[str, Any] = {"pad": 1, "bos": 2, "eos": (2,)}
 _OSS: dict[str, Any] = {"head_size": 64, "window": 128, "router_loss_weight": 0.9}
 _OSS |= {"rope_scaling": Yarn(32.0, 4096, rounded=False, amplitude=1.3465735902799727)}
@@ -111,6 +113,12 @@ olmo2_7b = _named(
     rope_base=5e5, norm_eps=1e-6, qk_norm=True, output_norms=True, context=4096, eos=(100257,),
     pad=100277,
 )
+olmo3_7b = _named(
+    Llama, 100278, 4096, 32, 32, 32, 11008,
+    rope_base=5e5, rope_scaling=Yarn(8.0, 8192, amplitude=1.2079441541679836),
+    local=8 * (True, True, True, False), local_rope_base=5e5, window=4096, norm_eps=1e-6,
+    qk_norm=True, output_norms=True, context=65536, eos=(100257,), pad=100277,
+)
 
 phi3_mini = _named(
     Phi3, 32064, 3072, 32, 32, 32, 8192,
@@ -134,6 +142,15 @@ gpt_oss_20b = _named(GptOss, 201088, 2880, 24, 64, 8, 2880, 32, local=12 * (True
 gpt_oss_120b = _named(GptOss, 201088, 2880, 36, 64, 8, 2880, 128, local=18 * (True, False), **_OSS)
 
 gptj_6b = _named(GPTJ, 50400, 4096, 28, 16, 16384, **_GPT2)
+
+pythia_70m = _named(GPTNeoX, 50304, 512, 6, 8, 2048, **_PYTHIA)
+pythia_160m = _named(GPTNeoX, 50304, 768, 12, 12, 3072, **_PYTHIA)
+pythia_410m = _named(GPTNeoX, 50304, 1024, 24, 16, 4096, **_PYTHIA)
+pythia_1b = _named(GPTNeoX, 50304, 2048, 16, 8, 8192, **_PYTHIA | {"rotary_dim": 64})
+pythia_1_4b = _named(GPTNeoX, 50304, 2048, 24, 16, 8192, **_PYTHIA | {"rotary_dim": 32})
+pythia_2_8b = _named(GPTNeoX, 50304, 2560, 32, 32, 10240, **_PYTHIA | {"rotary_dim": 20})
+pythia_6_9b = _named(GPTNeoX, 50432, 4096, 32, 32, 16384, **_PYTHIA | {"rotary_dim": 32})
+pythia_12b = _named(GPTNeoX, 50688, 5120, 36, 40, 20480, **_PYTHIA | {"rotary_dim": 32})
 
 opt_125m = _named(OPT, 50272, 768, 12, 12, 3072, **_OPT)
 opt_350m = _named(
@@ -196,6 +213,12 @@ mamba2_2_7b = _named(Mamba2, 50288, 2560, 64, 80, **_MAMBA2)
 deepseek_v3_671b = _named(
     DeepseekV3, 129280, 7168, 61, 128, 18432, 2048,
     rope_scaling=Yarn(40, 4096), score_scaling=1.0, context=163840, bos=0, eos=(1,),
+)
+kimi_k2 = _named(
+    DeepseekV3, 163840, 7168, 61, 64, 18432, 2048,
+    dense_layers=1, experts=384, groups=1, chosen_groups=1, route_scale=2.827, rope_base=5e4,
+    rope_scaling=Yarn(32, 4096, fast=1, slow=1), score_scaling=1.0, context=131072, bos=163584,
+    eos=(163585,),
 )
 
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, **_T5)

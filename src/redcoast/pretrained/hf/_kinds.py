@@ -29,7 +29,8 @@ WINDOW_FIELDS = TRANSFORMER_FIELDS | {"window": ("sliding_window", None)}
 # The options by which types of model differ. Not all options are among them, since all types have
 # some, such as a dropout rate of attention.
 _OPTIONS = """
-    head_size rotary_dim rope_layers window qkv_bias qk_norm output_norms weights_sum_to_one
+    head_size rotary_dim rope_layers query_growth window local local_rope_base qkv_bias qk_norm
+    output_norms embed_scale residual_scale score_factor logit_divisor weights_sum_to_one
 """.split()  # noqa: SIM905
 _DEFAULTS = {f.name: f.default for f in fields(TransformerConfig) if f.name in _OPTIONS}
 
@@ -45,6 +46,7 @@ class Kind:
     - `defaults`: further settings that are read, and default values that differ.
     - `only`, `ignored`: arguments of `read_settings`.
     - `renamed`: other names of settings.
+    - `rope`: reads the rotary embeddings from the settings.
     - `more`: returns further fields of the configuration from the settings.
     - `written`: returns further settings from the configuration.
     """
@@ -57,6 +59,7 @@ class Kind:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    rope: Callable[[dict[str, Any]], dict[str, Any]] = read_rope_settings
     more: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
     written: Callable[[Any], dict[str, Any]] = lambda config: {}
 
@@ -84,7 +87,7 @@ def read_kind(settings: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
     c = read_settings(rename(settings, kind.renamed), defaults, only, kind.ignored)
     if c["num_key_value_heads"] is None:
         c["num_key_value_heads"] = c["num_attention_heads"]
-    return read_fields(c, kind.fields) | read_rope_settings(c) | dict(kind.options) | kind.more(c)
+    return read_fields(c, kind.fields) | kind.rope(c) | dict(kind.options) | kind.more(c)
 
 
 def write_kind(config: TransformerConfig, kinds: Kinds) -> dict[str, Any]:
@@ -100,7 +103,10 @@ def write_kind(config: TransformerConfig, kinds: Kinds) -> dict[str, Any]:
 
 def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
     """Returns the type of model that has these options."""
-    for name, kind in kinds.items():
+    if config.kind is not None and config.kind not in kinds:
+        raise ValueError(f"`kind` must be one of {', '.join(kinds)}, but is {config.kind}.")
+    named = {config.kind: kinds[config.kind]} if config.kind else kinds
+    for name, kind in named.items():
         fixed = {**_DEFAULTS, **kind.options}
         if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
             return name
@@ -110,7 +116,7 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
         + " ".join(
             f"{kind.architecture} has {_listed(kind.options) or 'none of them'}, and may have "
             f"{' and '.join(f'`{x}`' for x in kind.free) or 'no other'}."
-            for kind in kinds.values()
+            for kind in named.values()
         )
     )
 

@@ -46,7 +46,7 @@ def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not is_neutral(name, rope[name]))
 
 
-def _kind_of(rope: Mapping[str, Any]) -> str:
+def kind_of_rope(rope: Mapping[str, Any]) -> str:
     # Of a token, the three positions of Qwen's images are one and the same.
     same = {None: "default", "mrope": "default"}
     kinds = (rope.get(name) for name in ("rope_type", "type"))
@@ -58,7 +58,7 @@ def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> 
     """Reads `rope_scaling`, or `rope_parameters`, of a `config.json`. `context` is the number of
     tokens that kinds of scaling assume if the file does not say."""
     rope = {name: value for name, value in (rope or {}).items() if value is not None}
-    kind = _kind_of(rope)
+    kind = kind_of_rope(rope)
     names = {"factor": "factor"}
     if kind == "llama3":
         names |= {"low_freq_factor": "low", "high_freq_factor": "high", _ORIGINAL: "original"}
@@ -85,7 +85,7 @@ def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> 
 def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
     """Reads the base and the scaling from either of the places where versions store them."""
     rope, context = rope_of(c), c["max_position_embeddings"]
-    if _kind_of(rope) != "yarn":
+    if kind_of_rope(rope) != "yarn":
         base = rope.get("rope_theta") or c["rope_theta"]
         return {"rope_base": base, "rope_scaling": read_rope(rope, context=context)}
     rope[_ORIGINAL] = rope.get(_ORIGINAL) or context
@@ -125,7 +125,7 @@ def read_yarn(
     """
     rope = rope_of(c) or dict(default)
     base = rope.get("rope_theta") or c["rope_theta"]
-    kind = _kind_of(rope)
+    kind = kind_of_rope(rope)
     if kind == "default":
         return {"rope_base": base, "rope_scaling": None}
     if kind != "yarn":

@@ -1,4 +1,4 @@
-"""The settings and tensors of DeepSeek-V3 in Hugging Face's format."""
+"""The settings and tensors of DeepSeek-V3 and Kimi-K2 in Hugging Face's format."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from ._rope import read_yarn, write_yarn
 from ._tables import LLAMA_FIELDS, OUT_OF_HEADS, TURNED, VECTOR, llama_ends, tied_head
 
 BASE_PREFIX = "model."
+KINDS = ("deepseek_v3", "kimi_k2")
 # The layer that predicts a further token, in the published files.
 BUFFERS = (r"^model\.layers\.61\.",)
 
@@ -49,7 +50,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(("rope_scaling", "rope_parameters")),
     }
     only = {
-        "model_type": ("deepseek_v3",),
+        "model_type": KINDS,
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "moe_layer_freq": (1,),

@@ -1,0 +1,160 @@
+"""The decoder that GPT-J and GPT-NeoX are: attention and the feed-forward network in parallel, and
+rotary embeddings of some features of each head."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._attention import attend, wide
+from ._basic import layer_norm, look_up, output_scale
+from ._by_layer import StackedLayers
+from ._cache import extend
+from ._check_config import check_config, check_heads
+from ._decoder import Decoder, DecoderConfig, TableHead
+from ._dropout import dropout, split_key
+from ._einsum import feed_forward, outputs, product, queries
+from ._rotary import rotary_angles, rotary_frequencies, rotate, rotate_pairs
+from ._scan_layers import scan_layers
+
+
+@dataclass(frozen=True)
+class ParallelConfig(DecoderConfig):
+    """The sizes and the options of a `ParallelDecoder`. A family describes those that it has.
+
+    - `mlp_norm`: whether the feed-forward network has a norm of its own.
+    - `parallel`: whether it reads the residual stream before attention, not after it.
+    - `rope_pairs`: whether rotary embeddings rotate neighbouring features.
+    - `attention_bias`, `head_bias`: whether attention, and the output head, have biases.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    _: KW_ONLY
+    rotary_dim: int = 64
+    rope_base: int | float = 10000.0
+    rope_pairs: bool = True
+    mlp_norm: bool = False
+    parallel: bool = True
+    attention_bias: bool = False
+    head_bias: bool = True
+    activation: str = "gelu_new"
+    norm_eps: int | float = 1e-5
+    tied: bool = False
+    embed_dropout: int | float = 0.0
+    residual_dropout: int | float = 0.0
+    attention_dropout: int | float = 0.0
+    context: int = 2048
+
+    def __post_init__(self):
+        check_config(self, "rotary_dim")
+        check_heads(self)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"`rotary_dim` must be even and at most the head size {self.head_dim}, but is "
+                f"{self.rotary_dim}."
+            )
+        if not self.parallel and not self.mlp_norm:
+            raise ValueError("Without `parallel`, the feed-forward network needs its `mlp_norm`.")
+
+
+class ParallelLayers(StackedLayers):
+    """The parameters of all layers, stacked along their first dimension."""
+
+    norm: Float[Array, "layers width"]
+    norm_shift: Float[Array, "layers width"]
+    wq: Float[Array, "layers width heads head_dim"]
+    wk: Float[Array, "layers width heads head_dim"]
+    wv: Float[Array, "layers width heads head_dim"]
+    wo: Float[Array, "layers heads head_dim width"]
+    bq: Float[Array, "layers heads head_dim"] | None
+    bk: Float[Array, "layers heads head_dim"] | None
+    bv: Float[Array, "layers heads head_dim"] | None
+    bo: Float[Array, "layers width"] | None
+    mlp_norm: Float[Array, "layers width"] | None
+    mlp_norm_shift: Float[Array, "layers width"] | None
+    up: Float[Array, "layers width hidden"]
+    up_bias: Float[Array, "layers hidden"]
+    down: Float[Array, "layers hidden width"]
+    down_bias: Float[Array, "layers width"]
+
+    def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
+        c = config
+        wq, wk, wv, wo, up, down = jax.random.split(key, 6)
+        scale = output_scale(c.layers)
+        stream = (c.layers, c.width)
+        into = (*stream, c.heads, c.head_dim)
+        heads = (c.layers, c.heads, c.head_dim)
+        zeros = lambda shape, there: jnp.zeros(shape) if there else None
+        self.norm, self.norm_shift = jnp.ones(stream), jnp.zeros(stream)
+        self.wq, self.wk, self.wv = (_normal(k, into) for k in (wq, wk, wv))
+        self.wo = _normal(wo, (*heads, c.width), scale)
+        self.bq, self.bk, self.bv = (zeros(heads, c.attention_bias) for _ in range(3))
+        self.bo = zeros(stream, c.attention_bias)
+        self.mlp_norm = jnp.ones(stream) if c.mlp_norm else None
+        self.mlp_norm_shift = zeros(stream, c.mlp_norm)
+        self.up = _normal(up, (c.layers, c.width, c.hidden))
+        self.up_bias = jnp.zeros((c.layers, c.hidden))
+        self.down = _normal(down, (c.layers, c.hidden, c.width), scale)
+        self.down_bias = jnp.zeros(stream)
+
+
+def _normal(key, shape, scale=1.0):
+    return jax.random.normal(key, shape) * (0.02 * scale)
+
+
+class ParallelDecoder(TableHead, Decoder):
+    """A decoder with the options of its configuration."""
+
+    embed: Float[Array, "vocab width"]
+    layers: ParallelLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    head_bias: Float[Array, " vocab"] | None
+    config: AbstractVar[Any]
+
+    def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: normal with standard deviation 0.02. The output projections
+        of the layers are divided by sqrt(2 * layers)."""
+        embed, layers, head = jax.random.split(key, 3)
+        self.embed = _normal(embed, (config.vocab, config.width))
+        self.layers = ParallelLayers(config, key=layers)
+        self.norm, self.norm_shift = jnp.ones(config.width), jnp.zeros(config.width)
+        self.head = None if config.tied else _normal(head, (config.width, config.vocab))
+        self.head_bias = jnp.zeros(config.vocab) if config.head_bias else None
+        self.config = config
+
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c, visible = self.config, see()
+        embed_key, key = split_key(key, 2)
+        x = dropout(look_up(self.embed, tokens), c.embed_dropout, embed_key)
+        frequencies = rotary_frequencies(c.rotary_dim, c.rope_base)
+        angles = rotary_angles(positions, frequencies, wide(x.dtype))
+        turn = rotate_pairs if c.rope_pairs else rotate
+
+        def layer_fn(x, cache, layer, index, key):
+            attention_key, mlp_key = split_key(key, 2)
+            weights_key, out_key = split_key(attention_key, 2)
+            y = layer_norm(x, layer.norm, layer.norm_shift, c.norm_eps)
+            q = turn(queries(layer, y), angles)
+            k = turn(product("bsd,dhk->bshk", y, layer.wk, layer.bk), angles)
+            cache, k, v = extend(cache, index, k, product("bsd,dhk->bshk", y, layer.wv, layer.bv))
+            z = attend(q, k, v, visible=visible, rate=c.attention_dropout, key=weights_key)
+            z = dropout(outputs(layer, z), c.residual_dropout, out_key)
+            if c.mlp_norm:
+                stream = x if c.parallel else x + z
+                y = layer_norm(stream, layer.mlp_norm, layer.mlp_norm_shift, c.norm_eps)
+            y = dropout(feed_forward(layer, y, c.activation), c.residual_dropout, mlp_key)
+            return x + z + y, cache
+
+        x, cache = scan_layers(
+            layer_fn, x, self.layers, cache=cache, key=key, remat=c.remat, unroll=c.unroll
+        )
+        return layer_norm(x, self.norm, self.norm_shift, c.norm_eps), cache, None

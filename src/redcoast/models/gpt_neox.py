@@ -1,0 +1,48 @@
+"""The GPT-NeoX decoder, which Pythia is: attention and the feed-forward network in parallel, each
+after a norm of its own, and rotary embeddings of some features of each head. `_parallel.py` has the
+arithmetic."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+
+from ._parallel import ParallelConfig, ParallelDecoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(ParallelConfig):
+    """The configuration of a `GPTNeoX`.
+
+    Its arguments are those of [`GPTJConfig`][redcoast.models.GPTJConfig], with other defaults, and:
+
+    - `rope_base`: the base of the rotary embeddings' wavelengths.
+    - `parallel`: whether the feed-forward network reads the residual stream before attention, not
+      after it.
+    - `attention_bias`: whether the projections of attention have biases.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    rotary_dim: int = 16
+    rope_pairs: bool = False
+    mlp_norm: bool = True
+    attention_bias: bool = True
+    head_bias: bool = False
+    activation: str = "gelu"
+
+
+class GPTNeoX(ParallelDecoder):
+    """The GPT-NeoX decoder (Black et al., 2022, <https://arxiv.org/abs/2204.06745>), whose sizes
+    Pythia has (Biderman et al., 2023, <https://arxiv.org/abs/2304.01373>).
+
+    ```python
+    config = GPTNeoXConfig(vocab=256, width=128, layers=4, heads=4, hidden=512, rotary_dim=8)
+    model = GPTNeoX(config, key=jax.random.key(0))
+    logits = model(jnp.zeros((8, 64), jnp.int32))  # (8, 64, 256)
+    ```
+    """
+
+    config: GPTNeoXConfig = eqx.field(static=True)

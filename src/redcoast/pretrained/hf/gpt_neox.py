@@ -1,0 +1,104 @@
+"""The settings and tensors of GPT-NeoX and Pythia in Hugging Face's format."""
+
+from typing import Any
+
+from ...models.gpt_neox import GPTNeoXConfig
+from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._rope import read_rope, rope_of
+from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
+
+BASE_PREFIX = "gpt_neox."
+# Causal masks, the score of masked tokens, and the frequencies of rotary embeddings.
+BUFFERS = (r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",)
+
+_FIELDS = {
+    **SIZES,
+    "vocab": "vocab_size",
+    "activation": ("hidden_act", "gelu"),
+    "norm_eps": ("layer_norm_eps", 1e-5),
+    "tied": ("tie_word_embeddings", False),
+    "parallel": ("use_parallel_residual", True),
+    "attention_bias": ("attention_bias", True),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "residual_dropout": ("hidden_dropout", 0.0),
+    "context": ("max_position_embeddings", 2048),
+    "bos": ("bos_token_id", 0),
+    "pad": ("pad_token_id", None),
+}
+_PART = "partial_rotary_factor"
+
+
+def read(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {
+        **defaults_of(_FIELDS),
+        "eos_token_id": 2,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10000.0,
+        **dict.fromkeys(("rope_scaling", "rope_parameters")),
+    }
+    only: dict[str, tuple[Any, ...]] = {"model_type": ("gpt_neox",)}
+    c = read_settings(settings, defaults, only, ("is_decoder", "classifier_dropout"))
+    rope = rope_of(c)
+    part, base = rope.pop(_PART, c["rotary_pct"]), rope.get("rope_theta", c["rotary_emb_base"])
+    if read_rope(rope) is not None:
+        raise ValueError("`rope_scaling` is not implemented for this model.")
+    rotary_dim = int(c["hidden_size"] // max(c["num_attention_heads"], 1) * part)
+    dropout = {"embed_dropout": c["hidden_dropout"]}
+    return read_fields(c, _FIELDS) | {"rotary_dim": rotary_dim, "rope_base": base, **dropout}
+
+
+def write(config: GPTNeoXConfig) -> dict[str, Any]:
+    c = config
+    part = c.rotary_dim / c.head_dim
+    if int(c.head_dim * part) != c.rotary_dim:
+        raise ValueError(
+            f"A `rotary_dim` of {c.rotary_dim} cannot be saved: the file has its ratio to the head "
+            f"size {c.head_dim}, from which rounding gives {c.rotary_dim - 1}."
+        )
+    if c.embed_dropout != c.residual_dropout:
+        raise ValueError(
+            f"`embed_dropout` and `residual_dropout` are one setting of the file, but they are "
+            f"{c.embed_dropout} and {c.residual_dropout}."
+        )
+    if c.rope_pairs or c.head_bias or not c.mlp_norm:
+        raise ValueError("A GPT-NeoX has `mlp_norm`, and neither `rope_pairs` nor `head_bias`.")
+    settings = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+    settings |= {"rotary_pct": part, "rotary_emb_base": c.rope_base}
+    return write_fields(c, _FIELDS) | settings
+
+
+def tensors(config: GPTNeoXConfig) -> dict[str, Tensor]:
+    """Maps each array to its published tensors: Q, K and V of a head are side by side in one."""
+    layer = "gpt_neox.layers.{layer}."
+    attention = layer + "attention."
+    tables = {
+        "embed": Tensor("gpt_neox.embed_in.weight", EMBED),
+        **norm("layers/norm", layer + "input_layernorm"),
+        **norm("layers/mlp_norm", layer + "post_attention_layernorm"),
+        "layers/wo": Tensor(attention + "dense.weight", OUT_OF_HEADS),
+        **dense("layers/up", layer + "mlp.dense_h_to_4h"),
+        **dense("layers/down", layer + "mlp.dense_4h_to_h"),
+        **norm("norm", "gpt_neox.final_layer_norm"),
+    }
+    for i, letter in enumerate("qkv"):
+        weight = "(heads qkv head_dim) width -> width heads head_dim"
+        name = attention + "query_key_value."
+        tables[f"layers/w{letter}"] = Tensor(name + "weight", weight, qkv=(i, 3))
+        if config.attention_bias:
+            bias = "(heads qkv head_dim) -> heads head_dim"
+            tables[f"layers/b{letter}"] = Tensor(name + "bias", bias, qkv=(i, 3))
+    if config.attention_bias:
+        tables["layers/bo"] = Tensor(attention + "dense.bias", VECTOR)
+    if not config.tied:
+        tables["head"] = Tensor("embed_out.weight", TURNED)
+    return tables
+
+
+def duplicates(config: GPTNeoXConfig) -> dict[str, str]:
+    return {"embed_out.weight": "gpt_neox.embed_in.weight"} if config.tied else {}
+
+
+def module_name(name: str) -> str:
+    """Returns the name of a tensor in the modules of `transformers`."""
+    return name.replace("embed_out.", "lm_head.")

@@ -19,6 +19,7 @@ from ..generate._prompt import bucket
 from ..generate._request import make_request
 from ._decode_rows import decode_rows
 from ._detokenize import Text
+from ._grammar import Grammar, allowed_bits
 from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
 
 LEAST = 32  # the least room for prompts and for answers, in tokens; more are powers of two
@@ -56,7 +57,7 @@ class Extras:
     - `logprobs`: how many of the most likely tokens are wanted with each token; None for no
         log-probabilities.
     - `echo`: the texts of the prompts, which come before the answers; None for answers alone.
-    - `grammar`: makes an object that says which tokens may come next (see `_grammar.py`).
+    - `grammar`: makes the grammar of an answer, which is the form that it has to have.
     """
 
     presence: int | float = 0.0
@@ -64,7 +65,7 @@ class Extras:
     bias: Mapping[int, int | float] = field(default_factory=dict)
     logprobs: int | None = None
     echo: tuple[str, ...] | None = None
-    grammar: Callable[[], Any] | None = None
+    grammar: Callable[[], Grammar] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,9 +281,11 @@ class AnswerRow:
         self.count += 1
         self.scored += [] if scored is None else [scored]
         end = token in self.ends
+        text = "" if end else self.text.add(token)
         if self.grammar is not None and not end:
             self.grammar.take(token)
-        text = "" if end else self.text.add(token)
+            if self.grammar.done:
+                end, text = True, text + self.text.rest()
         if not end and not self.text.stopped and self.count < self.job.new_tokens:
             if text or self.scored:
                 self._send(text, self.scored)
@@ -322,9 +325,8 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     scored = echoed and any(row.request.logprobs for row in rows if row.job.extras.echo is not None)
     allow = None
     if any(row.grammar is not None for row in rows):
-        from ._grammar import allowed_bits
-
-        allow = lambda: allowed_bits([row.grammar for row in rows], served, len(tokens))
+        grammars = [row.grammar for row in rows]
+        allow = lambda: allowed_bits(grammars, served.model.config.vocab, len(tokens))
     steps = decode_rows(
         served.model,
         tokens,

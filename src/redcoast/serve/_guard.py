@@ -45,7 +45,7 @@ def is_this_machine(host: str) -> bool:
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_this_machine
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 

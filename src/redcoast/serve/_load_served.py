@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from ..core._decoding import Decoding, as_tuple
 from ..pretrained import load_pretrained
 from ._batching import Queue, Served
+from ._grammar import grammars_of
 from ._openai import Limits
 from ._replies import speller
 from ._tokenizer_files import find_template_of, read_tokenizer_of
@@ -61,6 +62,7 @@ def load_served(
     context = min(context, getattr(model.config, "positions", None) or context)
     tokenizer, render = read_tokenizer_of(weights), find_template_of(weights)
     served = Served(model, tokenizer, rows, multiple, context, seed)
+    eos = as_tuple(getattr(model.config, "eos", ()))
     limits = Limits(
         name=name or weights.resolve().name,
         vocab=model.config.vocab,
@@ -69,7 +71,8 @@ def load_served(
         new_tokens=new_tokens,
         decoding=default_decoding(model),
         characters=LONGEST_TOKEN * context,
-        eos=as_tuple(getattr(model.config, "eos", ())),
+        eos=eos,
+        grammars=grammars_of(tokenizer, model.config.vocab, eos),
     )
     queue = Queue(max(waiting, rows), rows, context)
     return served, Server(limits, queue, tokenizer, render, int(time.time()), speller(tokenizer))

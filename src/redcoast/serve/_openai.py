@@ -117,6 +117,9 @@ def read_request(
             f"`min_tokens` is {decoding.min_new_tokens}, but the answer has {new_tokens} at most."
         )
         raise Refused(400, text, "min_tokens", "invalid_value")
+    if extras.grammar is not None and (echo or decoding.min_new_tokens):
+        text = "`response_format` is served without `echo` and `min_tokens`."
+        raise Refused(400, text, "response_format", "unsupported_value")
     if echo:
         shown = [text if isinstance(text, str) else "" for text in texts for _ in range(count)]
         extras = replace(extras, echo=tuple(shown))
@@ -431,8 +434,8 @@ def read_format(form: Any, limits: Limits) -> Callable[[], Any] | None:
         return None
     if limits.grammars is None:
         text = (
-            "Unsupported value: 'response_format' needs the package `llguidance`, which this "
-            "server does not have; leave it out."
+            "Unsupported value: 'response_format' needs `llguidance`, which is not installed where "
+            "this server runs; leave it out."
         )
         raise Refused(400, text, "response_format", "unsupported_value")
     try:

@@ -1,0 +1,91 @@
+"""Answers of a form: which tokens may come next, by `llguidance`."""
+
+import functools as ft
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Grammar:
+    """Where an answer is in its form."""
+
+    def __init__(self, tokenizer: Any, grammar: str):
+        from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
+
+        self.matcher = LLMatcher(tokenizer, grammar)
+        self._check()
+
+    def take(self, token: int) -> None:
+        self.matcher.consume_token(token)
+        self._check()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing can follow."""
+        return self.matcher.is_stopped()
+
+    def fill(self, bits: np.ndarray, row: int) -> None:
+        """Writes the tokens that may come next as the bits of a row."""
+        from llguidance.numpy import (  # pyright: ignore[reportMissingImports]
+            fill_next_token_bitmask,
+        )
+
+        fill_next_token_bitmask(self.matcher, bits.view(np.int32), row)
+        self._check()
+
+    def _check(self) -> None:
+        if self.matcher.is_error():
+            raise ValueError(f"The answer cannot have the form: {self.matcher.get_error()}")
+
+
+def allowed_bits(grammars: Sequence[Grammar | None], vocab: int, rows: int) -> np.ndarray:
+    """The tokens that each row may have next: words of 32 bits, the least first."""
+    bits = np.full((rows, -(-vocab // 32)), 2**32 - 1, np.uint32)
+    for row, grammar in enumerate(grammars):
+        if grammar is not None and not grammar.done:
+            grammar.fill(bits, row)
+    return bits
+
+
+def grammars_of(
+    tokenizer: Any, vocab: int, eos: tuple[int, ...]
+) -> Callable[[Mapping[str, Any]], Callable[[], Grammar]] | None:
+    """Returns the function from a `response_format` to what makes its grammar, which raises a
+    `ValueError` for one that cannot be had; None without `llguidance`."""
+    if importlib.util.find_spec("llguidance") is None:
+        return None
+
+    @ft.cache
+    def prepared() -> Any:
+        from llguidance import LLTokenizer  # pyright: ignore[reportMissingImports]
+
+        ends = {"eos_token": eos[0]} if eos else {}
+        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab, **ends)
+
+    def make(form: Mapping[str, Any]) -> Callable[[], Grammar]:
+        from llguidance import LLMatcher  # pyright: ignore[reportMissingImports]
+
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema_of(form)))
+        if error := LLMatcher.validate_grammar(grammar, prepared()):
+            raise ValueError(f"The schema of `response_format` cannot be served: {error}.")
+        return lambda: Grammar(prepared(), grammar)
+
+    return make
+
+
+def schema_of(form: Any) -> Any:
+    """The JSON schema of a `response_format`."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    inner = form.get("json_schema") if kind == "json_schema" else None
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict | bool):
+        raise ValueError(
+            "`response_format` must have the type 'text', 'json_object', or 'json_schema' with a "
+            "`json_schema` that has a `schema`."
+        )
+    return schema

@@ -1,0 +1,102 @@
+"""Templates and tokenizers that may be damaged, hostile, or of another form."""
+
+import json
+import os
+
+import pytest
+from grids import few_of
+
+from redcoast.serve import _chat_template
+from redcoast.serve._chat_template import read_template, renderer
+from redcoast.serve._tokenizer_files import find_template_of, read_tokenizer_of
+
+SAY = [{"role": "user", "content": "Hi"}]
+DOUBLED = (
+    "{% set ns = namespace(x='aaaaaaaaaa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}"
+    "{% endfor %}"
+)
+
+
+HOSTILE = [
+    ("{{ 'a' * 3000000000 }}", "more than 512 MiB of memory"),
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.3 s"),
+    ("{{ 'a'.rjust(3000000000) }}", "more than 512 MiB of memory"),
+    (DOUBLED, "more than 512 MiB of memory"),
+    ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+    ("{{ 'a' * 20000000 }}", "more than 16777216 characters"),
+    ("{{ '\\ud800' }}", "surrogates not allowed"),
+    ("{{ messages.__class__.__mro__ }}", "unsafe"),
+]
+
+
+@pytest.mark.parametrize(("template", "words"), few_of(HOSTILE, *HOSTILE[:2], several=True))
+def test_renderings_that_take_too_much_are_ended(template, words, monkeypatch):
+    monkeypatch.setattr(_chat_template, "SECONDS", 0.3 if words == "0.3 s" else 60.0)
+    render = renderer("{% if messages %}" + template + "{% endif %}good", {})
+    with pytest.raises(ValueError, match=words):
+        render(SAY)
+    assert render([]) == "good"  # the process goes on, or is started again
+
+
+def test_a_template_that_cannot_be_compiled_is_refused_with_its_file(tmp_path):
+    with pytest.raises(ValueError, match="has a chat template that cannot be used: unexpected"):
+        renderer("{% if", {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"chat_template": 5}, "`chat_template` of type int"),
+        ({"chat_template": [5]}, "`chat_template` without a name"),
+        ({"chat_template": [{"name": "default", "template": 3}]}, "`chat_template` of type int"),
+        ({"chat_template": "a", "eos_token": {"content": 3}}, "the `eos_token` {'content': 3}"),
+        ({"chat_template": "a", "eos_token": [1]}, "the `eos_token`"),
+        ([1], "must contain a JSON object"),
+    ],
+)
+def test_settings_of_another_form_are_refused_in_a_sentence(tmp_path, settings, words):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=words) as refused:
+        find_template_of(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_links_out_of_the_directory_are_not_followed(tmp_path, name):
+    secret, directory = tmp_path / "secret", tmp_path / "model"
+    secret.write_text('{"chat_template": "secret"}')
+    directory.mkdir()
+    (directory / name).symlink_to(secret)
+    with pytest.raises(ValueError, match="leads out of its directory"):
+        read_template(directory)
+    (directory / "tokenizer.json").symlink_to(secret)
+    with pytest.raises(ValueError, match="leads out of its directory"):
+        read_tokenizer_of(directory)
+
+
+def test_pipes_large_files_and_other_bytes_are_refused(tmp_path):
+    path = tmp_path / "chat_template.jinja"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a pipe"):
+        read_template(tmp_path)
+    path.unlink()
+    path.write_bytes(b"a" * (2**20 + 1))
+    with pytest.raises(ValueError, match="larger than 1 MiB"):
+        read_template(tmp_path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="not text in UTF-8"):
+        read_template(tmp_path)
+
+
+NEGATIVE = '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'
+UNKNOWN = '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", NEGATIVE, UNKNOWN])
+def test_a_tokenizer_of_another_form_is_refused_in_a_sentence(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text, "latin-1")
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        read_tokenizer_of(tmp_path)

@@ -14,6 +14,7 @@ import redcoast_cli
 from redcoast.core._versions import TESTED
 from redcoast.models import LlamaConfig
 from redcoast.pretrained._registry import write_config
+from redcoast.serve import _extra
 from redcoast_cli import _doctor_command
 
 
@@ -92,6 +93,31 @@ def test_invalid_options_of_plan_exit_with_2(options, words, capsys):
         run("plan", *options)
     assert stopped.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--rows", "0"], "--rows must be at least 1"),
+        (["--timeout", "0"], "--timeout must be positive"),
+        (["--api-key", " a"], "--api-key must have letters"),
+        ([], "There is nothing at "),
+    ],
+)
+def test_invalid_options_of_serve_exit_with_2(options, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("serve", "--weights", "nowhere", *options)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_serve_says_which_packages_are_missing(capsys, monkeypatch):
+    monkeypatch.setattr(_extra.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run("serve", "--weights", "nowhere")
+    said = capsys.readouterr().err
+    assert "needs jinja2 and starlette and tokenizers and uvicorn" in said
+    assert 'pip install "redcoast[serve]"' in said
 
 
 def test_doctor_names_devices_versions_and_what_is_missing(capsys, monkeypatch):

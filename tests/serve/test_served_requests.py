@@ -148,8 +148,8 @@ class NoQueue(Queue):
         return []
 
 
-def application(**options):
-    tokenizer = byte_level()
+def application(tokenizer=None, **options):
+    tokenizer = tokenizer or byte_level()
     queue = NoQueue(4, 4, 64)
     server = Server(LIMITS, queue, tokenizer, None, 0, speller(tokenizer))
     return make_app(Served(None, tokenizer, 4, 4, 64), server, wait=0.0, **options)
@@ -162,6 +162,29 @@ def statuses(app, *requests):
             return [(await client.get(path, headers=headers)) for path, headers in requests]
 
     return asyncio.run(run())
+
+
+def test_prompts_are_tokenised_while_others_are_answered():
+    """A long prompt kept all streams waiting for seconds."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def encode_batch(self, texts, add_special_tokens):
+            begun.set()
+            assert go_on.wait(60)
+            raise Refused(400, "It was tokenised.")
+
+    async def run():
+        transport = httpx.ASGITransport(application(Slow()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {"model": "tiny", "prompt": "a"}
+            long = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.to_thread(begun.wait, 60)
+            assert (await client.get("/health")).status_code == 200
+            go_on.set()
+            assert "It was tokenised" in (await long).text
+
+    asyncio.run(run())
 
 
 def test_only_who_has_the_key_is_answered():

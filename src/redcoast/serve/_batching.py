@@ -16,7 +16,7 @@ from ..core._decoding import Decoding
 from ..core._iterate import with_last
 from ..generate._logits import INVALID
 from ..generate._prompt import bucket
-from ..generate._request import make_request
+from ..generate._request import Request, make_request
 from ._decode_rows import decode_rows
 from ._detokenize import Text
 from ._grammar import Grammar, allowed_bits
@@ -56,7 +56,8 @@ class Extras:
     - `bias`: what is added to the logits of tokens.
     - `logprobs`: how many of the most likely tokens are wanted with each token; None for no
         log-probabilities.
-    - `echo`: the texts of the prompts, which come before the answers; None for answers alone.
+    - `echo`: the texts of the prompts, which come before the answers, or None for one of tokens;
+        None for answers alone.
     - `grammar`: makes the grammar of an answer, which is the form that it has to have.
     """
 
@@ -64,7 +65,7 @@ class Extras:
     frequency: int | float = 0.0
     bias: Mapping[int, int | float] = field(default_factory=dict)
     logprobs: int | None = None
-    echo: tuple[str, ...] | None = None
+    echo: tuple[str | None, ...] | None = None
     grammar: Callable[[], Grammar] | None = None
 
 
@@ -222,7 +223,8 @@ class AnswerRow:
         self.seed = seed if job.seed is None else job.seed
         self.number = 0 if job.seed is None else index
         before = self.prompt if job.continues else []
-        self.text = Text(served.tokenizer.decode, job.stops, before)
+        self.decode = served.tokenizer.decode
+        self.text = Text(self.decode, job.stops, before)
         self.grammar = None if job.extras.grammar is None else job.extras.grammar()
         self.count, self.finish = 0, None
         self.began = self.failed = False
@@ -253,7 +255,10 @@ class AnswerRow:
         if texts is None or self.ended:
             return
         self.finish = None if self.job.new_tokens else "length"
-        self._send(texts[self.index], scored)
+        text = texts[self.index]
+        if text is None:
+            text = self.decode(self.prompt, skip_special_tokens=False)
+        self._send(text, scored)
 
     def add(self, token: int, scored: Scored | None = None) -> None:
         """Takes the row's next token."""
@@ -312,15 +317,8 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
     options = stack_options(requests, [*map(len, prompts)], [row.ends for row in rows], len(tokens))
     limits = np.ones(len(tokens), np.int32)
     limits[: len(rows)] = [request.limit for request in requests]
-    request = make_request(
-        served.model.config,
-        shared_decoding(rows[0].job.decoding),
-        max_new_tokens=1,
-        room=bucket(max(new, 1)),
-        decoder_only=True,
-        key=None,
-    )
-    request = replace(request, limit=limits)
+    request = shared_request(served.model.config, rows[0].job.decoding)
+    request = replace(request, limit=limits, room=bucket(max(new, 1)))
     echoed = any(row.job.extras.echo is not None for row in rows)
     scored = echoed and any(row.request.logprobs for row in rows if row.job.extras.echo is not None)
     allow = None
@@ -347,6 +345,12 @@ def generate_rows(served: Served, rows: Sequence[AnswerRow]) -> None:
             row.add(int(chosen[i]), score_of(row, int(chosen[i]), scores, i))
         if all(row.ended for row in rows):
             break
+
+
+def shared_request(config: Any, decoding: Decoding) -> Request:
+    """What the program of a batch knows of a decoding."""
+    shared = shared_decoding(decoding)
+    return make_request(config, shared, max_new_tokens=1, room=1, decoder_only=True, key=None)
 
 
 def show_prompts(rows: Sequence[AnswerRow], scores: Any) -> None:

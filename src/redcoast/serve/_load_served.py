@@ -9,14 +9,17 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..core._decoding import Decoding, as_tuple
+from ..generate._check_arguments import check_token_options
 from ..pretrained import load_pretrained
-from ._batching import Queue, Served
+from ._batching import Queue, Served, shared_request
 from ._grammar import grammars_of
 from ._openai import Limits
 from ._replies import speller
 from ._tokenizer_files import find_template_of, read_tokenizer_of
 
-LONGEST_TOKEN = 128  # characters; vocabularies have runs of as many spaces
+# The most characters of a prompt, for each token of the context. Vocabularies have runs of 128
+# spaces; a long text has fewer characters in a token.
+OF_SHORT, OF_LONG, SHORT = 128, 16, 2**18
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,16 @@ def load_served(
     tokenizer, render = read_tokenizer_of(weights), find_template_of(weights)
     served = Served(model, tokenizer, rows, multiple, context, seed)
     eos = as_tuple(getattr(model.config, "eos", ()))
+    decoding = default_decoding(model)
+    check_token_options(shared_request(model.config, decoding), model.config.vocab)
     limits = Limits(
         name=name or weights.resolve().name,
         vocab=model.config.vocab,
         context=context,
         rows=rows,
         new_tokens=new_tokens,
-        decoding=default_decoding(model),
-        characters=LONGEST_TOKEN * context,
+        decoding=decoding,
+        characters=min(OF_SHORT * context, max(SHORT, OF_LONG * context)),
         eos=eos,
         grammars=grammars_of(tokenizer, model.config.vocab, eos),
     )

@@ -121,8 +121,8 @@ def read_request(
         text = "`response_format` is served without `echo` and `min_tokens`."
         raise Refused(400, text, "response_format", "unsupported_value")
     if echo:
-        shown = [text if isinstance(text, str) else "" for text in texts for _ in range(count)]
-        extras = replace(extras, echo=tuple(shown))
+        shown = [text if isinstance(text, str) else None for text in texts]
+        extras = replace(extras, echo=tuple(text for text in shown for _ in range(count)))
     return Ask(
         [prompt for prompt in prompts for _ in range(count)],
         new_tokens,

@@ -1,0 +1,154 @@
+"""What small requests to `redcoast serve` wait for, while other clients ask for much.
+
+A client streams small greedy answers, one after the other. Meanwhile others (a) ask for samples
+with eleven values of `top_k`, (b) send a prompt of 8 MiB, which is refused, (c) ask for samples at
+eight temperatures at once. The times are compared with those of the same run in which nobody else
+asks, so that they do not depend on the machine.
+
+    python experiments/benchmarks/fairness.py
+"""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+sys.path.append(str(Path(__file__).parents[1]))
+from _cells import markdown
+from serving import random_model
+
+HEAD = ["meanwhile", "first token, median", "first token, longest", "new tokens/s", "seconds"]
+
+
+@dataclass(frozen=True)
+class Config:
+    seconds: float = 8.0  # of the measurement without others
+    new: int = 16  # tokens of a small answer
+    # arguments of Python that start the server
+    server: tuple[str, ...] = ("-c", "from redcoast_cli import main; main()", "serve")
+
+
+def main(c: Config) -> None:
+    """Prints a table with a line for each kind of other clients."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = random_model(Path(folder) / "model")
+        with started(c, weights) as address:
+            for _ in range(3):
+                small(c, address)  # compiles what small requests need
+            lines = []
+            others = {
+                "nobody": lambda: time.sleep(c.seconds),
+                "(a) 11 values of top_k": lambda: top_k(address),
+                "(b) a prompt of 8 MiB": lambda: large(address),
+                "nobody again": lambda: time.sleep(c.seconds),
+            }
+            for name, other in others.items():
+                lines.append([name, *measured(c, address, other)])
+                print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
+            print(markdown(HEAD, lines))
+            print(f"(c) 8 temperatures at once: {mixed(c, address):.2f} requests/s")
+
+
+@contextlib.contextmanager
+def started(c: Config, weights: Path) -> Iterator[str]:
+    options = ["--weights", str(weights), "--name", "model", "--port", "0", "--mesh", "1"]
+    command = [sys.executable, *c.server, *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        text = ""
+        while "running on http://" not in text:
+            text = process.stderr.readline().decode()
+            if not text:
+                raise SystemExit("The server ended before it was ready.")
+        reading = threading.Thread(target=process.stderr.read, daemon=True)
+        reading.start()  # so that the server can go on writing
+        yield text.split("running on http://")[1].split()[0]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measured(c: Config, address: str, other: Callable[[], Any]) -> list[str]:
+    """The cells of a line: what small requests took while `other` ran."""
+    running = threading.Thread(target=other)
+    began = time.perf_counter()
+    running.start()
+    firsts, tokens = [], 0
+    while running.is_alive():
+        firsts.append(small(c, address))
+        tokens += c.new
+    seconds = time.perf_counter() - began
+    running.join()
+    cells = np.median(firsts), np.max(firsts), tokens / seconds, seconds
+    return [f"{cell:.3f}" for cell in cells]
+
+
+def small(c: Config, address: str) -> float:
+    """Streams a small answer. Returns the seconds until its first part."""
+    body = {"prompt": "The mesh has a data", "max_tokens": c.new, "temperature": 0, "stream": True}
+    began = time.perf_counter()
+    with answered(address, body) as response:
+        first = response.readline()
+        seconds = time.perf_counter() - began
+        rest = response.read()
+    if response.status != 200:
+        raise SystemExit(f"The server answered {response.status}: {(first + rest).decode()}")
+    return seconds
+
+
+@contextlib.contextmanager
+def answered(address: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection(address, timeout=600)
+    with contextlib.closing(connection):
+        head = {"Content-Type": "application/json"}
+        data = json.dumps({"model": "model"} | body)
+        # A server may answer before it has read all of a body.
+        with contextlib.suppress(ConnectionError):
+            connection.request("POST", "/v1/completions", data, head)
+        yield connection.getresponse()
+
+
+def top_k(address: str) -> None:
+    for k in (*range(6, 16), 10**30):
+        body = {"prompt": "The mesh", "max_tokens": 3, "temperature": 1, "top_k": k}
+        with answered(address, body) as response:
+            response.read()
+
+
+def large(address: str) -> None:
+    body = {"prompt": "hello world " * 690_000}
+    with contextlib.suppress(ConnectionError), answered(address, body) as response:
+        response.read()
+
+
+def mixed(c: Config, address: str, requests: int = 32) -> float:
+    """How many requests are answered per second, of eight clients at eight temperatures."""
+
+    def ask(index: int) -> None:
+        temperature = 0.5 + 0.1 * (index % 8)
+        body = {"prompt": "The mesh", "max_tokens": c.new, "temperature": temperature}
+        with answered(address, body) as response:
+            response.read()
+
+    with ThreadPoolExecutor(8) as pool:
+        [*pool.map(ask, range(16))]  # compiles
+        began = time.perf_counter()
+        [*pool.map(ask, range(requests))]
+        return requests / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

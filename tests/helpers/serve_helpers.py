@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import jax
@@ -33,7 +34,14 @@ def byte_level():
 
 def write_weights(directory, template=TEMPLATE, **config):
     """A small language model of bytes in Hugging Face's layout, with a chat template."""
-    sizes = {"vocab": 256, "width": 32, "layers": 1, "heads": 2, "kv_heads": 1, "hidden": 32}
+    sizes: dict[str, Any] = {
+        "vocab": 256,
+        "width": 32,
+        "layers": 1,
+        "heads": 2,
+        "kv_heads": 1,
+        "hidden": 32,
+    }
     rc.save_pretrained(Llama(LlamaConfig(**sizes | config), key=jax.random.key(0)), directory)
     byte_level().save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(template)

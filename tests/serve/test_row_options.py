@@ -38,7 +38,8 @@ class Answers(list):
 
 def job(decoding=GREEDY, prompts=(PROMPT,), new=6, seed: int | None = 5, **extras):
     answers = Answers()
-    wanted = Extras(**{"logprobs": 2} | extras)
+    options: dict[str, Any] = {"logprobs": 2} | extras
+    wanted = Extras(**options)
     settings = ([*prompts], new, decoding, seed, (), answers.append)
     return ServedJob(*settings, extras=wanted), answers
 
@@ -79,7 +80,7 @@ def test_rows_of_a_batch_have_the_tokens_of_generate_with_their_own_options(load
 def test_no_value_of_an_option_compiles_a_program(loaded, monkeypatch):
     """Each would be kept as long as the server runs, and everybody would wait for it."""
     answer(loaded, job(), job(logprobs=None))
-    programs = (_decode_rows._begin, _decode_rows._choose, _decode_rows._advance)
+    programs: Any = (_decode_rows._begin, _decode_rows._choose, _decode_rows._advance)
     before = [program._cache_size() for program in programs]
     for k in (1, 3, 10**30):
         sampled = rc.Decoding(temperature=1.0 + k % 7, top_k=k, top_p=1 / (k + 1), min_p=0.1)

@@ -18,6 +18,7 @@ from serve_helpers import byte_level, client_of, load, streamed, together, write
 
 import redcoast as rc
 from redcoast.serve import _application, _batching
+from redcoast.serve._decode_rows import decode_rows
 from redcoast.serve._detokenize import Text
 from redcoast.serve._tokenizer_files import read_tokenizer_of
 
@@ -290,7 +291,7 @@ def raw_status(openai, raw):
 
 def counted_steps(monkeypatch):
     """The list that gets an entry for each step that is decoded."""
-    steps, real = [], _batching.decode_rows
+    steps, real = [], decode_rows
 
     def counted(*args, **options):
         for step in real(*args, **options):

@@ -238,16 +238,11 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Returns calls of tools, whose arguments are objects, as templates expect them."""
-    functions = [x.get("function") if isinstance(x, dict) else None for x in _as_list(calls)]
     read = []
-    for call, function in zip(_as_list(calls), functions, strict=True):
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        arguments = function.get("arguments") or "{}" if isinstance(function, dict) else None
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        if not (named and isinstance(arguments, dict)):
+    for call in calls if isinstance(calls, list) else [None]:
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        arguments = read_arguments(function) if isinstance(function, dict) else None
+        if arguments is None or not isinstance(function.get("name"), str):
             text = (
                 f"'{where}' must be a list of functions with names and JSON objects as arguments."
             )
@@ -256,8 +251,14 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [None]
+def read_arguments(function: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of a call, which the API has as text; None if they are no object."""
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def read_content(content: Any, where: str) -> str:

@@ -1,0 +1,131 @@
+"""The scores of EleutherAI's `lm-eval`, of the server and of transformers, on the same weights.
+
+`nox -s lm_eval` runs it, on tasks made of data of this file.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+from typing import Any
+
+import jax
+import lm_eval
+import numpy as np
+import pytest
+from lm_eval.tasks import TaskManager
+from processes import start_processes
+from serve_helpers import TEMPLATE, byte_level
+from tokenizers import AddedToken
+
+import redcoast as rc
+from redcoast.models import Llama, LlamaConfig
+
+COMMAND = "from redcoast_cli import main; main()"
+ANIMALS = {"ant": 6, "bee": 6, "cat": 4, "hen": 2, "eel": 0, "fly": 6, "dog": 4, "owl": 2}
+CHOICES = """
+task: legs_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "The {{{{animal}}}} has"
+doc_to_choice: [" no legs", " two legs", " four legs", " six legs and wings"]
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+ANSWERS = """
+task: legs_answer
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "How many legs has a {{{{animal}}}}?"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n", "ab"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A language model of bytes and of one token that ends a text."""
+    directory = tmp_path_factory.mktemp("weights") / "tiny"
+    sizes: dict[str, Any] = {"vocab": 257, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2}
+    model = Llama(LlamaConfig(**sizes, hidden=96, eos=(256,)), key=jax.random.key(3))
+    # Weights that are larger than at the start of a training, so that choices are clear.
+    larger = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, model)
+    rc.save_pretrained(larger, directory)
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    settings |= {"pad_token": "<eos>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tasks")
+    data = directory / "legs.jsonl"
+    lines = [{"animal": name, "answer": min(n // 2, 3)} for name, n in ANIMALS.items()]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    for name, text in (("choice", CHOICES), ("answer", ANSWERS)):
+        (directory / f"{name}.yaml").write_text(text.format(data=data))
+    return TaskManager(include_path=str(directory), include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def address(weights):
+    options = ["serve", "--weights", weights, "--port", "0", "--context", "256", "--rows", "4"]
+    with start_processes(COMMAND, *options, processes=1) as (process,):
+        process.wait_for("Uvicorn running on http://")
+        yield process.output.split("Uvicorn running on ")[1].split()[0]
+
+
+def score(model, arguments, task, tasks, **options):
+    found = lm_eval.simple_evaluate(
+        model, model_args=arguments, tasks=[task], task_manager=tasks, bootstrap_iters=0, **options
+    )
+    figures = {k: v for k, v in found["results"][task].items() if isinstance(v, float)}
+    samples = sorted(found["samples"][task], key=lambda sample: sample["doc_id"])
+    return figures, [sample["resps"] for sample in samples]
+
+
+def of_transformers(weights, task, tasks, **options):
+    arguments = {"pretrained": str(weights), "dtype": "float32", "device": "cpu"}
+    return score("hf", arguments, task, tasks, batch_size=1, **options)
+
+
+def of_server(kind, route, address, weights, task, tasks, **options):
+    arguments = {"model": "tiny", "base_url": f"{address}/v1/{route}", "tokenizer": str(weights)}
+    arguments |= {"num_concurrent": 2, "max_length": 256, "max_retries": 1}
+    return score(kind, arguments, task, tasks, **options)
+
+
+def test_choices_by_log_probabilities(weights, address, tasks):
+    theirs, logprobs = of_transformers(weights, "legs_choice", tasks)
+    ours, found = of_server(
+        "local-completions", "completions", address, weights, "legs_choice", tasks
+    )
+    assert ours == theirs
+    assert {"acc,none", "acc_norm,none"} <= ours.keys()
+    values = lambda samples: [[float(choice[0][0]) for choice in sample] for sample in samples]
+    np.testing.assert_allclose(values(found), values(logprobs), atol=2e-3)
+    print(ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "chat"),
+    [
+        ("local-completions", "completions", False),
+        ("local-chat-completions", "chat/completions", True),
+    ],
+)
+def test_answers(weights, address, tasks, kind, route, chat):
+    options = {"apply_chat_template": chat}
+    theirs, expected = of_transformers(weights, "legs_answer", tasks, **options)
+    ours, found = of_server(kind, route, address, weights, "legs_answer", tasks, **options)
+    assert found == expected
+    assert ours == theirs
+    print(ours)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 
 import jax
 
@@ -23,6 +24,7 @@ def main(c: ServeCommand) -> None:
         refuse(str(error))
     # Imported here, because they need the extra.
     from redcoast.serve._application import run_application
+    from redcoast.serve._guard import is_this_machine
     from redcoast.serve._load_served import load_served
 
     check(c)
@@ -44,6 +46,8 @@ def main(c: ServeCommand) -> None:
         )
     except (ValueError, TypeError, OSError, ImportError) as error:
         refuse(str(error))
+    if key is None and not is_this_machine(c.host):
+        print("Other machines may ask this server without a key: see --api-key.", file=sys.stderr)
     run_application(
         served, server, host=c.host, port=c.port, key=key, wait=c.wait, timeout=c.timeout
     )

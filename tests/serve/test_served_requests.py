@@ -127,15 +127,15 @@ def test_token_texts_of_log_probabilities():
     spell = speller(byte_level())
     scored = [Scored(97, None, ()), Scored(98, -1.0, ((98, -1.0), (200, -2.0), (201, -3.0)))]
     reply = Reply.to("tiny", spell, chat=False, scored=True)
-    choice = Choice()
+    choice, streamed = Choice(), Choice()
     choice.add(Piece(0, "xy", "stop", 1, tuple(scored)))
     body = reply.whole([choice], {})["choices"][0]["logprobs"]
     assert len(body["top_logprobs"][1]) == 3
     assert body["token_logprobs"] == [None, -1.0]
     assert body["text_offset"] == [0, len(body["tokens"][0])]
-    chunk = reply.chunk(Piece(0, "z", None, 2, tuple(scored)), choice, first=False)
-    begin = sum(map(len, body["tokens"]))
-    assert chunk["choices"][0]["logprobs"]["text_offset"][0] == begin
+    piece = Piece(0, "z", None, 2, tuple(scored))
+    _, chunk = (reply.chunk(piece, streamed, first=False)["choices"][0] for _ in range(2))
+    assert chunk["logprobs"]["text_offset"][0] == sum(map(len, body["tokens"]))
 
 
 class NoQueue(Queue):
@@ -172,17 +172,19 @@ def test_prompts_are_tokenised_while_others_are_answered():
         def encode_batch(self, texts, add_special_tokens):
             begun.set()
             assert go_on.wait(60)
-            raise Refused(400, "It was tokenised.")
+            raise OverflowError("It was tokenised.")
 
     async def run():
-        transport = httpx.ASGITransport(application(Slow()))
+        transport = httpx.ASGITransport(application(Slow()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"model": "tiny", "prompt": "a"}
             long = asyncio.create_task(client.post("/v1/completions", json=body))
             await asyncio.to_thread(begun.wait, 60)
             assert (await client.get("/health")).status_code == 200
             go_on.set()
-            assert "It was tokenised" in (await long).text
+            failed = await long
+            assert failed.status_code == 500
+            assert "The tokenizer fails on this text: It was tokenised." in failed.text
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from grids import few_of
+from serve_helpers import byte_level
 
 from redcoast.serve import _chat_template
 from redcoast.serve._chat_template import read_template, renderer
@@ -92,11 +93,17 @@ def test_pipes_large_files_and_other_bytes_are_refused(tmp_path):
 
 
 NEGATIVE = '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'
+MISSING = """{"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id":
+0}}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {}}"""
 UNKNOWN = '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", NEGATIVE, UNKNOWN])
+# Its `tokenizers` panics only when it encodes.
+PANICS = byte_level().to_str().replace('"post_processor":null', f'"post_processor":{MISSING}')
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", NEGATIVE, UNKNOWN, PANICS])
 def test_a_tokenizer_of_another_form_is_refused_in_a_sentence(tmp_path, text):
-    (tmp_path / "tokenizer.json").write_text(text, "latin-1")
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1" if text == "\xff" else "utf-8"))
     with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
         read_tokenizer_of(tmp_path)

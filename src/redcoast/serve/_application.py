@@ -50,6 +50,7 @@ def run_application(
         port=port,
         log_level="info",
         http=timed(timeout),
+        ws="none",
         limit_concurrency=CONNECTIONS,
     )
 

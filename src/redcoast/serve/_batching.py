@@ -22,6 +22,7 @@ from ._detokenize import Text
 from ._grammar import Grammar, allowed_bits
 from ._row_options import RowRequest, ends_of, shared_decoding, stack_options
 
+LOWEST = -9999.0  # of log-probabilities
 LEAST = 32  # the least room for prompts and for answers, in tokens; more are powers of two
 
 
@@ -192,20 +193,28 @@ def answer_batch(served: Served, jobs: Sequence[ServedJob], random: np.random.Ge
     for job in jobs:
         try:
             rows += rows_for(job, served, random)
-        except Exception as error:
-            job.send(error)
+        except BaseException as error:
+            job.send(as_exception(error))
     try:
         if rows:
             generate_rows(served, rows)
-    except Exception as error:
+    except BaseException as error:
         for job in jobs:
             own = [row for row in rows if row.job is job]
             if all(row.ended for row in own):
                 continue
             if len(jobs) == 1 or any(row.began for row in own):
-                job.send(error)
+                job.send(as_exception(error))
             else:
                 answer_batch(served, [job], random)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The error as one that a client is told of. `tokenizers` panics with another kind, and the
+    thread has to go on."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def rows_for(job: ServedJob, served: Served, random: np.random.Generator) -> list["AnswerRow"]:
@@ -272,9 +281,9 @@ class AnswerRow:
         """Ends this job with an error of it; the others of the batch go on."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.failed = True
-            self.job.send(error)
+            self.job.send(as_exception(error))
             self.job.cancelled.set()
 
     def _add(self, token: int, scored: Scored | None) -> None:
@@ -372,8 +381,10 @@ def score_of(row: AnswerRow, token: int, scores: Any, place: Any) -> Any:
     count = row.job.extras.logprobs
     if count is None or row.ended:
         return None
-    top = zip(scores.top_tokens[place].tolist(), scores.top[place].tolist(), strict=True)
-    return Scored(token, float(scores.chosen[place]), tuple(top)[:count])
+    # JSON has no infinity.
+    values = [max(value, LOWEST) for value in scores.top[place].tolist()]
+    top = zip(scores.top_tokens[place].tolist(), values, strict=True)
+    return Scored(token, max(float(scores.chosen[place]), LOWEST), tuple(top)[:count])
 
 
 def pad_prompts(prompts: list[list[int]], served: Served) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from ._batching import Queue, Served, shared_request
 from ._grammar import grammars_of
 from ._openai import Limits
 from ._replies import speller
-from ._tokenizer_files import find_template_of, read_tokenizer_of
+from ._tokenizer_files import find_template_of, naming_file, read_tokenizer_of
 
 # The most characters of a prompt, for each token of the context. Vocabularies have runs of 128
 # spaces; a long text has fewer characters in a token.
@@ -35,8 +35,9 @@ class Server:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         # One text alone would keep all other threads of Python from running.
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
-        return encoding.ids
+        with naming_file(Path("The tokenizer"), "fails on this text"):
+            (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+            return encoding.ids
 
 
 def load_served(

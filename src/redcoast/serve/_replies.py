@@ -20,6 +20,7 @@ class Choice:
     finish: str | None = None
     count: int = 0
     scored: list[Scored] = field(default_factory=list)
+    length: int = 0  # characters of the tokens whose log-probabilities were sent
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
@@ -62,8 +63,9 @@ class Reply:
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         delta |= {"content": piece.text} if piece.text or first else {}
         content = {"delta": delta} if self.chat else {"text": piece.text}
-        offset = sum(len(self.spell(scored.token)) for scored in before.scored)
-        end = {"logprobs": self.logprobs(piece.scored, offset), "finish_reason": piece.finish}
+        logprobs = self.logprobs(piece.scored, before.length)
+        before.length += sum(len(self.spell(scored.token)) for scored in piece.scored)
+        end = {"logprobs": logprobs, "finish_reason": piece.finish}
         return self._body(".chunk", [{"index": piece.row, **content, **end}])
 
     def last(self, usage: Any) -> dict[str, Any]:

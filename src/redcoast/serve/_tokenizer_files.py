@@ -35,7 +35,9 @@ def read_tokenizer_of(weights: Path) -> Any:
     if path.exists():
         data = read_bounded(file_inside(weights, path.name), MOST_BYTES)
         with naming_file(path, "is not a tokenizer"):
-            return _plain(Tokenizer.from_buffer(data))
+            tokenizer = _plain(Tokenizer.from_buffer(data))
+            tokenizer.encode("a")  # some files are refused only now
+            return tokenizer
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
             f"{weights} has no tokenizer.json. If it has a tokenizer of another form, install "

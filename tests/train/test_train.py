@@ -204,7 +204,7 @@ def test_trainable_may_be_a_prefix_of_the_model(spec):
         ),
         ({"student": True}, "nothing for teacher/activation, .*, teacher/layers/2/weight. It must"),
         ({"teacher": None, "student": True}, "neither a boolean nor a function at teacher"),
-        ("student", "neither a boolean nor a function at its root"),
+        (3, "neither a boolean nor a function at its root"),
         ([False, True], "nothing for student/.*something at 0, 1, where the model has nothing"),
     ],
 )

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ._errors import several
-
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 NUMBERS = (*ARRAYS, int, float, complex)
 
@@ -93,63 +91,6 @@ def layer_states(tree: PyTree) -> dict[str, Any]:
     """Returns the states of layers in a tree, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_layer_state)
     return {show_path(path): x for path, x in leaves if is_layer_state(x)}
-
-
-def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
-    """Partitions a model into its trainable leaves and all others, as `eqx.partition` does."""
-    try:
-        selected, _ = eqx.partition(model, trainable)
-    except ValueError as error:
-        described = _does_not_fit(model, trainable)
-        if described is None:
-            raise
-        raise described from error
-    mask = jax.tree.map(
-        lambda x: not is_layer_state(x) and eqx.is_inexact_array(x),
-        selected,
-        is_leaf=lambda x: x is None or is_layer_state(x),
-    )
-    return eqx.partition(model, mask)
-
-
-def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
-    """What is wrong with `trainable`, if it is one of the usual things."""
-    given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
-    other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    parts = {path[:n] for path in leaves for n in range(len(path) + 1)}
-    said, paths = [], {path for path, _ in given}
-    lacking = [p for p in leaves if not any(p[:n] in paths for n in range(len(p) + 1))]
-    for words, found in (
-        ("neither a boolean nor a function at", other),
-        ("nothing for", lacking),
-        ("something at", [path for path in paths if path not in parts]),
-    ):
-        names = [show_path(path, "its root") for path in found]
-        said.extend([f"{words} {several(sorted(names))}"] if names else [])
-    if not said:
-        return None
-    nowhere = ", where the model has nothing" if said[-1].startswith("something") else ""
-    return ValueError(
-        f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. It must be a "
-        "function of a leaf, or a tree like the model of booleans and such functions, one for each "
-        "leaf or for a part of the model."
-    )
-
-
-def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
-    """Whether the optimizer trains each array of a tree, concrete or abstract."""
-    arrays, static = split(tree)
-    found: list[bool] = []
-
-    def look(arrays: list[Any]) -> None:
-        # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
-        selected, _ = partition_trainable(join(arrays, static), trainable)
-        kept = {id(leaf) for leaf in jax.tree.leaves(selected)}
-        found.extend(id(array) in kept for array in arrays)
-
-    jax.eval_shape(look, arrays)
-    return found
 
 
 def show_path(path: tuple[Any, ...], root: str = "") -> str:

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..core._frames import hide_frames
-from ..core._pytree import split, trainable_arrays
+from ..core._pytree import split
 from ..core._target import compiling_for
 from ..core._tracing import without_ambient_mesh
+from ..core._trainable import trainable_arrays
 from ..distributed._mesh import AXES, PIPE
 from ..sharding import Plan
 from ..sharding.tree._overrides import Override

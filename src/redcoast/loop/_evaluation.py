@@ -248,7 +248,7 @@ def compile_evaluation(
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
     given = dataclasses.replace(evaluation, collate_fn=evaluation.collate_fn or stack_examples)
     if given.batch_size is None:
-        raise ValueError("An evaluation needs batches: pass `batch_size`.")
+        raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
     if given.loss_fn is None and given.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
     plan = with_auto_plan(plan)

@@ -20,7 +20,8 @@ from jaxtyping import PyTree
 from ..checkpoint._policy import Checkpoints, newest_checkpoint
 from ..core._errors import listed, several
 from ..core._frames import own_line
-from ..core._pytree import ARRAYS, partition_trainable, show_path, show_place
+from ..core._pytree import ARRAYS, show_path, show_place
+from ..core._trainable import partition_trainable
 from ..data._batches import Batch, Batches
 from ..sharding import Plan
 from ..tracking._metrics import COMMON_CAUSES

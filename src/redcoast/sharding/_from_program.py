@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from ..core._pytree import trainable_arrays
+from ..core._trainable import trainable_arrays
 from ..distributed._mesh import PIPE
 from .pipeline._stages import NoPipeline, pipeline_of, stage_program
 from .program._graph import Value

@@ -8,7 +8,8 @@ from jaxtyping import PyTree
 
 from ..core._errors import several
 from ..core._frames import warn
-from ..core._pytree import partition_trainable, show_path
+from ..core._pytree import show_path
+from ..core._trainable import partition_trainable
 
 Path = tuple[Any, ...]
 

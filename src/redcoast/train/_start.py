@@ -12,8 +12,9 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
 from ..core._dtypes import tree_to_jax_dtypes
-from ..core._pytree import partition_trainable
+from ..core._trainable import partition_trainable
 from ..distributed._arrays import place_tree
+from ._labels import accept_module_labels
 from ._optimizer import refuse_optimizer_states, refuse_per_example
 from ._shared_arrays import warn_of_shared
 from ._step import TrainState, init_state, state_of, state_of_model, with_loss_scale
@@ -40,6 +41,7 @@ def starting_state(
             f"The model that `{caller}` was given is None. Pass a model, a function "
             "`init_fn(key)` that returns one, or a `TrainState`."
         )
+    accept_module_labels(optimizer)
     model_or_state = tree_to_jax_dtypes(model_or_state, "the model")
     if isinstance(model_or_state, TrainState):
         if key is not None:

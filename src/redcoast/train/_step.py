@@ -23,13 +23,15 @@ from ..core._errors import (
     several,
 )
 from ..core._frames import hide_frames
-from ..core._pytree import ARRAYS, join, partition_trainable, show_place, split
+from ..core._pytree import ARRAYS, join, show_place, split
 from ..core._train_state import AbstractTrainState
+from ..core._trainable import partition_trainable
 from ..core._user_functions import calling
 from ..data._per_batch import has_per_batch
 from ..distributed._agreement import agree_on_program
 from ..distributed._arrays import copy_tree, place_tree, put
 from ..tracking._metrics import check_scalars
+from ._labels import accept_module_labels
 from ._layer_state import warn_of_kept_state
 from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
@@ -124,6 +126,7 @@ def init_state(
 
     options = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     check_optimizer(optimizer)
+    accept_module_labels(optimizer)
     check_key(key)
     if is_model(init_fn):
         if shardings is None:
@@ -250,10 +253,13 @@ def train_step(
         model and the batch are cast; use integers or booleans for exact counts and masks. With
         `jnp.float16`, a state without a `loss_scale` gets one. Create the state with the same
         `compute_dtype`, so that its structure does not change.
-    - `trainable`: the leaves that the optimizer trains: a function of a leaf, or a PyTree of
-        booleans that may be a prefix of the model, as for `eqx.partition`. Frozen leaves need no
-        gradient and no optimizer state. Arrays in an `eqx.nn.State`, and Flax NNX's variables that
-        are not an `nnx.Param`, are never trained: the loss returns them, or a warning is given.
+    - `trainable`: the leaves that the optimizer trains: a function of the model that returns a part
+        of it, or several in a tuple (`lambda m: m.layers[-1]`); a function of a leaf, or of its
+        path and the leaf, that returns a boolean; regular expressions, one or a list, that are
+        searched in the paths of the leaves, as for `overrides`; or a PyTree of booleans that may be
+        a prefix of the model, as for `eqx.partition`. Frozen leaves need no gradient and no
+        optimizer state. Arrays in an `eqx.nn.State`, and Flax NNX's variables that are not an
+        `nnx.Param`, are never trained: the loss returns them, or a warning is given.
 
     **Returns:**
 
@@ -279,6 +285,7 @@ def train_step(
     check_kind("state", state, TrainState, "a `TrainState`, as `redcoast.init_state` returns")
     check_functions(loss_fn=loss_fn)
     check_optimizer(optimizer)
+    accept_module_labels(optimizer)
     check_integer("accumulate", accumulate)
     refuse_per_example(state.opt_state)
     scale = with_loss_scale(state, compute_dtype).loss_scale

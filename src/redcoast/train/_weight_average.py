@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ..core._errors import check_number
-from ..core._pytree import partition_trainable
+from ..core._trainable import partition_trainable
 from ._precision import widen
 
 if TYPE_CHECKING:

@@ -1,0 +1,204 @@
+"""Which leaves of a model are trained: what `trainable` may be, as a partition of the model."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ._errors import several
+from ._pytree import is_layer_state, join, show_path, split
+
+_FORMS = (
+    "It must be a function of the model that returns a part of it, such as `lambda m: "
+    "m.layers[-1]`; a function of a leaf, or of a path and a leaf, that returns a boolean; "
+    "patterns of paths; or a tree like the model of booleans and such functions of a leaf, one for "
+    "each leaf or for a part of the model."
+)
+
+
+def partition_trainable(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
+    """Partitions a model into its trainable leaves and all others, as `eqx.partition` does."""
+    trainable = _as_filter(model, trainable)
+    try:
+        selected, _ = eqx.partition(model, trainable)
+    except ValueError as error:
+        described = _does_not_fit(model, trainable)
+        if described is None:
+            raise
+        raise described from error
+    mask = jax.tree.map(
+        lambda x: not is_layer_state(x) and eqx.is_inexact_array(x),
+        selected,
+        is_leaf=lambda x: x is None or is_layer_state(x),
+    )
+    return eqx.partition(model, mask)
+
+
+def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
+    """Whether the optimizer trains each array of a tree, concrete or abstract."""
+    arrays, static = split(tree)
+    found: list[bool] = []
+
+    def look(arrays: list[Any]) -> None:
+        # Filters such as `eqx.is_inexact_array` recognise abstract arrays only inside a trace.
+        selected, _ = partition_trainable(join(arrays, static), trainable)
+        kept = {id(leaf) for leaf in jax.tree.leaves(selected)}
+        found.extend(id(array) in kept for array in arrays)
+
+    jax.eval_shape(look, arrays)
+    return found
+
+
+def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
+    """What `eqx.partition` takes, of any of the forms that `trainable` may have."""
+    if trainable is eqx.is_inexact_array:
+        return trainable
+    if isinstance(trainable, str | re.Pattern):
+        return _matching(model, [trainable])
+    if isinstance(trainable, list | tuple) and _are_patterns(trainable):
+        return _matching(model, trainable)
+    if not (callable(trainable) and jax.tree_util.all_leaves([trainable])):
+        return trainable
+    if _required_arguments(trainable) == 2:
+        return _of_leaves(model, lambda path, x: trainable(show_path(path), x))
+    try:
+        chosen = trainable(model)
+    except Exception as error:  # a function of a leaf
+        return _of_leaves(model, lambda _, x: trainable(x), of_model=error)
+    if isinstance(chosen, bool | np.bool_):
+        return _of_leaves(model, lambda _, x: trainable(x))
+    leaves = jax.tree.leaves(chosen)
+    if leaves and all(isinstance(x, bool | np.bool_) for x in leaves):
+        return chosen
+    return _part(model, trainable, chosen)
+
+
+def _are_patterns(items: Sequence[Any]) -> bool:
+    return bool(items) and all(isinstance(x, str | re.Pattern) for x in items)
+
+
+def _required_arguments(fn: Callable[..., Any]) -> int:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # functions implemented in C may have no signature
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in kinds and x.default is inspect.Parameter.empty for x in parameters)
+
+
+def _of_leaves(
+    model: PyTree, select: Callable[[Any, Any], Any], *, of_model: Exception | None = None
+) -> PyTree:
+    """A mask of what a function says of each path and floating array.
+
+    `of_model` is the error that the function raised for the model itself.
+    """
+
+    def choose(path: Any, x: Any) -> bool:
+        if not eqx.is_inexact_array(x):
+            return False
+        where = show_path(path, "its root")
+        try:
+            chosen = select(path, x)
+        except Exception as error:
+            before = "" if of_model is None else f"{_shown(of_model)} for the model, and "
+            raise ValueError(
+                f"The function `trainable` raised {before}{_shown(error)} for the leaf at {where}. "
+                f"{_FORMS}"
+            ) from (of_model or error)
+        if not isinstance(chosen, bool | np.bool_):
+            raise ValueError(
+                f"The function `trainable` returned {type(chosen).__name__} for the leaf at "
+                f"{where}. {_FORMS}"
+            )
+        return bool(chosen)
+
+    return jax.tree_util.tree_map_with_path(choose, model)
+
+
+def _shown(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0].removesuffix(".")
+    return f"{type(error).__name__} ({first})"
+
+
+def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyTree:
+    """A mask of the part of a model that a function returned, `chosen`."""
+    leaves, structure = jax.tree.flatten(model)
+    # A model may have one array at several places, and a part of it may be at one of them.
+    apart = list(map(_stand_in, leaves))
+    try:
+        of_apart = jax.tree.leaves(select(structure.unflatten(apart)))
+    except Exception:
+        of_apart = []
+    candidates = ((apart, of_apart), (leaves, jax.tree.leaves(chosen)))
+    for places, part in candidates:
+        known, ids = {id(x) for x in places}, {id(x) for x in part}
+        if ids and ids <= known:
+            return structure.unflatten([id(x) in ids for x in places])
+    raise ValueError(
+        f"The function `trainable` returned {_kind_of(chosen)} for the model, which is not a part "
+        f"of it. {_FORMS}"
+    )
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of its own with the shape and dtype of another, which takes no memory."""
+    if not eqx.is_inexact_array(x):
+        return x
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def _kind_of(x: Any) -> str:
+    return "nothing" if not jax.tree.leaves(x) else f"a value of type {type(x).__name__}"
+
+
+def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
+    """A mask of the leaves whose paths match one of the patterns."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    names = [show_path(path) for path, x in leaves if eqx.is_inexact_array(x)]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        text = pattern if isinstance(pattern, str) else pattern.pattern
+        try:
+            matched = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ValueError(
+                f"The pattern {text!r} of `trainable` is not a regular expression: {error}."
+            ) from error
+        if not matched:
+            close = difflib.get_close_matches(text, names, n=5, cutoff=0.3) or names[:5]
+            raise ValueError(
+                f"The pattern {text!r} of `trainable` matches no path of a floating array. Among "
+                f"the {len(names)} paths are: {', '.join(close) or 'none at all'}."
+            )
+        chosen |= matched
+    return jax.tree_util.tree_map_with_path(lambda path, _: show_path(path) in chosen, model)
+
+
+def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
+    """What is wrong with `trainable`, if it is one of the usual things."""
+    given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
+    other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    parts = {path[:n] for path in leaves for n in range(len(path) + 1)}
+    said, paths = [], {path for path, _ in given}
+    lacking = [p for p in leaves if not any(p[:n] in paths for n in range(len(p) + 1))]
+    for words, found in (
+        ("neither a boolean nor a function at", other),
+        ("nothing for", lacking),
+        ("something at", [path for path in paths if path not in parts]),
+    ):
+        names = [show_path(path, "its root") for path in found]
+        said.extend([f"{words} {several(sorted(names))}"] if names else [])
+    if not said:
+        return None
+    nowhere = ", where the model has nothing" if said[-1].startswith("something") else ""
+    return ValueError(
+        f"`trainable` does not fit the model: it has {'; '.join(said)}{nowhere}. {_FORMS}"
+    )

@@ -1,0 +1,70 @@
+"""Labels and masks of an optax optimizer that are modules, which optax would call."""
+
+import functools as ft
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+
+_MOST = 10_000  # objects that are looked through
+
+
+def accept_module_labels(optimizer: optax.GradientTransformation) -> None:
+    """Lets an optimizer take labels, as of `optax.multi_transform`, that are shaped like the model.
+
+    optax calls labels that are callable, to get labels for the parameters. A tree like an
+    `eqx.Module` is callable if the module is, and calling it computes with the labels. In the
+    closures of the optimizer, each such tree is replaced by a function that returns it, without
+    its leaves where the parameters have none.
+    """
+    for cell in _cells(optimizer):
+        if _is_tree_of_labels(cell.cell_contents):
+            cell.cell_contents = ft.partial(_labels_of, cell.cell_contents)
+
+
+def _labels_of(labels: PyTree, params: PyTree) -> PyTree:
+    keep = lambda label, part: None if part is None else label
+    return jax.tree.map(keep, labels, params)
+
+
+def _is_tree_of_labels(x: Any) -> bool:
+    """Whether this is a module of names, numbers or booleans in the place of its arrays."""
+    if not isinstance(x, eqx.Module):
+        return False
+    leaves = jax.tree.leaves(x)
+    return bool(leaves) and all(isinstance(y, str | bool | int) for y in leaves)
+
+
+def _cells(optimizer: Any) -> Iterator[types.CellType]:
+    """The cells of the closures of an optimizer and of the optimizers that it is made of."""
+    waiting, seen = [optimizer], set()
+    while waiting and len(seen) < _MOST:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, ft.partial):
+            waiting += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, types.MethodType):
+            waiting += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
+        elif isinstance(x, types.FunctionType):
+            filled = [cell for cell in x.__closure__ or () if _is_filled(cell)]
+            yield from filled
+            waiting += [cell.cell_contents for cell in filled]
+            waiting += [x.__dict__["__wrapped__"]] if "__wrapped__" in x.__dict__ else []
+        elif isinstance(x, tuple | list):
+            waiting += x
+        elif isinstance(x, dict):
+            waiting += x.values()
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises if it is empty
+    except ValueError:
+        return False
+    return True

@@ -222,6 +222,30 @@ def started(fake, directory=None, resumed=False, **options):
     return wandb.arguments
 
 
+def test_run_of_the_caller_is_logged_to_and_not_finished(fake, tmp_path):
+    wandb = fake()
+    wandb.Run = SimpleNamespace
+    run = wandb.init(project="own", config={"seed": 3})
+    logger = wandb_logger(run, config={"width": 16})
+    train(logger, steps=2, checkpoints=rc.Checkpoints(tmp_path))
+    assert [entry["step"] for entry in wandb.logged if "loss" in entry] == [1, 2]
+    assert not wandb.finished
+    assert wandb.arguments["config"].keys() == {"seed", "width", "run"}
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "made-up", "project": "own"}
+    with pytest.raises(ValueError, match="name, mode cannot be set for a run of W&B"):
+        wandb_logger(run, name="a", mode="offline")
+    with pytest.raises(TypeError, match="W&B project, or a run that `wandb.init` returned"):
+        wandb_logger(3)
+
+
+def test_project_may_be_positional(fake):
+    wandb = fake()
+    logger = wandb_logger("lm")
+    logger.start(info(None, False))
+    logger.close()
+    assert wandb.arguments["project"] == "lm"
+
+
 def test_offline_without_an_account(fake, capsys):
     assert started(fake)["mode"] == "offline"
     out = capsys.readouterr().out

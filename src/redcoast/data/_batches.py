@@ -107,6 +107,16 @@ class Batches:
         return None if end is None or not self.length else end / self.length
 
     @property
+    def given_epochs(self) -> int | None:
+        """The number of epochs that the run was given; `None` if it was given `steps`, or none."""
+        return self._epochs
+
+    @property
+    def epochs_done(self) -> int | None:
+        """The number of epochs whose examples were all returned; `None` for a stream."""
+        return self._state["position"] // self.length if self.length else None
+
+    @property
     def rows_left(self) -> int | None:
         """The number of examples left in the run; `None` for a stream without `steps`."""
         end = self._end()[1]

@@ -26,7 +26,7 @@ from ..tracking._metrics import pack_metrics
 from ..train._compile import compile_step
 from ..train._loss import LossFn, evaluate_loss
 from ..train._plan_step import plan_step
-from ..train._precision import check_compute_dtype
+from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model, train_step
 
 # What the axes in a loss's own constraints refer to before there is a mesh: all divides.
@@ -86,7 +86,7 @@ def make_job(
     check_functions(init_fn=init_fn, loss_fn=loss_fn)
     check_optimizer(optimizer)
     check_integer("accumulate", accumulate)
-    check_compute_dtype(compute_dtype)
+    compute_dtype = as_compute_dtype(compute_dtype)
     given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     make = lambda key: init_state(init_fn, optimizer, key=key, **given)
     batch = batch_shapes(batch)

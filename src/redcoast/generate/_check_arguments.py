@@ -44,6 +44,32 @@ def check_model(model: Any) -> None:
         )
 
 
+def as_prompts(tokens: Any) -> Any:
+    """Prompts that are lists of integers as an array; all else as it is.
+
+    **Raises:**
+
+    `ValueError` if the lists have different lengths.
+    """
+    rows = tokens if isinstance(tokens, list | tuple) else ()
+    is_token = lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)
+    if rows and all(map(is_token, rows)):
+        raise ValueError(
+            f"`tokens` is a list of {len(rows)} integers, but must have the shape (batch, seq). "
+            "For one prompt, pass `[tokens]`."
+        )
+    of_tokens = lambda row: isinstance(row, list | tuple) and all(map(is_token, row))
+    if not rows or not all(map(of_tokens, rows)):
+        return tokens
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"The lists in `tokens` have from {lengths[0]} to {lengths[-1]} tokens. Pad them to "
+            "one length, on either side, and pass a `mask` with 0 at the padding."
+        )
+    return np.array(rows, np.int32).reshape(len(rows), lengths[0])
+
+
 def check_prompt(model: Any, tokens: Any, mask: Any) -> None:
     """Raises if the prompts are not a matrix of token ids, or if a row has no real token.
 

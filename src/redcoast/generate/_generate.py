@@ -1,6 +1,6 @@
 """The public function `generate`. It imports its implementation on the first call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,9 @@ from ..core._frames import hide_frames
 @hide_frames
 def generate(
     model: PyTree,
-    tokens: Shaped[Array | np.ndarray, "batch ..."],
-    *,
+    tokens: Shaped[Array | np.ndarray, "batch ..."] | Sequence[Any],
     max_new_tokens: int,
+    *,
     key: PRNGKeyArray | None = None,
     decoding: Decoding | None = None,
     mask: Shaped[Array | np.ndarray, "batch ..."] | None = None,
@@ -38,8 +38,9 @@ def generate(
 
     - `model`: a decoder or an encoder-decoder of `redcoast.models`, or any model with the same
         `config`, `init_cache`, `decode` and `unembed`, and `encode` for an encoder-decoder.
-    - `tokens`: for a decoder, the prompts to continue: integers of shape (batch, seq). For an
-        encoder-decoder, the input of the encoder: tokens of the same shape, or images.
+    - `tokens`: for a decoder, the prompts to continue: integers of shape (batch, seq), or a list of
+        lists of one length. For an encoder-decoder, the input of the encoder: tokens of the same
+        shape, or images.
     - `max_new_tokens`: the maximum number of tokens to generate.
     - `key`: PRNG key for sampling. The sample at step `i` of row `r` depends only on the key, `i`
         and `r`.
@@ -83,6 +84,7 @@ def generate(
         ```
     """
     from ._check_arguments import (
+        as_prompts,
         check_count,
         check_model,
         check_positions,
@@ -95,6 +97,7 @@ def generate(
     from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
 
+    tokens = as_prompts(tokens)
     devices = explicit_mesh_of((tokens, model))
     model, tokens, mask, key = on_auto_axes((model, tokens, mask, key))
     with auto_ambient_mesh():

@@ -36,7 +36,7 @@ from ..tracking._metrics import check_scalars
 from ..train._compile import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn, evaluate_loss
-from ..train._precision import check_compute_dtype
+from ..train._precision import as_compute_dtype
 from ..train._predict import PredictFn, predict
 from ..train._step import TrainState
 from ._first_examples import first_examples
@@ -99,6 +99,7 @@ def evaluate(
     """
     refuse_after_signal("evaluate", trains=False)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    compute_dtype = as_compute_dtype(compute_dtype)
     model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
     model, key = on_auto_axes((model, key))
@@ -180,6 +181,7 @@ def predict_examples(
     """
     refuse_after_signal("predict_examples", trains=False)
     check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
+    compute_dtype = as_compute_dtype(compute_dtype)
     model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
     model, key = on_auto_axes((model, key))
@@ -318,8 +320,8 @@ def _compile(fn: Callable[..., Any], plan: Plan, **options: Any) -> CompiledCall
 
     The first of the options is the user's function.
     """
+    options["compute_dtype"] = as_compute_dtype(options["compute_dtype"])
     (name, user_fn), *others = options.items()
-    check_compute_dtype(options["compute_dtype"])
     shardings = plan.shardings
     shardings = shardings.model if isinstance(shardings, TrainState) else shardings
     leaves, structure = jax.tree.flatten(shardings)

@@ -28,6 +28,7 @@ from ..sharding import Plan, with_auto_plan
 from ..train._compile import CompiledCall
 from ..train._coupled import find_coupled, find_faults, warn_of_batches, warn_of_sums
 from ..train._loss import LossFn
+from ..train._precision import as_compute_dtype
 from ..train._predict import PredictFn
 from ._evaluate import (
     OutputFn,
@@ -251,6 +252,7 @@ def compile_evaluation(
         raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
     if given.loss_fn is None and given.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
+    compute_dtype = as_compute_dtype(compute_dtype)
     plan = with_auto_plan(plan)
     assert isinstance(plan.mesh, Mesh)
     of_epoch, _ = by_epoch(given.examples, name=_NAME)

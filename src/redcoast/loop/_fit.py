@@ -17,7 +17,7 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._policy import Checkpoints, as_checkpoints, newest_checkpoint
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_auto_axes
 from ..core._errors import check_functions, check_optimizer, noting
-from ..core._frames import hide_frames
+from ..core._frames import hide_frames, warn
 from ..core._output import forgiving_output
 from ..data._batches import Batches, batches
 from ..data._collate import CollateFn
@@ -30,6 +30,7 @@ from ..tracking._metrics import Log, MetricsReader, metrics_reader
 from ..train._compile import by_microbatches
 from ..train._loss import LossFn
 from ..train._plan_step import verify_step
+from ..train._precision import as_compute_dtype
 from ..train._reused_steps import reused_step
 from ..train._start import starting_state
 from ..train._step import TrainState
@@ -38,7 +39,7 @@ from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_sto
 from ._error_notes import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
 from ._nonfinite import explain_batch, explain_step
-from ._printing import announce, conclude, describe_run, introduce
+from ._printing import announce, conclude, describe_run, introduce, nothing_left
 from ._run_config import run_of_fit
 from ._setup import (
     best_mesh,
@@ -168,6 +169,7 @@ def fit(
     check_optimizer(optimizer)
     check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
     quiet = not (is_main() and shows_progress(all_loggers(log)))
+    compute_dtype = as_compute_dtype(compute_dtype)
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
     early_stopping, checkpoints = complete_early_stopping(
         early_stopping, evaluation, as_checkpoints(checkpoints)
@@ -207,6 +209,8 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
+        if restored is None and (nothing := nothing_left(data)):
+            warn(nothing)  # also if nothing is printed
         if best is not None and restored:
             best.restore(saved.get(SAVED))
         about = {"resumed": restored is not None, "epochs": epochs, **options}

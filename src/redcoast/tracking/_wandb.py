@@ -31,7 +31,15 @@ class WandbLogger:
 
     wants_rates = True
 
-    def __init__(self, options: dict[str, Any], close_timeout: int | float, queue_size: int):
+    def __init__(
+        self,
+        options: dict[str, Any],
+        close_timeout: int | float,
+        queue_size: int,
+        *,
+        session: Any = None,
+    ):
+        self._session = session  # a W&B run of the caller, who finishes it
         self._options, self._close_timeout, self._queue_size = options, close_timeout, queue_size
         self._thread: threading.Thread | None = None
         self._run: RunInfo | None = None  # the run that W&B has been informed of
@@ -110,9 +118,14 @@ class WandbLogger:
             asked = "mode" in self._options or "WANDB_MODE" in os.environ
             asked = asked or settings.mode != "online"
             offline = {} if asked or has_account(settings) else {"mode": "offline"}
-            session = wandb.init(**_init_arguments(self._options, run, offline))
-            self._sync_hint = self._announce(session, offline)
-            _show_plan(wandb, session, run)
+            session = self._session
+            if session is None:
+                session = wandb.init(**_init_arguments(self._options, run, offline))
+                self._sync_hint = self._announce(session, offline)
+                _show_plan(wandb, session, run)
+            else:
+                session.config.update(self._options["config"], allow_val_change=True)
+                _add_run(wandb, session, dataclasses.replace(run, resumed=False))
             # W&B's own step can only increase, but a resumed run repeats steps.
             session.define_metric("step")
             session.define_metric("*", step_metric="step")
@@ -121,7 +134,8 @@ class WandbLogger:
                     _add_run(wandb, session, entry)
                 else:
                     session.log(entry)
-            session.finish(exit_code=self._exit_code)
+            if self._session is None:
+                session.finish(exit_code=self._exit_code)
         except BaseException as error:
             if not self._inert:
                 self._give_up(f"W&B failed ({type(error).__name__}: {error})")
@@ -141,8 +155,8 @@ class WandbLogger:
 
 
 def wandb_logger(
+    project: Any,
     *,
-    project: str,
     config: Any = None,
     name: str | None = None,
     close_timeout: int | float = 30.0,
@@ -168,7 +182,8 @@ def wandb_logger(
 
     **Arguments:**
 
-    - `project`: the W&B project.
+    - `project`: the W&B project, or a run that `wandb.init` returned. You finish such a run
+        yourself, and its name and project are its own.
     - `config`: the experiment's settings: a mapping or a dataclass.
     - `name`: the run's name; by default W&B generates one.
     - `close_timeout`: the maximum time that `close()` waits for W&B, in seconds.
@@ -183,11 +198,18 @@ def wandb_logger(
 
     **Raises:**
 
-    `TypeError` if `project` is not a string or `config` is neither a mapping nor a dataclass.
-    `ValueError` if a number is out of range.
+    `TypeError` if `project` is neither a string nor a run of W&B, or `config` neither a mapping nor
+    a dataclass. `ValueError` if a number is out of range, or if a run is given other options.
     """
-    if not isinstance(project, str):
-        raise TypeError(f"`project` must be the name of a W&B project, but is {project!r}.")
+    session = project if is_wandb_run(project) else None
+    if session is None and not isinstance(project, str):
+        raise TypeError(
+            "`project` must be the name of a W&B project, or a run that `wandb.init` returned, but "
+            f"is {project!r}."
+        )
+    if session is not None and (name is not None or init_options):
+        given = ", ".join([*(["name"] if name is not None else []), *init_options])
+        raise ValueError(f"{given} cannot be set for a run of W&B that is given: leave it out.")
     if not close_timeout >= 0:
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
@@ -198,7 +220,14 @@ def wandb_logger(
             f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
         )
     options = {"project": project, "name": name, "config": plain, **init_options}
-    return WandbLogger(options, close_timeout, queue_size)
+    return WandbLogger(options, close_timeout, queue_size, session=session)
+
+
+def is_wandb_run(x: Any) -> bool:
+    """Whether this is a run that `wandb.init` returned."""
+    # A run exists only if the caller has imported W&B.
+    kind = getattr(sys.modules.get("wandb"), "Run", None)
+    return isinstance(kind, type) and isinstance(x, kind)
 
 
 def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:

@@ -18,7 +18,7 @@ from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
 from ._coupled import find_coupled, find_faults, warn_of_shared_masks, warn_of_sums
 from ._loss import LossFn, evaluate_loss
-from ._precision import check_compute_dtype
+from ._precision import as_compute_dtype
 from ._step import TrainState, refuse_other_rows
 
 
@@ -67,7 +67,7 @@ def plan_step(
     """
     check_functions(loss_fn=loss_fn)
     check_integer("accumulate", accumulate)
-    check_compute_dtype(compute_dtype)
+    compute_dtype = as_compute_dtype(compute_dtype)
     batch = tree_to_jax_dtypes(batch, "the batch", of="batch")
     if accumulate > 1:
         refuse_other_rows(batch, accumulate)

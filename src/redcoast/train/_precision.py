@@ -6,13 +6,37 @@ from jaxtyping import Array, PyTree
 
 from ..core._pytree import layer_states
 
+# What other libraries call them.
+_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+}
 
-def check_compute_dtype(dtype: Any) -> None:
-    """Raises an error for dtypes that are not floating."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, but is {dtype!r}."
-        )
+
+def as_compute_dtype(dtype: Any) -> Any:
+    """The dtype of a computation: what was passed, or the dtype of a name such as `"bf16"`.
+
+    **Raises:**
+
+    `ValueError` if it is not floating.
+    """
+    if dtype is None:
+        return None
+    found = _NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    try:
+        if jnp.issubdtype(jnp.dtype(found), jnp.floating):
+            return jnp.dtype(found) if isinstance(dtype, str) else dtype
+    except TypeError:
+        pass
+    raise ValueError(
+        f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, or its name, but is "
+        f"{dtype!r}."
+    )
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:

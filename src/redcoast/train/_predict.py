@@ -14,7 +14,7 @@ from ..core._frames import hide_frames
 from ..core._pytree import show_place
 from ..core._user_functions import calling
 from ..data._per_batch import without_marks
-from ._precision import cast_floating, check_compute_dtype
+from ._precision import as_compute_dtype, cast_floating
 
 PredictFn = Callable[[PyTree, PyTree, PRNGKeyArray], PyTree]
 
@@ -55,7 +55,7 @@ def predict(
         ```
     """
     check_functions(predict_fn=predict_fn)
-    check_compute_dtype(compute_dtype)
+    compute_dtype = as_compute_dtype(compute_dtype)
     key = jax.random.key(0) if key is None else key
     model = cast_floating(eqx.nn.inference_mode(model), compute_dtype)
     batch = without_marks(batch)

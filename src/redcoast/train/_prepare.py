@@ -16,6 +16,7 @@ from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
 from ._plan_step import plan_step
+from ._precision import as_compute_dtype
 from ._start import starting_state
 from ._step import TrainState, train_step
 
@@ -85,6 +86,7 @@ def prepare(
         ```
     """
     mesh, key = ambient_or_default(mesh), on_auto_axes(key)
+    compute_dtype = as_compute_dtype(compute_dtype)
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     options = {"accumulate": accumulate, **given}
     with auto_ambient_mesh():

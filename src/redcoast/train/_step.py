@@ -37,7 +37,7 @@ from ._loss import LossFn, evaluate_loss
 from ._loss_scale import LossScale
 from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
-from ._precision import check_compute_dtype, widen
+from ._precision import as_compute_dtype, widen
 from ._shared_arrays import warn_of_shared
 from ._skip_nonfinite import guarded_update
 from ._weight_average import WeightAverage, model_with, with_average
@@ -189,7 +189,7 @@ def state_of(
 
 def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
     """Adds the loss scale that training in `compute_dtype` needs to a state that has none."""
-    check_compute_dtype(compute_dtype)
+    compute_dtype = as_compute_dtype(compute_dtype)
     needed = compute_dtype is not None and jnp.dtype(compute_dtype) == jnp.float16
     if state.loss_scale is not None or not needed:
         return state
@@ -249,10 +249,10 @@ def train_step(
         `"weight"`. They equal those of the full batch unless the loss makes examples depend on each
         other.
     - `compute_dtype`: the dtype in which the loss and its gradient are computed, such as
-        `jnp.bfloat16`. Parameters and optimizer state keep their dtype. All floating arrays of the
-        model and the batch are cast; use integers or booleans for exact counts and masks. With
-        `jnp.float16`, a state without a `loss_scale` gets one. Create the state with the same
-        `compute_dtype`, so that its structure does not change.
+        `jnp.bfloat16` or `"bf16"`. Parameters and optimizer state keep their dtype. All floating
+        arrays of the model and the batch are cast; use integers or booleans for exact counts and
+        masks. With `jnp.float16`, a state without a `loss_scale` gets one. Create the state with
+        the same `compute_dtype`, so that its structure does not change.
     - `trainable`: the leaves that the optimizer trains: a function of the model that returns a part
         of it, or several in a tuple (`lambda m: m.layers[-1]`); a function of a leaf, or of its
         path and the leaf, that returns a boolean; regular expressions, one or a list, that are
@@ -287,6 +287,7 @@ def train_step(
     check_optimizer(optimizer)
     accept_module_labels(optimizer)
     check_integer("accumulate", accumulate)
+    compute_dtype = as_compute_dtype(compute_dtype)
     refuse_per_example(state.opt_state)
     scale = with_loss_scale(state, compute_dtype).loss_scale
     part = ft.partial(partition_trainable, trainable=trainable)

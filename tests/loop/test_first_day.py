@@ -1,0 +1,89 @@
+"""What a user writes on the first day is taken, or says what would work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_model, predict_fn
+
+import redcoast as rc
+from redcoast.dryrun._chips import CHIPS
+from redcoast.loop._printing import cost_of_float32
+from redcoast.models import Llama, LlamaConfig
+from redcoast.train._precision import as_compute_dtype
+
+OPTIONS = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"), [({"epochs": 1}, "epochs=2"), ({"steps": 2}, "steps=4")]
+)
+def test_second_call_with_the_same_length_warns_and_says_what_to_pass(given, remedy):
+    options = OPTIONS | {"mesh": rc.make_mesh(devices=jax.devices()[:1])}
+    examples = make_examples(16)
+    state = rc.fit(make_model(), optax.sgd(0.1), examples, **options, **given)
+    with pytest.warns(UserWarning, match=f"Nothing is left to train: 2 of 2 .*pass `{remedy}`"):
+        state = rc.fit(state, optax.sgd(0.1), examples, **options, **given)
+    name, number = remedy.split("=")
+    state = rc.fit(state, optax.sgd(0.1), examples, **options, **{name: int(number)})
+    assert int(state.step) == 4
+
+
+NAMES = {"bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16, "fp16": jnp.float16, "half": jnp.float16}
+NAMES |= {"f32": jnp.float32, "fp32": jnp.float32, "float32": jnp.float32}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_dtypes_are_taken(name):
+    assert as_compute_dtype(name) == jnp.dtype(NAMES[name])
+
+
+def test_name_of_a_dtype_computes_as_the_dtype_everywhere():
+    mesh, examples = rc.make_mesh(devices=jax.devices()[:1]), make_examples(8)
+    common = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh}
+    found = []
+    for dtype in ("bf16", jnp.bfloat16):
+        options = common | {"compute_dtype": dtype}
+        model = make_model()
+        state = rc.fit(model, optax.sgd(0.1), examples, **OPTIONS | options, steps=1)
+        metrics = rc.evaluate(model, examples, loss_fn=loss_fn, **options)
+        predicted = rc.predict_examples(model, examples, predict_fn=predict_fn, **options)
+        one = rc.predict(model, batch_of(8), predict_fn=predict_fn, compute_dtype=dtype)
+        prepared = rc.prepare(
+            model, optax.sgd(0.1), loss_fn, batch_of(8), mesh=mesh, compute_dtype=dtype
+        )
+        assert prepared.state.loss_scale is None
+        found.append((arrays(state), metrics, predicted, np.asarray(one)))
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", ["bf17", "int8", jnp.int32, object()])
+def test_what_is_no_floating_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match="`compute_dtype` must be a floating dtype .*, but is"):
+        as_compute_dtype(dtype)
+
+
+def test_cost_of_float32_is_a_line_on_devices_with_bfloat16_units():
+    a100 = CHIPS["a100-80gb"].device_kind
+    assert cost_of_float32(a100, "float32") == (
+        'compute_dtype="bf16" would compute products up to 2 times as fast and halve the memory of '
+        "activations"
+    )
+    assert "up to" not in cost_of_float32(CHIPS["v4"].device_kind, "float32")
+    assert cost_of_float32(a100, "float32 parameters, bfloat16 computation") == ""
+    assert cost_of_float32("cpu", "float32") == cost_of_float32("unknown", "float32") == ""
+
+
+def test_prompts_may_be_lists_and_the_length_positional():
+    config = LlamaConfig(vocab=16, width=16, layers=1, heads=2, kv_heads=1, hidden=16)
+    model = Llama(config, key=jax.random.key(0))
+    found = rc.generate(model, [[1, 2, 3]], 2)
+    np.testing.assert_array_equal(
+        found, rc.generate(model, np.array([[1, 2, 3]]), max_new_tokens=2)
+    )
+    with pytest.raises(ValueError, match="from 1 to 2 tokens. Pad them to one length.*`mask`"):
+        rc.generate(model, [[1, 2], [3]], 2)
+    with pytest.raises(ValueError, match=r"list of 3 integers.*For one prompt, pass `\[tokens\]`"):
+        rc.generate(model, [1, 2, 3], 2)

@@ -8,6 +8,7 @@ tests, and prints what each of them prints. `tests/helpers/bad_*.py` have single
 
 import contextlib
 import functools as ft
+import inspect
 import io
 import json
 import logging
@@ -494,6 +495,55 @@ ROWS = {
         TypeError,
         r"It is called as `init_fn\(key\)`",
     ),
+    "callbacks": (
+        lambda d: fit(callbacks=[print]),
+        TypeError,
+        r"no argument `callbacks`\. Pass functions .*as `log`.*`redcoast.STOP`",
+    ),
+    "an average by another name": (
+        lambda d: fit(ema=0.999),
+        TypeError,
+        r"no argument `ema`\. Pass the decay .*`average=0\.999`",
+    ),
+    "patience": (
+        lambda d: fit(patience=3),
+        TypeError,
+        r"no argument `patience`\. Pass `early_stopping=redcoast\.EarlyStopping\(patience=3\)`",
+    ),
+    "steps by another name": (
+        lambda d: fit(max_steps=3),
+        TypeError,
+        r"no argument `max_steps`\. Pass `steps`, the number of steps\.$",
+    ),
+    "a seed": (
+        lambda d: rc.evaluate(model(), EXAMPLES, loss_fn=good, batch_size=8, seed=0),
+        TypeError,
+        r"`evaluate` has no argument `seed`\. Pass `key=jax\.random\.key\(0\)`",
+    ),
+    "a jitted loss of two arguments": (
+        lambda d: fit(loss_fn=eqx.filter_jit(lambda model, batch: 0.0)),
+        TypeError,
+        r"It is called as `loss_fn\(model, batch, key\)`",
+    ),
+    "a tuple for a batch": (
+        lambda d: fit(
+            examples=(X, Y),
+            collate_fn=stack_examples,
+            loss_fn=lambda m, b, k: jnp.mean(m(b[0])),
+        ),
+        TypeError,
+        r"The batch is batch\[0\] float32\[8, 4\], batch\[1\] int32\[8\]\.\n.*\(batch\[0\]\)`",
+    ),
+    "microbatches of a tuple": (
+        lambda d: fit(
+            examples=(X, Y),
+            collate_fn=stack_examples,
+            loss_fn=lambda m, b, k: jnp.mean(jax.vmap(m)(b[0])),
+            accumulate=3,
+        ),
+        ValueError,
+        r"`accumulate=3` does not divide the batch dimension of batch\[0\], of shape \(8, 4\)",
+    ),
     "an evaluation in batches of a loss of the full batch": (
         lambda d: rc.evaluate(
             model(), EXAMPLES, collate_fn=collate, loss_fn=variance, batch_size=8, mesh=ONE
@@ -521,6 +571,7 @@ def made(call, directory):
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         packages = tuple(str(Path(package.__file__).parent) for package in (rc, jax))
+        packages += (ft.__file__, inspect.__file__, str(Path(eqx.__file__).parent / "_"))
         hidden = sum(frame.filename.startswith(packages) for frame in frames)
         kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
         text.write("".join(traceback.format_exception_only(error)))

@@ -1,4 +1,5 @@
-"""Hides the frames of redcoast and JAX in tracebacks and warnings, as JAX hides its own."""
+"""Hides the frames of redcoast and JAX in tracebacks and warnings, as JAX hides its own, and those
+of wrappers that they call functions by."""
 
 import contextlib
 import difflib
@@ -18,16 +19,20 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from ._keywords import remedy_for
 from ._static_arrays import explain_static_arrays
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
+_EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
 _HIDDEN = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(jax.__file__).parent}{os.sep}",
+    f"{_EQUINOX}_",  # its wrappers, and not its layers, which are in `equinox/nn`
     contextlib.__file__,
+    ft.__file__,
+    inspect.__file__,
 )
-_EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
@@ -69,6 +74,7 @@ def _suggest(fn: Callable[..., Any], error: TypeError) -> None:
     if name is not None:
         close = difflib.get_close_matches(name[1], names, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
+        remedy = remedy_for(name[1], names) or remedy
         error.add_note(f"`{fn.__name__}` has no argument `{name[1]}`. {remedy}")
 
 

@@ -1,0 +1,87 @@
+"""What other libraries call an argument, and what would work in its place."""
+
+from collections.abc import Sequence
+
+# By an argument that a function has: what to pass, and other names for it.
+_REMEDIES = {
+    "average": (
+        "Pass the decay of the average of the weights, `average=0.999`.",
+        "ema ema_decay use_ema ema_momentum weight_averaging model_averaging swa",
+    ),
+    "early_stopping": (
+        "Pass `early_stopping=redcoast.EarlyStopping(patience=3)` and an `evaluation`.",
+        "patience early_stop stop_early",
+    ),
+    "evaluation": (
+        "Pass `evaluation=redcoast.Evaluation(examples)`.",
+        "validation validation_data validation_dataset valid_examples val_examples val_data "
+        "val_dataset eval_examples eval_data eval_dataset eval_every eval_steps metrics metric_fn "
+        "predict_fn output_fn",
+    ),
+    "steps": (
+        "Pass `steps`, the number of steps.",
+        "max_steps num_steps n_steps total_steps train_steps num_train_steps iterations",
+    ),
+    "epochs": (
+        "Pass `epochs`, the number of epochs.",
+        "max_epochs num_epochs n_epochs num_train_epochs",
+    ),
+    "accumulate": (
+        "Pass `accumulate`, the number of microbatches of a step.",
+        "gradient_accumulation gradient_accumulation_steps grad_accum grad_accumulation "
+        "accumulate_grad_batches accumulation_steps microbatches",
+    ),
+    "compute_dtype": (
+        'Pass `compute_dtype="bf16"`.',
+        "dtype precision mixed_precision amp bf16 fp16 autocast",
+    ),
+    "checkpoints": (
+        "Pass `checkpoints`, a directory, or `redcoast.Checkpoints(directory, every=...)`.",
+        "checkpoint checkpoint_dir checkpoint_path checkpointer ckpt ckpt_dir save_dir save_every "
+        "output_dir resume resume_from_checkpoint directory workdir",
+    ),
+    "log": (
+        "Pass functions `(metrics, step)` or `(metrics, step, state)` as `log`. One that returns "
+        '`redcoast.STOP` stops the run; see "Look at the state, or stop the run" in the docs.',
+        "callbacks callback hooks hook logger loggers on_step on_epoch_end on_eval report_to "
+        "log_every verbose progress progress_bar",
+    ),
+    "optimizer": (
+        "It belongs to the optimizer, such as `optax.adamw(learning_rate)`, or "
+        "`optax.chain(optax.clip_by_global_norm(1.0), optimizer)`.",
+        "lr learning_rate scheduler lr_scheduler schedule weight_decay clip_norm grad_clip clip "
+        "max_grad_norm gradient_clip_val gradient_clipping clipnorm opt tx",
+    ),
+    "key": ("Pass `key=jax.random.key(0)`.", "seed rng random_state prng rng_key prng_key"),
+    "mesh": (
+        "Pass `mesh=redcoast.make_mesh(...)`.",
+        "devices device strategy sharding shardings num_devices distributed accelerator",
+    ),
+    "trainable": (
+        "Pass `trainable`, what is trained: a function of the model, patterns of paths, or a mask.",
+        "freeze frozen filter_spec filter_fn trainable_params wrt",
+    ),
+    "examples": (
+        "Pass the data as `examples`.",
+        "data dataset train_data train_dataset train_examples dataloader train_dataloader "
+        "train_loader loader x inputs",
+    ),
+    "loss_fn": ("Pass `loss_fn`.", "loss loss_function criterion objective compute_loss"),
+    "collate_fn": ("Pass `collate_fn`.", "collate collator data_collator collate_function"),
+    "batch_size": (
+        "Pass `batch_size`, the number of examples in a step, over all devices.",
+        "bs per_device_batch_size per_device_train_batch_size train_batch_size global_batch_size",
+    ),
+    "max_new_tokens": (
+        "Pass `max_new_tokens`.",
+        "max_tokens max_length num_tokens length new_tokens max_new",
+    ),
+}
+
+
+def remedy_for(name: str, arguments: Sequence[str]) -> str | None:
+    """What to pass in place of an argument that a function with these arguments does not have."""
+    for argument, (remedy, others) in _REMEDIES.items():
+        if argument in arguments and name in others.split():
+            return remedy
+    return None

@@ -49,7 +49,7 @@ def start(c: Any, name: str, *, split: Mapping[str, int] | None = None) -> Start
     directory = run_directory(root, resume=c.run.resume, config=c)
     if jax.process_index() == 0:
         introduce(directory)
-    log: list[Any] = [rc.console_logger(every=60)]
+    log: list[Any] = [rc.console_logger()]
     if c.run.wandb:
         log.append(rc.wandb_logger(project=name, config=c))
     if c.run.tensorboard:

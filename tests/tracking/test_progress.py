@@ -66,6 +66,29 @@ def test_lines_off_a_terminal(clock):
     assert len(lines) == 4
 
 
+@pytest.mark.parametrize("seconds", [0.001, 7.0])
+def test_lines_of_a_run_are_at_equal_steps(clock, seconds):
+    file = io.StringIO()
+    bar = progress(200, file=file, by_steps=True)
+    for step in range(1, 201):
+        bar.update(step, {"loss": 2 / step}, 32)
+        clock(seconds)
+    bar.close()
+    steps = [int(line.split()[1].split("/")[0]) for line in file.getvalue().splitlines()]
+    assert steps == [*range(5, 201, 5)]
+
+
+def test_run_of_long_steps_is_not_silent(clock):
+    file = io.StringIO()
+    bar = progress(20_000, file=file, by_steps=True)
+    for step in range(1, 12):
+        bar.update(step, {}, 32)
+        clock(100.0)
+    assert [line.split("/")[0] for line in file.getvalue().splitlines()] == [
+        f"step {step}" for step in (4, 7, 10)
+    ]
+
+
 def test_throughput_excludes_pauses_and_compilation(clock):
     file = io.StringIO()
     bar = progress(None, file=file)

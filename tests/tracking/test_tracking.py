@@ -47,6 +47,30 @@ def test_console_prints_periodically(clock, capsys):
     assert capsys.readouterr().out == "step      25  loss 0.1         tokens 131,072\n"
 
 
+def test_console_prints_the_same_steps_in_each_run(capsys):
+    def printed(run, log):
+        with contextlib.ExitStack() as stack:
+            (log,) = _tracking.start_loggers([log], run, stack)
+            for step in range(1, (run.steps or 120) + 1):
+                log({"loss": 1.0}, step)
+        lines = capsys.readouterr().out.splitlines()
+        return [int(line.split()[1].replace(",", "")) for line in lines]
+
+    run = RunInfo(steps=1050)
+    assert printed(run, console_logger()) == [1, *range(50, 1051, 50)]
+    assert printed(RunInfo(steps=7), console_logger()) == [*range(1, 8)]
+    unknown = [*range(1, 10), *range(10, 100, 10), 100, 120]  # the last one at the end
+    assert printed(RunInfo(), console_logger()) == unknown
+    assert printed(RunInfo(steps=10), console_logger(steps=4)) == [4, 8, 10]
+
+
+def test_console_by_time_and_by_steps_is_refused():
+    with pytest.raises(ValueError, match="pass one of them"):
+        console_logger(every=1, steps=1)
+    with pytest.raises(ValueError, match="`steps` is 0"):
+        console_logger(steps=0)
+
+
 def test_console_lines_are_aligned(capsys):
     log = console_logger(every=0)
     for step, scale in [(1, 1e-5), (20, 0.3), (300, 12.0), (4000, -7e6), (50_000, 123.456)]:

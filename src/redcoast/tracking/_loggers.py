@@ -20,9 +20,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, SupportsFloat
 
+from ..core._errors import check_integer
 from ..core._output import say
 from ..core._user_functions import takes_keyword
 from ._jsonl import jsonl_logger
+from ._log_steps import is_logged
 from ._progress import ProgressLogger, progress_logger
 from ._terminal import BOLD, DIM, columns, styled
 
@@ -128,18 +130,27 @@ def say_once(line: str) -> None:
 
 
 class _ConsoleLogger:
-    def __init__(self, every: int | float):
-        self._every, self._next, self._pending = every, 0.0, None
+    def __init__(self, every: int | float | None, steps: int | None):
+        self._every, self._steps = every, steps
+        self._next, self._pending = 0.0, None
 
     def __call__(self, metrics: Metrics, step: int) -> None:
-        join_run(self)
-        now = monotonic()
-        if now < self._next and not any(key.startswith("eval/") for key in metrics):
+        run = join_run(self)
+        of_evaluation = [key.startswith("eval/") for key in metrics]
+        if not any(of_evaluation) and not self._is_due(step, run):
             self._pending = (dict(metrics), step)
             return
-        if not all(key.startswith("eval/") for key in metrics):
-            self._next, self._pending = now + self._every, None
+        if not all(of_evaluation):
+            self._pending = None
+            self._next = monotonic() + (self._every or 0.0)
         say(_line(metrics, step))
+
+    def _is_due(self, step: int, run: RunInfo | None) -> bool:
+        if self._every is not None:
+            return monotonic() >= self._next
+        if self._steps is not None:
+            return step % self._steps == 0
+        return is_logged(step, None if run is None else run.steps)
 
     def close(self) -> None:
         if self._pending is not None:
@@ -147,11 +158,12 @@ class _ConsoleLogger:
             self._pending = None
 
 
-def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
+def console_logger(*, every: int | float | None = None, steps: int | None = None) -> _ConsoleLogger:
     """Creates a logger that prints metrics to standard output, in aligned lines.
 
-    Training metrics are printed at most once in `every` seconds, and at the end. Metrics whose
-    names begin with `eval/` are always printed. The lines do not break a progress bar.
+    Training metrics are printed at the same steps in each run of a length: by default, those that a
+    round number divides, 20 to 50 of them. They are also printed at the end. Metrics whose names
+    begin with `eval/` are always printed. The lines do not break a progress bar.
 
     !!! example
 
@@ -163,17 +175,22 @@ def console_logger(*, every: int | float = 10.0) -> _ConsoleLogger:
 
     **Arguments:**
 
-    - `every`: the minimum time between lines of training metrics, in seconds; 0 prints all lines.
+    - `steps`: the number of steps between lines of training metrics.
+    - `every`: in place of it, the minimum time between such lines, in seconds; 0 prints all lines.
 
     **Returns:**
 
     A callable `(metrics, step) -> None`, to pass to `fit` as `log`.
     """
-    if not isinstance(every, int | float):
+    if not isinstance(every, int | float | None):
         raise TypeError(f"`every` must be a number of seconds, but is {every!r}.")
-    if not every >= 0:
+    if every is not None and not every >= 0:
         raise ValueError(f"`every` must be at least 0 seconds, but is {every}.")
-    return _ConsoleLogger(every)
+    if steps is not None:
+        check_integer("steps", steps)
+    if every is not None and steps is not None:
+        raise ValueError("`every` is a time, and `steps` a number of steps; pass one of them.")
+    return _ConsoleLogger(every, steps)
 
 
 # Weights are for the means over batches; steps are rarely skipped.

@@ -1,4 +1,4 @@
-"""Shows the progress of a training loop: a bar on a terminal, periodic lines elsewhere."""
+"""Shows the progress of a training loop: a bar on a terminal, lines elsewhere."""
 
 import logging
 import math
@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, SupportsFloat
 
 from ..core._output import forgiving
+from ._log_steps import is_logged
 from ._terminal import Stream, has_colours, is_terminal
 
 logger = logging.getLogger("redcoast")
@@ -18,6 +19,7 @@ logger = logging.getLogger("redcoast")
 _WINDOW = 30.0
 _BAR_INTERVAL = 0.1
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
+_LINES, _LONGEST_SILENCE = 40, 300.0  # of a run whose lines are at equal steps
 _SHORTEST_BAR = 5  # columns
 
 
@@ -37,7 +39,10 @@ class Progress:
         bar: Any | None,
         file: Stream | None,
         steps_per_epoch: int | float | None = None,
+        *,
+        by_steps: bool = False,
     ):
+        self._by_steps = by_steps and bar is None
         self._total, self._bar, self._file = total_steps, bar, file
         self._steps_per_epoch = steps_per_epoch
         self._evaluation: Any | None = None  # the bar of an evaluation
@@ -62,7 +67,7 @@ class Progress:
         self._step, self._metrics = step, metrics
         self._done += float(metrics.get("weight", amount))
         now = perf_counter()
-        if now < self._next:
+        if now < self._next and not (self._by_steps and self._is_logged(step)):
             return
         first = not self._samples
         if first:
@@ -70,7 +75,10 @@ class Progress:
             self._samples.append(self._sample(now))
         if not first or self._bar is not None:
             self._draw(now)
-        self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
+        if self._by_steps:
+            self._next = now + _LONGEST_SILENCE
+        else:
+            self._next = now + (min(_FIRST_LINE, self._interval) if first else self._interval)
 
     def pause(self) -> None:
         """Stops the clock of the throughput, for example during an evaluation or a save."""
@@ -114,6 +122,9 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _is_logged(self, step: int) -> bool:
+        return self._next < math.inf and is_logged(step, self._total, lines=_LINES)
 
     def _make_room(self, record: logging.LogRecord) -> bool:
         """Removes the bars before a message is logged, so that it has a line of its own."""
@@ -177,6 +188,7 @@ def progress(
     enabled: bool | None = None,
     file: Stream | None = None,
     steps_per_epoch: int | float | None = None,
+    by_steps: bool = False,
 ) -> Progress:
     """Shows the progress of a loop: step, loss, throughput, time left.
 
@@ -201,6 +213,8 @@ def progress(
       the bar, for notebooks and consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
     - `steps_per_epoch`: if it is given, the epoch is shown too.
+    - `by_steps`: whether lines elsewhere than on a terminal are at the same steps in each run of a
+        length, 40 to 100 of them, and after five minutes without one.
 
     **Returns:**
 
@@ -221,7 +235,7 @@ def progress(
             postfix="compiling",
             colour="green" if has_colours(file) else None,
         )
-    return Progress(total_steps, start, bar, file, steps_per_epoch)
+    return Progress(total_steps, start, bar, file, steps_per_epoch, by_steps=by_steps)
 
 
 class ProgressLogger:
@@ -237,6 +251,7 @@ class ProgressLogger:
         self._rows = run.config.get("batch_size", 1)
         examples = run.config.get("examples")
         options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
+        options["by_steps"] = True
         self._bar = progress(run.steps, start=run.step, **options)
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
@@ -264,8 +279,9 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
 
     **Arguments:**
 
-    - `enabled`: `None` draws a bar on a terminal and prints periodic lines elsewhere; `True` always
-        draws the bar; `False` shows nothing, and `fit` does not print the plan.
+    - `enabled`: `None` draws a bar on a terminal, and elsewhere prints lines at the same steps in
+        each run of a length; `True` always draws the bar; `False` shows nothing, and `fit` does not
+        print the plan.
     - `file`: the file to write to; standard error by default.
 
     **Returns:**

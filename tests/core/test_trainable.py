@@ -1,5 +1,7 @@
 """The forms of `trainable`: which leaves each selects, and what is refused."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from redcoast.models import Llama, LlamaConfig
 LAST = {"layers/2/weight", "layers/2/bias"}
 LAST_BIAS = {"layers/2/bias"}
 WEIGHTS = {f"layers/{i}/weight" for i in range(3)}
-FORMS = {
+FORMS: Any = {
     "a part of the model": (lambda m: m.layers[-1], LAST),
     "an array of the model": (lambda m: m.layers[0].weight, {"layers/0/weight"}),
     "several parts": (lambda m: (m.layers[0].bias, m.layers[2]), LAST | {"layers/0/bias"}),
@@ -78,7 +80,7 @@ def test_adapters_are_selected_by_their_function():
     assert len(jax.tree.leaves(found)) == 2
 
 
-BAD = {
+BAD: Any = {
     "other part": (lambda m: m.layers[7], r"IndexError .*for the model, and .*for the leaf at lay"),
     "typo": (lambda m: m.layer, "has no attribute 'layer'.*for the model, and Attrib.*function of"),
     "computed": (lambda m: m.layers[0].weight * 2, "for the model, which is not a part of it"),
@@ -101,7 +103,7 @@ def test_what_selects_no_leaves_is_refused(name):
 def test_forms_train_alike_on_a_mesh():
     mesh = rc.make_mesh(fsdp=2, devices=jax.devices()[:2])
     examples = [{"x": x, "y": y} for x, y in zip(*batch_of(8).values(), strict=True)]
-    options = {"loss_fn": loss_fn, "batch_size": 4, "steps": 2, "mesh": mesh, "log": False}
+    options: Any = {"loss_fn": loss_fn, "batch_size": 4, "steps": 2, "mesh": mesh, "log": False}
     mask = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: False, make_model()), True)
     states = [
         rc.fit(make_model(), optax.adam(0.1), examples, trainable=form, **options)

@@ -1,6 +1,6 @@
 """The default `collate_fn`, and arrays as examples."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -96,8 +96,14 @@ def test_arrays_train_evaluate_and_predict_without_a_collate_fn():
     labels = lambda rows: np.array([label for _, label in rows])
     errors = lambda rows, outputs: {"worst": np.max(np.abs(labels(rows) - np.array(outputs)))}
     evaluation = rc.Evaluation((x, y), predict_fn=predict_fn, metric_fn=errors)
-    options = {"batch_size": 8, "mesh": mesh}
-    train = {"loss_fn": loss_fn, "log": False, "epochs": 3, "evaluation": evaluation, **options}
+    options: Any = {"batch_size": 8, "mesh": mesh}
+    train: Any = {
+        "loss_fn": loss_fn,
+        "log": False,
+        "epochs": 3,
+        "evaluation": evaluation,
+        **options,
+    }
     by_hand = [(np.asarray(a), np.asarray(b)) for a, b in zip(x, y, strict=True)]
     collate_fn = lambda rows: (np.stack([a for a, _ in rows]), np.stack([b for _, b in rows]))
     state = rc.fit(model, optax.sgd(0.1), (x, y), **train)

@@ -1,6 +1,7 @@
 """Early stopping, and loggers that look at the state or stop the run."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from problem import arrays, collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
 
-OPTIONS = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "epochs": 10}
+OPTIONS: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "epochs": 10}
 QUIET = rc.progress_logger(False)
 
 
@@ -31,7 +32,7 @@ def values(losses):
 
 
 def train(losses, patience=2, mode="min", log=QUIET, mesh=None, **options):
-    given = OPTIONS | options
+    given: Any = OPTIONS | options
     early = rc.EarlyStopping(patience, metric="value", mode=mode)
     mesh = mesh or rc.make_mesh(devices=jax.devices()[:1])
     given |= {"evaluation": values(losses), "early_stopping": early, "mesh": mesh, "log": log}
@@ -40,7 +41,7 @@ def train(losses, patience=2, mode="min", log=QUIET, mesh=None, **options):
 
 def plain(steps, **options):
     """The state of a run without early stopping after so many steps."""
-    given = {**OPTIONS, "epochs": None, "steps": steps, "log": False, **options}
+    given: Any = {**OPTIONS, "epochs": None, "steps": steps, "log": False, **options}
     given.setdefault("mesh", rc.make_mesh(devices=jax.devices()[:1]))
     return rc.fit(make_model(), optax.sgd(0.1), make_examples(16), **given)
 
@@ -107,7 +108,9 @@ def test_best_state_of_a_sharded_run_keeps_its_shardings():
 
 
 def test_early_stopping_that_cannot_work_is_refused(tmp_path):
-    fit = ft.partial(rc.fit, make_model(), optax.sgd(0.1), make_examples(16), **OPTIONS, log=False)
+    fit: Any = ft.partial(
+        rc.fit, make_model(), optax.sgd(0.1), make_examples(16), **OPTIONS, log=False
+    )
     early = rc.EarlyStopping(2)
     with pytest.raises(ValueError, match="needs a metric of evaluations: pass `evaluation`"):
         fit(early_stopping=early)
@@ -137,7 +140,7 @@ def test_logger_with_a_parameter_state_gets_that_of_its_step():
     logged = []
     log = [look, lambda metrics, step: logged.append(metrics), QUIET]
     mesh = rc.make_mesh(devices=jax.devices()[:1])
-    options = OPTIONS | {"epochs": 2, "log": log, "mesh": mesh}
+    options: Any = OPTIONS | {"epochs": 2, "log": log, "mesh": mesh}
     options["evaluation"] = rc.Evaluation(make_examples(8), every=4)
     rc.fit(make_model(), optax.sgd(0.1), make_examples(16), **options)
     losses = [metrics["loss"] for metrics in logged if "loss" in metrics]

@@ -1,5 +1,7 @@
 """What a user writes on the first day is taken, or says what would work."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +15,14 @@ from redcoast.loop._printing import cost_of_float32
 from redcoast.models import Llama, LlamaConfig
 from redcoast.train._precision import as_compute_dtype
 
-OPTIONS = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
+OPTIONS: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
 
 
 @pytest.mark.parametrize(
     ("given", "remedy"), [({"epochs": 1}, "epochs=2"), ({"steps": 2}, "steps=4")]
 )
 def test_second_call_with_the_same_length_warns_and_says_what_to_pass(given, remedy):
-    options = OPTIONS | {"mesh": rc.make_mesh(devices=jax.devices()[:1])}
+    options: Any = OPTIONS | {"mesh": rc.make_mesh(devices=jax.devices()[:1])}
     examples = make_examples(16)
     state = rc.fit(make_model(), optax.sgd(0.1), examples, **options, **given)
     with pytest.warns(UserWarning, match=f"Nothing is left to train: 2 of 2 .*pass `{remedy}`"):
@@ -44,7 +46,7 @@ def test_name_of_a_dtype_computes_as_the_dtype_everywhere():
     common = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh}
     found = []
     for dtype in ("bf16", jnp.bfloat16):
-        options = common | {"compute_dtype": dtype}
+        options: Any = common | {"compute_dtype": dtype}
         model = make_model()
         state = rc.fit(model, optax.sgd(0.1), examples, **OPTIONS | options, steps=1)
         metrics = rc.evaluate(model, examples, loss_fn=loss_fn, **options)

@@ -1,6 +1,7 @@
 """Labels and masks of optax's optimizers in the shape of a model that can be called."""
 
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,7 +51,7 @@ def test_optimizer_trains_groups_at_their_rates(name):
     if not isinstance(optimizer, optax.GradientTransformation):
         optimizer = optax.GradientTransformation(optimizer.init, optimizer.update)
     state = rc.init_state(MODEL, optimizer, key=jax.random.key(0))
-    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
+    step: Any = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer)
     after, _ = eqx.filter_jit(step)(state, batch_of(8))
     grads = eqx.filter_grad(lambda m: loss_fn(m, batch_of(8), None)[0])(MODEL)
     for i, factor in ((0, -0.1 if rate else 1.0), (2, -0.5)):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ from problem import arrays, batch_of, collate_fn, loss_fn, make_examples, make_m
 
 import redcoast as rc
 
-OPTIONS = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
+OPTIONS: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "log": False}
 DECAY = 0.7
 
 
@@ -28,9 +29,9 @@ def averaged_by_hand(weights, decay):
 def models_of(steps, average, trainable=eqx.is_inexact_array, **options):
     """The model after each step, and the last state."""
     optimizer = optax.sgd(0.1)
-    given = {"trainable": trainable, **options}
+    given: Any = {"trainable": trainable, **options}
     state = rc.init_state(make_model(), optimizer, key=jax.random.key(0), average=average, **given)
-    step = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer, **given)
+    step: Any = ft.partial(rc.train_step, loss_fn=loss_fn, optimizer=optimizer, **given)
     step, models = eqx.filter_jit(step), []
     for i in range(steps):
         state, _ = step(state, batch_of(8, seed=i))
@@ -77,7 +78,7 @@ def test_average_of_half_precision_is_kept_in_float32_and_of_a_skipped_step_left
     optimizer = optax.sgd(0.1)
     loss = lambda model, batch, key: jnp.mean((model["w"][None] - batch) ** 2)
     model = {"w": jnp.ones(4, jnp.bfloat16)}
-    state = rc.init_state(model, optimizer, key=jax.random.key(0), average=0.5)
+    state: Any = rc.init_state(model, optimizer, key=jax.random.key(0), average=0.5)
     assert state.average.weights["w"].dtype == jnp.float32
     step = eqx.filter_jit(ft.partial(rc.train_step, loss_fn=loss, optimizer=optimizer))
     state, _ = step(state, jnp.zeros((2, 4), jnp.bfloat16))
@@ -102,10 +103,14 @@ def test_fit_evaluates_saves_and_resumes_the_average_on_a_mesh(tmp_path):
     examples, validation = make_examples(64), make_examples(16, seed=5)
     mesh, seen = rc.make_mesh(fsdp=2, model=2, devices=jax.devices()[:4]), []
     note = lambda metrics, step: seen.append((step, metrics))
-    options = OPTIONS | {"mesh": mesh, "average": DECAY, "log": [note, rc.progress_logger(False)]}
+    options: Any = OPTIONS | {
+        "mesh": mesh,
+        "average": DECAY,
+        "log": [note, rc.progress_logger(False)],
+    }
     options["evaluation"] = rc.Evaluation(validation, every=4)
     checkpoints = rc.Checkpoints(tmp_path / "a", every=4, best="loss")
-    train = ft.partial(rc.fit, make_model(), optax.adam(1e-2), examples, **options)
+    train: Any = ft.partial(rc.fit, make_model(), optax.adam(1e-2), examples, **options)
     train(steps=4, checkpoints=checkpoints)
     state = train(steps=8, checkpoints=checkpoints)
     for w, x in zip(
@@ -134,7 +139,7 @@ def test_fit_evaluates_saves_and_resumes_the_average_on_a_mesh(tmp_path):
 def test_fit_evaluates_the_averaged_model():
     seen, validation = [], make_examples(8, seed=5)
     note = lambda metrics, step: seen.append(metrics)
-    options = OPTIONS | {"log": [note, rc.progress_logger(False)]}
+    options: Any = OPTIONS | {"log": [note, rc.progress_logger(False)]}
     options["mesh"] = rc.make_mesh(devices=jax.devices()[:1])
     options["evaluation"] = rc.Evaluation(validation)
     state = rc.fit(
@@ -149,7 +154,7 @@ def test_fit_evaluates_the_averaged_model():
 
 
 def test_average_turned_on_or_off_between_save_and_resume_is_refused(tmp_path):
-    train = ft.partial(rc.fit, make_model(), optax.sgd(0.1), make_examples(16), **OPTIONS)
+    train: Any = ft.partial(rc.fit, make_model(), optax.sgd(0.1), make_examples(16), **OPTIONS)
     for name, before, after in (("on", None, 0.9), ("off", 0.9, None)):
         checkpoints = rc.Checkpoints(tmp_path / name)
         train(steps=1, checkpoints=checkpoints, average=before)
@@ -158,7 +163,7 @@ def test_average_turned_on_or_off_between_save_and_resume_is_refused(tmp_path):
 
 
 def test_state_goes_on_with_its_average_or_begins_one():
-    train = ft.partial(rc.fit, optimizer=optax.sgd(0.1), examples=make_examples(16), **OPTIONS)
+    train: Any = ft.partial(rc.fit, optimizer=optax.sgd(0.1), examples=make_examples(16), **OPTIONS)
     state = train(make_model(), steps=1)
     state = train(state, steps=2, average=0.9)
     assert (int(state.average.steps), state.average.decay) == (1, 0.9)

@@ -17,7 +17,9 @@ from .core._decoding import Decoding as Decoding
 from .data._batches import Batch as Batch
 from .data._batches import Batches as Batches
 from .data._batches import batches as batches
+from .data._by_host import split_by_host as split_by_host
 from .data._per_batch import per_batch as per_batch
+from .data._token_windows import token_windows as token_windows
 from .distributed._arrays import batch_shardings as batch_shardings
 from .distributed._emulation import provide_threads as _provide_threads
 from .distributed._initialize import initialize as initialize

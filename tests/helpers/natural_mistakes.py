@@ -294,9 +294,9 @@ ROWS = {
         "`metric_fn` returned '99%' for 'accuracy'",
     ),
     "a generator": (
-        lambda d: fit(examples=(e for e in EXAMPLES)),
+        lambda d: fit(examples=(e for e in EXAMPLES), checkpoints=rc.Checkpoints(d)),
         TypeError,
-        r"`examples` is of type generator\..*`list\(examples\)` has both",
+        r"`examples` is an iterator without a state.*Pass a function that returns a new iterator",
     ),
     "no length": (lambda d: fit(steps=None), ValueError, "Pass `epochs` or `steps`"),
     "other inputs than the data's": (

@@ -42,6 +42,15 @@ def _until_error(items: Iterable[T], errors: list[Exception]) -> Iterator[T]:
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yields each item after the next one has been made, and whether it is the last."""
+    for item, _, last in with_next(items):
+        yield item, last
+
+
+def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None, bool]]:
+    """Yields each item, the next one, and whether it is the last.
+
+    There is no next one after the last, or if an error follows.
+    """
     before: list[T] = []
     items = iter(items)
     while True:
@@ -51,10 +60,10 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
             break
         except Exception:
             if before:  # an error of the next item does not concern it
-                yield before.pop(), False
+                yield before.pop(), None, False
             raise
         if before:
-            yield before.pop(), False
+            yield before.pop(), item, False
         before.append(item)
     if before:
-        yield before.pop(), True
+        yield before.pop(), None, True

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,24 +12,29 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray, PyTree, UInt64
 
-from ..core._errors import check_functions, check_integer, check_key, listed, noting
+from ..core._errors import check_integer, check_key, listed, noting
 from ..core._frames import hide_frames
-from ..core._iterate import with_last
-from ..distributed._kv_store import is_main
+from ..core._iterate import with_next
+from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
-from ._collate import CollateFn, collate
-from ._loading import Collating, Loaded, stream_batches, training_batches
+from ._by_host import SplitByHost, read_part
+from ._collate import CollateFn, check_batching, collate, count_rows
+from ._loading import (
+    USUAL_THREADS,
+    Collating,
+    Loaded,
+    OwnBatches,
+    Threads,
+    checked_threads,
+    read_batches,
+    stream_batches,
+    training_batches,
+)
 from ._per_batch import has_per_batch, is_per_batch, without_marks
 from ._permutation import data_seed, example_generators, shuffled
-from ._sources import (
-    StreamReader,
-    by_epoch,
-    decode_stream_state,
-    encode_stream_state,
-    fetch,
-    is_stream,
-)
-from ._stack import stack_examples
+from ._sources import fetch, read_source
+from ._stream_state import decode_stream_state, encode_stream_state
+from ._streams import is_iterator
 
 logger = logging.getLogger("redcoast")
 
@@ -61,6 +67,7 @@ class Batches:
     **Attributes:**
 
     - `batch_size`: the number of examples in a batch; only the last batch of a run may have fewer.
+        If the source makes batches itself, it is that of the first one.
     - `collate_fn`: the function that turns a list of examples into a batch.
     - `mesh`: the mesh that the batches are placed on.
     - `length`: the number of examples in an epoch; `None` for a stream.
@@ -69,24 +76,31 @@ class Batches:
     def __init__(
         self,
         examples: Any,
-        collate_fn: CollateFn,
+        collate_fn: CollateFn | None,
         *,
-        batch_size: int,
+        batch_size: int | None,
         key: PRNGKeyArray,
         mesh: Mesh,
         epochs: int | None,
         steps: int | None,
+        threads: Threads = USUAL_THREADS,
     ):
-        self.batch_size, self.mesh = batch_size, mesh
-        self.collate_fn = collate_fn
-        self._epochs, self._steps = epochs, steps
-        self._examples: Any = examples
-        self.length: int | None = None
-        if not is_stream(examples):
-            self._examples, self.length = by_epoch(examples)
+        self.mesh, self.collate_fn = mesh, collate_fn
+        self._epochs, self._steps, self._threads = epochs, steps, threads
+        self._own = batch_size is None  # whether the source makes batches itself
+        self._part, self._parts = 0, 1
+        if isinstance(examples, SplitByHost):
+            self._examples: Any
+            self._examples, self._part, self._parts = read_part(examples, mesh, batch_size)
+        elif batch_size is None:
+            self._examples = read_batches(OwnBatches(examples), epochs=epochs)
+        else:
+            self._examples = read_source(examples, epochs=epochs)
+        self.length: int | None = getattr(self._examples, "length", None)
+        self.batch_size: int = self._own_rows() if batch_size is None else batch_size
         self._state: dict[str, Any] = {}
-        self._loading: Iterator[tuple[Loaded, bool]] | None = None
-        self._threads = contextlib.ExitStack()
+        self._loading: Iterator[tuple[Loaded, Loaded | None, bool]] | None = None
+        self._closing = contextlib.ExitStack()
         self._stream_is_ahead = False  # of the last returned batch, since batches were prepared
         self.set_state({"step": 0}, key=key)
 
@@ -128,6 +142,26 @@ class Batches:
         return without_marks(self._marked_spec)
 
     @property
+    def resumes(self) -> bool:
+        """Whether another process can restore a state; not of an iterator without a state."""
+        return self.length is not None or self._examples.resumes
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether the items of the examples are batches."""
+        return self._own
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other processes read other examples."""
+        return self._parts > 1
+
+    @property
+    def stream_epochs(self) -> int | None:
+        """How often a stream is read; `None` for other examples, and with `steps`."""
+        return self._epochs if self.length is None else None
+
+    @property
     def per_batch(self) -> bool:
         """Whether some arrays do not have one row for each example: [`redcoast.per_batch`][]."""
         return has_per_batch(self._marked_spec)
@@ -153,12 +187,31 @@ class Batches:
         first batch of a stream, begin again at the first. Without `augment`, the parameter `rngs`
         of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
         """
+        if self._own:
+            batch = self._peek()
+            rows = count_rows(without_marks(batch))
+            chosen = np.array([i % rows for i in indices])
+            return jax.tree.map(
+                lambda x: x if is_per_batch(x) else x[chosen], batch, is_leaf=is_per_batch
+            )
+        assert self.collate_fn is not None
         seed = np.zeros(2, np.uint64)
         generators = lambda: example_generators([0] * len(indices), indices, seed)
         rngs = generators if augment else lambda: None
         return collate(self.collate_fn, self._first_examples(indices), indices, rngs)
 
+    def _own_rows(self) -> int:
+        """The number of rows of the next batch that the source makes."""
+        (item,) = self._examples.peek(1) or [None]
+        if item is None:
+            raise ValueError(_EMPTY)
+        return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[1]
+
     def _peek(self) -> PyTree:
+        if self._own:
+            (item,) = self._examples.peek(1)
+            return Collating(self.collate_fn, self.mesh).own_host_batch(item, 0)[0]
+
         def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
             rngs = lambda: example_generators([0] * len(own), own, np.zeros(2, np.uint64))
             return self._first_examples(own), own, rngs
@@ -169,9 +222,7 @@ class Batches:
         if self.length is not None:
             with self._examples.using(0) as dataset:
                 return fetch(dataset, [i % self.length for i in rows])
-        state = self._examples.get_state()
-        found = StreamReader(self._examples)(self.batch_size)
-        self._examples.set_state(state)
+        found = self._examples.peek(self.batch_size // self._parts)
         if not found:
             raise ValueError(_EMPTY)
         return [found[i % len(found)] for i in rows]
@@ -179,6 +230,30 @@ class Batches:
     def get_state(self) -> dict[str, Any]:
         """Returns the state after the last returned batch, which can be stored as JSON."""
         return dict(self._state)
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state with the places of all processes, for a checkpoint.
+
+        All processes must call it if the examples are split by host.
+        """
+        if not self.is_split:
+            return state
+        places = exchange("the places in `examples`", [self._part, state["stream"]])
+        streams = dict(places)
+        return {**state, "stream": {"parts": [streams[part] for part in range(self._parts)]}}
+
+    def _own_place(self, stream: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The place in the part of this process."""
+        places = (stream or {}).get("parts")
+        if places is None:
+            return stream
+        if len(places) != self._parts:
+            raise ValueError(
+                f"The run was started with examples split by host into {len(places)} parts and "
+                f"cannot be resumed with {self._parts}. Use as many processes with different rows "
+                "of a batch, or choose another directory to start a new run."
+            )
+        return places[self._part]
 
     @hide_frames
     def set_state(self, state: dict[str, Any], *, key: PRNGKeyArray | None = None) -> None:
@@ -212,7 +287,7 @@ class Batches:
                 "on, the order of the examples differs.",
                 *(before, length),
             )
-        stream = state.get("stream")
+        stream = self._own_place(state.get("stream"))
         self.close()
         if length is None and stream is not None:
             self._examples.set_state(decode_stream_state(stream))
@@ -244,7 +319,7 @@ class Batches:
     def close(self) -> None:
         """Stops the threads that prepare batches; reading the next batch starts them again."""
         self._loading = None
-        self._threads.close()
+        self._closing.close()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -263,11 +338,14 @@ class Batches:
         if found is None:
             self._check_end()
             raise StopIteration
-        loaded, last = found
+        loaded, following, last = found
         if last:
             self._check_complete(loaded.position)
         before, length = self._state["position"], self.length
-        epoch_end = length is not None and loaded.position // length > before // length
+        if length is not None:
+            epoch_end = loaded.position // length > before // length
+        else:
+            epoch_end = following is not None and following.epoch > loaded.epoch
         self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
@@ -283,22 +361,27 @@ class Batches:
             self._examples.set_state(decode_stream_state(self._state["stream"]))
         self._stream_is_ahead = length is None
         options: Any = {
-            "batch_size": self.batch_size,
+            "batch_size": None if self._own else self.batch_size,
             "seed": self._seed(),
             "start": self._state["position"],
             "stop": self._end()[1],
             "mesh": self.mesh,
+            "threads": self._threads,
         }
+        if length is None:
+            options["parts"] = self._parts
         load = stream_batches if length is None else training_batches
         loading = load(self._examples, self.collate_fn, **options)
-        self._threads.callback(loading.close)
-        return with_last(loading)
+        self._closing.callback(loading.close)
+        left = None if self._steps is None else max(0, self._steps - self.step)
+        return with_next(itertools.islice(loading, left))
 
     def _end(self) -> tuple[int | None, int | None]:
         """Returns the last step of the run, and the position at which its data ends."""
         step, position = self.step, self._state["position"]
         if self._steps is not None:
-            return self._steps, position + (self._steps - step) * self.batch_size
+            left = (self._steps - step) * self.batch_size
+            return self._steps, None if self._own else position + left
         if self._epochs is None or self.length is None:
             return None, None
         left = max(0, self._epochs * self.length - position)
@@ -333,13 +416,15 @@ _EMPTY = "`examples` is a stream that gave no examples. Pass a stream at its sta
 @hide_frames
 def batches(
     examples: Any,
-    collate_fn: CollateFn = stack_examples,
+    collate_fn: CollateFn | None = None,
     *,
-    batch_size: int,
+    batch_size: int | None,
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    workers: int = 2,
+    ahead: int = 4,
 ) -> Batches:
     """Creates an iterator over the batches of a training run, prepared a few steps ahead.
 
@@ -350,18 +435,22 @@ def batches(
     **Arguments:**
 
     - `examples`: an object with a length and an index (a list, a memory map, a dataset); a tuple of
-        arrays with equal first dimensions, whose rows are the examples; a function from the epoch
-        to such an object; or a stream, which is an iterator with `get_state` and `set_state`, such
-        as Grain's.
+        arrays with equal first dimensions, whose rows are the examples; an iterable, which is read
+        in its own order in each epoch; a function that returns one of these, called with the epoch
+        if it takes an argument; or an iterator, which is read once.
     - `collate_fn`: `collate_fn(examples)` turns a list of examples into a PyTree of NumPy arrays,
         batch dimension first. It may be called in threads. If it has a parameter `rngs`, it gets
         one NumPy `Generator` for each example, for augmentation. By default, the arrays and numbers
         of the examples, which may be any PyTrees, are stacked leaf by leaf.
-    - `batch_size`: the number of examples in a batch, over all devices.
+    - `batch_size`: the number of examples in a batch, over all devices. `None` if the items of
+        `examples` are batches: each of them, or what `collate_fn` returns for it, is a batch.
     - `key`: a JAX key that determines the order of the examples; `fit` uses that of the state.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `epochs`, `steps`: the total length of the run, including the part before a resume. Pass
-        exactly one, or neither to read a stream to its end.
+        exactly one, or neither to read an iterator to its end.
+    - `workers`: the number of threads that make batches if that takes longer than a step. With 0,
+        the calling thread makes each batch when it is needed.
+    - `ahead`: the number of batches that the threads make in advance, which are in memory.
 
     **Returns:**
 
@@ -380,20 +469,29 @@ def batches(
             print(batch.step, jax.tree.map(jnp.shape, batch.arrays), batch.last)
         ```
     """
-    check_functions(collate_fn=collate_fn)
+    collate_fn = check_batching(collate_fn, batch_size)
     check_key(key)
-    check_integer("batch_size", batch_size)
+    threads = checked_threads(workers, ahead)
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
             check_integer(name, value)
     if epochs is not None and steps is not None:
         raise ValueError(f"Both `epochs={epochs}` and `steps={steps}` are given; pass one of them.")
-    if epochs is None and steps is None and not is_stream(examples):
+    if epochs is None and steps is None and not is_iterator(examples):
         raise ValueError("Pass `epochs` or `steps` to specify how long to train.")
-    if epochs is not None and is_stream(examples):
-        raise ValueError("A stream has no epochs. Pass `steps`, or neither to read it to its end.")
+    if epochs is not None and isinstance(examples, SplitByHost):
+        raise ValueError(
+            "With `split_by_host`, processes may read different numbers of examples in an epoch. "
+            "Pass `steps` instead of `epochs`."
+        )
+    if epochs is not None and is_iterator(examples):
+        raise ValueError(
+            "A stream has no epochs. Pass `steps`, or neither to read it to its end. An iterable, "
+            "or a function that returns one, has epochs."
+        )
     options = {"batch_size": batch_size, "key": key, "epochs": epochs, "steps": steps}
-    return Batches(examples, collate_fn, mesh=ambient_or_default(mesh), **options)
+    mesh = ambient_or_default(mesh)
+    return Batches(examples, collate_fn, mesh=mesh, threads=threads, **options)
 
 
 def _position(step: int, batch_size: int, length: int | None) -> int:

@@ -1,21 +1,23 @@
 """Calls the user's `collate_fn` and checks its batches."""
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from ..core._dtypes import dtype_advice, has_numbers, tree_to_jax_dtypes
-from ..core._errors import listed
+from ..core._errors import check_functions, check_integer, listed
 from ..core._owned import copied, held_elsewhere
 from ..core._pytree import show_place
 from ..core._user_functions import calling, takes_keyword
 from ..distributed._heartbeat import doing
 from ._in_turn import InTurn
 from ._per_batch import is_per_batch
+from ._stack import stack_examples
 
+T = TypeVar("T")
 CollateFn = Callable[..., PyTree]
 ARRAYS = (np.ndarray, jax.Array)
 MOST = 8  # indices in a note
@@ -34,9 +36,25 @@ def collate(
     `collate_fn` may write into at its next call are copied. `in_turn` is that of the loop that
     makes the batches.
     """
+    return _owned(lambda: _call(collate_fn, examples, indices, rngs), in_turn)
+
+
+def collate_own(
+    collate_fn: CollateFn | None, batch: Any, number: int, in_turn: InTurn | None = None
+) -> PyTree:
+    """Returns the arrays of a batch that the source of the examples has made.
+
+    `collate_fn` is called with the batch; `None` leaves it as it is. `number` is that of the batch,
+    from 0.
+    """
+    return _owned(lambda: _call_with_batch(collate_fn, batch, number), in_turn)
+
+
+def _owned(make: Callable[[], PyTree], in_turn: InTurn | None) -> PyTree:
+    """The arrays that a function of the user returned, which it does not write into any more."""
 
     def call(reuses: bool) -> tuple[PyTree, bool]:
-        leaves, structure = jax.tree.flatten(_call(collate_fn, examples, indices, rngs))
+        leaves, structure = jax.tree.flatten(make())
         held = held_elsewhere(leaves)
         owned = [copied(x) if is_held else x for x, is_held in zip(leaves, held, strict=True)]
         arrays = structure.unflatten(owned)
@@ -51,19 +69,107 @@ def _call(
     options = {"rngs": rngs()} if takes_rngs(collate_fn) else {}
     where = f" for the examples with indices {listed(indices, MOST)}"
     with calling("collate_fn", {"examples": examples}, where=where), doing("`collate_fn`"):
-        try:
-            arrays = collate_fn(examples, **options)
-        except SystemExit as error:
-            # It would end the entire run, possibly with exit code 0.
-            raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
+        arrays = _without_exit(lambda: collate_fn(examples, **options))
     if arrays is examples or _is_list_of_examples(arrays, len(examples)):
         raise TypeError(
             f"`collate_fn` returned a list of {len(arrays)} entries. It must return a PyTree of "
             'arrays, batch dimension first: stack the examples, as in `{"x": np.stack([e["x"] for '
             "e in examples])}`."
         )
+    arrays = foreign_to_numpy(arrays)
     _check_rows(arrays, len(examples))
     return arrays
+
+
+def _call_with_batch(collate_fn: CollateFn | None, batch: Any, number: int) -> PyTree:
+    if collate_fn is None:
+        arrays = foreign_to_numpy(batch)
+    else:
+        where = f" for batch {number} of `examples`"
+        with calling("collate_fn", {"batch": batch}, where=where), doing("`collate_fn`"):
+            arrays = _without_exit(lambda: collate_fn(batch))
+        arrays = foreign_to_numpy(arrays)
+    what = "An item of `examples`" if collate_fn is None else "What `collate_fn` returned"
+    _check_batch(arrays, what)
+    return arrays
+
+
+def _without_exit(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except SystemExit as error:
+        # It would end the entire run, possibly with exit code 0.
+        raise RuntimeError(f"`collate_fn` called `sys.exit`: {error!r}.") from error
+
+
+def foreign_to_numpy(tree: PyTree) -> PyTree:
+    """Converts the arrays of other libraries, such as PyTorch's tensors, to NumPy arrays."""
+
+    def convert(x: Any) -> Any:
+        foreign = hasattr(x, "__array__") and not isinstance(x, (*ARRAYS, np.generic))
+        return np.asarray(x) if foreign else x
+
+    return jax.tree.map(convert, tree)
+
+
+def count_rows(arrays: PyTree) -> int:
+    """The number of rows of a batch: that of the first array that is not marked."""
+    parts = jax.tree.leaves(arrays, is_leaf=is_per_batch)
+    return next(x.shape[0] for x in parts if not is_per_batch(x))
+
+
+def _check_batch(arrays: PyTree, what: str) -> None:
+    """Checks a batch that was not made of a list of examples."""
+    advice = (
+        "With `batch_size=None`, the items of `examples` are batches: PyTrees of numeric arrays, "
+        "batch dimension first. Pass a `collate_fn` that makes such a batch of an item, or a "
+        "`batch_size` if the items are examples."
+    )
+    parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
+    rows = None
+    for path, part in parts:
+        where = f"{what} at {show_path(path)}" if path else what
+        for leaf in jax.tree.leaves(part):
+            if not _is_numeric(leaf):
+                raise TypeError(f"{where} is of type {type(leaf).__name__}. {advice}")
+        if is_per_batch(part):
+            continue
+        if part.ndim == 0 or (rows is not None and part.shape[0] != rows):
+            before = "" if rows is None else f", and another array has {rows} rows"
+            raise ValueError(f"{where} has shape {part.shape}{before}. {advice}")
+        rows = part.shape[0]
+    if not rows:
+        raise ValueError(f"{what} has no rows. {advice}")
+
+
+def check_batching(collate_fn: Any, batch_size: Any) -> CollateFn | None:
+    """Checks the two arguments that say how batches are made, and returns the `collate_fn` to use.
+
+    By default examples are stacked, and items that are batches are taken as they are.
+
+    **Raises:**
+
+    `TypeError` or `ValueError` if one of them, or both together, make no batches.
+    """
+    if batch_size is not None:
+        collate_fn = stack_examples if collate_fn is None else collate_fn
+        check_functions(collate_fn=collate_fn)
+        check_integer("batch_size", batch_size)
+        return collate_fn
+    if collate_fn is None:
+        return None
+    check_functions(collate_fn=collate_fn)
+    if takes_rngs(collate_fn) and has_no_default(collate_fn, "rngs"):
+        raise ValueError(
+            "`collate_fn` has a parameter `rngs`, with a generator for each example, but with "
+            "`batch_size=None` the examples are batches. Augment them in their source, or pass a "
+            "`batch_size` and examples."
+        )
+    return collate_fn
+
+
+def has_no_default(fn: Callable[..., Any], name: str) -> bool:
+    return inspect.signature(fn).parameters[name].default is inspect.Parameter.empty
 
 
 def takes_rngs(collate_fn: CollateFn) -> bool:
@@ -103,7 +209,7 @@ def _check_rows(arrays: PyTree, rows: int) -> None:
                 f"`collate_fn` was given {rows} examples and returned an array of shape "
                 f"{leaf.shape} at {where}. Its first dimension must be the batch: {rows} rows. If "
                 "it belongs to the batch as a whole, such as the nodes of all graphs, mark it with "
-                "`redcoast.per_batch`."
+                "`redcoast.per_batch`. If the examples are batches already, pass `batch_size=None`."
             )
 
 

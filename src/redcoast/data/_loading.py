@@ -1,6 +1,8 @@
 """Loads batches to the devices, a few batches ahead."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,18 +11,20 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree, UInt64
 
+from ..core._errors import check_integer
 from ..core._iterate import map_in_threads
+from ..core._owned import copied
 from ..distributed._arrays import own_rows, place_batch, place_rows
 from ..distributed._mesh import batch_shards
-from ._collate import CollateFn, check_alike, collate
+from ._collate import CollateFn, check_alike, collate, collate_own, count_rows, foreign_to_numpy
 from ._in_turn import InTurn
 from ._per_batch import has_per_batch, without_marks
 from ._permutation import batch_indices, example_generators
-from ._sources import StreamReader, by_epoch, fetch
+from ._sources import Epochs, StreamReader, by_epoch, count_examples, fetch, read_source
+from ._streams import RepeatedStream, Stream, is_iterator
 
 T = TypeVar("T")
 U = TypeVar("U")
-WORKERS, AHEAD = 2, 4
 CHEAP, DELAY = 0.2e-3, 10e-3  # seconds
 
 
@@ -32,6 +36,38 @@ class Loaded(NamedTuple):
     position: int
     stream: Any = None  # the encoded state of the stream after this batch
     per_batch: bool = False  # whether some arrays do not have one row for each example
+    epoch: int = 0  # that of its first example, in a stream
+
+
+class Threads(NamedTuple):
+    """How many threads make batches, and how many batches they make before the current one is used.
+
+    With no workers, the calling thread makes each batch when it is needed.
+    """
+
+    workers: int = 2
+    ahead: int = 4
+
+
+USUAL_THREADS = Threads()
+
+
+def checked_threads(workers: int, ahead: int) -> Threads:
+    """The arguments of a user, checked."""
+    check_integer("workers", workers, least=0)
+    check_integer("ahead", ahead, least=0)
+    return Threads(workers, ahead)
+
+
+class OwnBatches(NamedTuple):
+    """Examples whose items are batches."""
+
+    source: Any
+
+
+def count_in_epoch(examples: Any, name: str = "examples") -> int | None:
+    """Returns the number of examples in an epoch; `None` for a stream, of examples or batches."""
+    return None if isinstance(examples, OwnBatches) else count_examples(examples, name)
 
 
 # Of some rows of a batch: their examples, the indices of these, and their generators.
@@ -45,12 +81,13 @@ class Collating:
     belong to the whole batch.
     """
 
-    def __init__(self, collate_fn: CollateFn, mesh: Mesh):
+    def __init__(self, collate_fn: CollateFn | None, mesh: Mesh):
         self._collate_fn, self._mesh = collate_fn, mesh
         self._in_turn, self._whole = InTurn(), False
 
     def host_batch(self, rows: int, read: ReadRows) -> PyTree:
         """The batch of so many rows that `collate_fn` returned, with its marks."""
+        assert self._collate_fn is not None
         own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
         found, indices, rngs = read(own)
         batch = collate(self._collate_fn, found, indices, rngs, self._in_turn)
@@ -60,7 +97,23 @@ class Collating:
         return batch
 
     def __call__(self, rows: int, position: int, read: ReadRows, stream: Any = None) -> Loaded:
-        batch = self.host_batch(rows, read)
+        return self._place(self.host_batch(rows, read), rows, position, stream)
+
+    def own_host_batch(self, item: Any, number: int) -> tuple[PyTree, int]:
+        """The rows of this process of a batch that the source made, and its number of rows."""
+        batch = collate_own(self._collate_fn, item, number, self._in_turn)
+        rows = count_rows(batch)
+        own = own_rows(self._mesh, rows)
+        if len(own) < rows and not has_per_batch(batch):
+            batch = jax.tree.map(lambda x: x[np.array(own, int)], batch)
+        return batch, rows
+
+    def of_own(self, item: Any, number: int, stream: Any = None) -> Loaded:
+        """A batch that the source made, on the devices; its position is not known."""
+        batch, rows = self.own_host_batch(item, number)
+        return self._place(batch, rows, 0, stream)
+
+    def _place(self, batch: PyTree, rows: int, position: int, stream: Any) -> Loaded:
         arrays, per_batch = without_marks(batch), has_per_batch(batch)
         if per_batch:
             placed = place_batch(arrays, self._mesh, kinds=(np.ndarray, jax.Array))
@@ -78,6 +131,7 @@ def training_batches(
     start: int,
     stop: int,
     mesh: Mesh,
+    threads: Threads = USUAL_THREADS,
 ) -> Generator[Loaded, None, None]:
     """Yields the batches from one position of a run to another, in a new order in each epoch."""
     of_epoch, length = by_epoch(examples)
@@ -102,63 +156,200 @@ def training_batches(
     positions = range(start, stop, batch_size)
     indices = batch_indices(start, stop, batch_size, length, seed)
     batches = ((p, *found) for p, found in zip(positions, indices, strict=True))
-    return check_alike(prefetch(make, batches))
+    return check_alike(prefetch(make, batches, **threads._asdict()))
 
 
 def stream_batches(
     stream: Any,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn | None,
     *,
-    batch_size: int,
+    batch_size: int | None,
     seed: UInt64[np.ndarray, "2"],
     start: int,
     stop: int | None,
     mesh: Mesh,
+    threads: Threads = USUAL_THREADS,
+    parts: int = 1,
 ) -> Generator[Loaded, None, None]:
-    """Yields the batches of a stream from its current state, each with the state after it."""
+    """Yields the batches of a stream from its current state, each with the state after it.
 
+    With no `batch_size`, the items of the stream are batches. With several `parts`, the stream has
+    the examples of this process only, and other processes have as many.
+    """
+    stream = read_source(stream)
+    assert isinstance(stream, Stream)
     collating = Collating(collate_fn, mesh)
+    reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
 
-    def read() -> Iterator[tuple[int, list[Any], Any]]:
-        position, reader = start, StreamReader(stream, used=AHEAD + WORKERS + 1)
+    def read() -> Iterator[_Read]:
+        position = start
         while stop is None or position < stop:
-            wanted = batch_size if stop is None else min(batch_size, stop - position)
-            found = reader(wanted)
+            wanted = batch_size or 1
+            if stop is not None:
+                wanted = min(wanted, stop - position)
+            found = reader(wanted // parts)
+            if parts > 1 and len(found) < wanted // parts:
+                raise ValueError(
+                    "The part of `examples` that this process reads has ended before the last "
+                    "step. Return an iterable to `split_by_host`, which can be read again."
+                )
             if not found:
                 return
-            position += len(found)
-            yield position, found, reader.state
+            position += len(found) * parts
+            yield _Read(position, found, reader.state, reader.epoch)
 
-    def make(batch: tuple[int, list[Any], Any]) -> Loaded:
-        position, found, state = batch
+    def make(batch: _Read) -> Loaded:
+        position, found, state, epoch = batch
+        if batch_size is None:
+            return collating.of_own(found[0], position - 1, state)._replace(epoch=epoch)
+
+        rows = len(found) * parts
 
         def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
-            indices = [position - len(found) + i for i in own]
+            if parts > 1 and len(own) != len(found):
+                raise ValueError(
+                    "`collate_fn` marks arrays with `per_batch`, which belong to the batch of all "
+                    "processes. With `split_by_host`, no process has all examples of a batch."
+                )
+            indices = [position - rows + i for i in own]
             rngs = lambda: example_generators([0] * len(own), indices, seed)
-            return [found[i] for i in own], indices, rngs
+            return found if parts > 1 else [found[i] for i in own], indices, rngs
 
-        return collating(len(found), position, of_rows, state)
+        return collating(rows, position, of_rows, state)._replace(epoch=epoch)
 
-    return check_alike(prefetch(make, read()))
+    batches = prefetch(make, read(), **threads._asdict())
+    return check_alike(batches if batch_size is not None else with_positions(batches, start))
+
+
+class _Read(NamedTuple):
+    """Examples of a stream: the position after them, the state after them, and their epoch."""
+
+    position: int
+    examples: list[Any]
+    state: Any
+    epoch: int
+
+
+def with_positions(
+    batches: Generator[Loaded, None, None], start: int
+) -> Generator[Loaded, None, None]:
+    """Yields batches with the positions of their ends, which follow from their numbers of rows."""
+    position = start
+    with contextlib.closing(batches):
+        for batch in batches:
+            position += batch.rows
+            yield batch._replace(position=position)
 
 
 def ordered_batches(
-    examples: Any, collate_fn: CollateFn, *, batch_size: int, mesh: Mesh, name: str = "examples"
+    examples: Any,
+    collate_fn: CollateFn | None,
+    *,
+    batch_size: int | None,
+    mesh: Mesh,
+    name: str = "examples",
+    threads: Threads = USUAL_THREADS,
 ) -> Generator[Loaded, None, None]:
     """Yields batches of all examples once, in order, for evaluation and prediction."""
-    of_epoch, length = by_epoch(examples, name=name)
-    reading, collating = InTurn(), Collating(collate_fn, mesh)
+    collating = Collating(collate_fn, mesh)
+    if isinstance(examples, OwnBatches):
+        stream = read_batches(examples, name=name)
+        make_own = lambda item: collating.of_own(item[1], item[0])
+        return with_positions(prefetch(make_own, enumerate(stream), **threads._asdict()), 0)
+    assert batch_size is not None
+    source = read_source(examples, epochs=1, name=name)
+    if isinstance(source, Stream):
+        return _ordered_stream(source, collating, batch_size, mesh, threads)
+    reading = InTurn()
 
     def make(bounds: tuple[int, int]) -> Loaded:
         begin, end = bounds
 
         def read(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
             indices = [begin + i for i in own]
-            return fetch(of_epoch(0), indices, reading), indices, lambda: None
+            return fetch(source(0), indices, reading), indices, lambda: None
 
         return collating(end - begin, end, read)
 
-    return prefetch(make, chunks(length, batch_size, batch_shards(mesh)))
+    return prefetch(
+        make, chunks(source.length, batch_size, batch_shards(mesh)), **threads._asdict()
+    )
+
+
+def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "examples") -> Stream:
+    """The stream of the items of a source that makes batches itself."""
+    source = read_source(batches.source, epochs=epochs, name=name, batched=True)
+    if isinstance(source, Stream):
+        return source
+    in_order = lambda epoch: map(source(epoch).__getitem__, range(source.length))
+    return RepeatedStream(in_order, epochs=epochs, name=name)
+
+
+def repeatable(examples: Any, *, name: str) -> Any:
+    """Examples that can be read in order again and again: those of epoch 0.
+
+    **Raises:**
+
+    `TypeError` for an iterator, which can be read once.
+    """
+    source = examples.source if isinstance(examples, OwnBatches) else examples
+    if is_iterator(source):
+        raise TypeError(
+            f"`{name}` is of type {type(source).__name__}, which can be read only once, and is "
+            "read in each evaluation. Pass an object with a length and an index, an iterable, or a "
+            f"function that returns one, such as `lambda: list(itertools.islice({name}, n))`."
+        )
+    if isinstance(examples, OwnBatches):
+        return examples
+    read = read_source(examples, epochs=1, name=name)
+    return read(0) if isinstance(read, Epochs) else examples
+
+
+def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:
+    """The first examples of what is read in order, or rows of its batches."""
+    if isinstance(examples, OwnBatches):
+        rows = (row for batch in read_batches(examples, name=name) for row in unbatched(batch))
+        return list(itertools.islice(rows, count))
+    source = read_source(examples, epochs=1, name=name)
+    if isinstance(source, Epochs):
+        return fetch(source(0), list(range(count)))
+    return [copied(example) for example in itertools.islice(source, count)]
+
+
+def unbatched(batch: Any) -> Iterator[Any]:
+    """The rows of a batch: dicts and tuples of the rows of its columns."""
+    if isinstance(batch, Mapping):
+        names = list(batch)
+        columns = zip(*(unbatched(batch[name]) for name in names), strict=True)
+        yield from (dict(zip(names, row, strict=True)) for row in columns)
+    elif isinstance(batch, list | tuple) and any(hasattr(x, "shape") for x in batch):
+        yield from zip(*map(unbatched, batch), strict=True)
+    else:
+        yield from (foreign_to_numpy(batch[i]) for i in range(len(batch)))
+
+
+def _ordered_stream(
+    stream: Stream, collating: Collating, batch_size: int, mesh: Mesh, threads: Threads
+) -> Generator[Loaded, None, None]:
+    reader = StreamReader(stream, used=threads.ahead + threads.workers + 1)
+    shards = batch_shards(mesh)
+
+    def read() -> Iterator[tuple[int, list[Any]]]:
+        start = 0
+        while found := reader(batch_size):
+            for begin, end in chunks(len(found), batch_size, shards):
+                yield start + begin, found[begin:end]
+            start += len(found)
+
+    def make(batch: tuple[int, list[Any]]) -> Loaded:
+        start, found = batch
+
+        def of_rows(own: list[int]) -> tuple[list[Any], list[int], Callable[[], Any]]:
+            return [found[i] for i in own], [start + i for i in own], lambda: None
+
+        return collating(len(found), start + len(found), of_rows)
+
+    return prefetch(make, read(), **threads._asdict())
 
 
 def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int]]:
@@ -176,9 +367,16 @@ def chunks(length: int, batch_size: int, shards: int) -> Iterator[tuple[int, int
 
 
 def prefetch(
-    make: Callable[[T], U], items: Iterable[T], *, workers: int = WORKERS, ahead: int = AHEAD
+    make: Callable[[T], U],
+    items: Iterable[T],
+    *,
+    workers: int = USUAL_THREADS.workers,
+    ahead: int = USUAL_THREADS.ahead,
 ) -> Generator[U, None, None]:
-    """Yields `map(make, items)` in order; in threads, `ahead` of the reader, if `make` is slow."""
+    """Yields `map(make, items)` in order; in threads, ahead of the reader, if `make` is slow."""
+    if workers == 0:
+        yield from map(make, items)
+        return
     items = iter(items)
     yield from _while_fast(make, items)
     yield from map_in_threads(make, items, workers=workers, ahead=ahead, name="redcoast-data")

@@ -1,25 +1,28 @@
 """Sources of examples: sequences, functions of the epoch, and streams."""
 
-import base64
 import collections
 import contextlib
-import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..core._errors import listed, noting
+from ..core._errors import listed, noting, short_repr
 from ..core._owned import copied, held_elsewhere, memory_of
 from ..distributed._heartbeat import doing
 from ._columns import as_columns
 from ._in_turn import InTurn
-
-
-def is_stream(examples: Any) -> bool:
-    """Returns whether examples are an iterator with a state that can be saved, such as Grain's."""
-    return all(hasattr(examples, name) for name in ("__next__", "get_state", "set_state"))
+from ._stream_state import decode_stream_state, encode_stream_state
+from ._streams import (
+    IteratorWithoutState,
+    IteratorWithState,
+    RepeatedStream,
+    Stream,
+    is_iterator,
+    state_methods,
+)
 
 
 class Epochs:
@@ -51,8 +54,7 @@ class _EpochsOfFunction(Epochs):
     whose object it returned for another one since.
     """
 
-    def __init__(self, make: Callable[[int], Any], name: str):
-        first = make(0)
+    def __init__(self, make: Callable[[int], Any], first: Any, name: str):
         # Those of the last two epochs are kept, because a batch may span both.
         super().__init__({0: first}, _length(first, f"{name}(0)"))
         self._make, self._name = make, name
@@ -86,48 +88,136 @@ class _EpochsOfFunction(Epochs):
         self._examples = dict([*others[-1:], (epoch, found)])
 
 
-def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
-    """Returns the examples of each epoch, and the number of examples in an epoch."""
-    if isinstance(examples, Epochs):
-        return examples, examples.length
-    if isinstance(examples, Mapping):
-        raise TypeError(
-            f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
-            "examples, as in a list of dicts or a dataset."
-        )
+def read_source(
+    examples: Any, *, epochs: int | None = None, name: str = "examples", batched: bool = False
+) -> Epochs | Stream:
+    """Returns what reads examples: by their index, or one after the other.
+
+    **Arguments:**
+
+    - `examples`: an object with a length and an index; an iterable; an iterator; or a function that
+        returns one of these, called with the epoch if it takes an argument.
+    - `epochs`: how often a stream is read; `None` for no end.
+    - `name`: the name of the argument, for messages.
+    - `batched`: whether the items may be batches.
+    """
+    if isinstance(examples, Epochs | Stream):
+        return examples
     if isinstance(examples, tuple):
         examples = as_columns(examples, name) or examples
-    if hasattr(examples, "__len__") and hasattr(examples, "__getitem__"):
-        length = _length(examples, name)
-        return Epochs(examples, length), length
-    if is_stream(examples):
+    _refuse_columns(examples, name)
+    if not batched:
+        _refuse_loader(examples, name)
+    if is_iterator(examples):
+        has_state = state_methods(examples) is not None
+        return IteratorWithState(examples) if has_state else IteratorWithoutState(examples)
+    if is_indexed(examples):
+        return Epochs(examples, _length(examples, name))
+    if hasattr(examples, "__iter__"):
+        return RepeatedStream(lambda epoch: examples, epochs=epochs, name=name, sets_epoch=True)
+    if not callable(examples):
+        raise TypeError(
+            f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
+            "(a list, an array, a dataset), be an iterable, or be a function that returns one of "
+            "these, such as a generator function."
+        )
+    return _read_function(examples, epochs, name)
+
+
+def _read_function(make: Callable[..., Any], epochs: int | None, name: str) -> Epochs | Stream:
+    takes_epoch = _takes_argument(make)
+    call = make if takes_epoch else lambda epoch: make()
+    first = call(0)
+    _refuse_columns(first, f"{name}(0)")
+    if is_indexed(first) and not is_iterator(first):
+        return _EpochsOfFunction(call, first, name)
+    if not hasattr(first, "__iter__"):
+        raise TypeError(
+            f"`{name}({0 if takes_epoch else ''})` is of type {type(first).__name__}. It must be "
+            "an iterable over examples, or have a length and an index."
+        )
+    unread = {0: first}  # the function may take long
+    begin = lambda epoch: unread.pop(epoch) if epoch in unread else call(epoch)
+    return RepeatedStream(begin, epochs=epochs, name=name)
+
+
+def _takes_argument(make: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # functions implemented in C may have no signature
+        return True
+    try:
+        signature.bind()
+    except TypeError:
+        return True
+    parameters = signature.parameters.values()
+    return any(x.kind is x.VAR_POSITIONAL or x.name == "epoch" for x in parameters)
+
+
+def by_epoch(examples: Any, *, name: str = "examples") -> tuple[Epochs, int]:
+    """Returns the examples of each epoch, and the number of examples in an epoch."""
+    source = read_source(examples, name=name)
+    if isinstance(source, Stream):
         raise TypeError(
             f"`{name}` is of type {type(examples).__name__}, a stream, which has no number of "
             f"examples. Pass an object with a length and an index, such as "
             f"`list(itertools.islice({name}, n))`."
         )
-    if not callable(examples):
+    return source, source.length
+
+
+def is_indexed(examples: Any) -> bool:
+    """Returns whether examples have a length and an index."""
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        return False
+    classes = type(examples).__mro__
+    of_iter, of_index = (
+        next((i for i, x in enumerate(classes) if name in vars(x)), len(classes))
+        for name in ("__iter__", "__getitem__")
+    )
+    if of_iter >= of_index or not len(examples):
+        return True
+    # A base class may have an index only to say that there is none, as PyTorch's does.
+    try:
+        examples[0]
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _refuse_columns(examples: Any, name: str) -> None:
+    """Raises `TypeError` if the items of examples are columns, or letters."""
+    if isinstance(examples, str | bytes):
         raise TypeError(
-            f"`{name}` is of type {type(examples).__name__}. It must have a length and an index "
-            "(a list, an array, a dataset), be a function from the epoch to such an object, or be "
-            "an iterator with `get_state` and `set_state`, such as Grain's."
-            + _alternative(examples, name)
+            f"`{name}` is a string, {short_repr(examples)}. Pass examples, such as those of a "
+            "dataset that was read from it."
         )
-    found = _EpochsOfFunction(examples, name)
-    return found, found.length
+    table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
+    if isinstance(examples, Mapping) or table:
+        advice = " or `datasets.Dataset(table)` for Arrow's tables" if table else ""
+        raise TypeError(
+            f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
+            f"examples, as in a list of dicts or a dataset{advice}."
+        )
 
 
-def _alternative(examples: Any, name: str) -> str:
-    if hasattr(examples, "dataset"):  # a loader of batches, such as PyTorch's
-        return f" Pass the `dataset` of the {type(examples).__name__}."
-    if hasattr(examples, "__iter__"):
-        return f" `list({name})` has both, if it fits in memory."
-    return ""
+def _refuse_loader(examples: Any, name: str) -> None:
+    """Raises `TypeError` if examples are a loader of batches, such as PyTorch's."""
+    makes_batches = getattr(examples, "batch_sampler", True) is not None
+    if hasattr(examples, "dataset") and makes_batches and not is_indexed(examples):
+        kind = type(examples).__name__
+        raise TypeError(
+            f"`{name}` is of type {kind}, whose items are batches. Pass the `dataset` of the "
+            f"{kind}, or `batch_size=None` to take its batches as they are."
+        )
 
 
 def count_examples(examples: Any, name: str = "examples") -> int | None:
     """Returns the number of examples in an epoch; `None` for a stream or without examples."""
-    return None if examples is None or is_stream(examples) else by_epoch(examples, name=name)[1]
+    if examples is None or isinstance(examples, Stream):
+        return None
+    source = read_source(examples, name=name)
+    return source.length if isinstance(source, Epochs) else None
 
 
 def _length(examples: Any, name: str) -> int:
@@ -174,14 +264,20 @@ class StreamReader:
 
     **Arguments:**
 
-    - `stream`: an iterator with `get_state` and `set_state`.
+    - `stream`: the stream.
     - `used`: the number of calls whose examples may still be used.
+
+    **Attributes:**
+
+    - `epoch`: the epoch of the first example of the last call.
+    - `state`: the encoded state after the last example.
     """
 
-    def __init__(self, stream: Any, *, used: int = 0):
+    def __init__(self, stream: Stream, *, used: int = 0):
+        self.epoch = stream.epoch
         self._stream, self._copies = stream, False
         self._used: collections.deque[tuple[list[Any], list[int]]] = collections.deque(maxlen=used)
-        self.state = encode_stream_state(stream.get_state())  # after the last example
+        self.state = encode_stream_state(stream.get_state())
 
     def __call__(self, count: int) -> list[Any]:
         """Returns the next examples, fewer than `count` at the end of the stream."""
@@ -201,18 +297,9 @@ class StreamReader:
 
     def _read(self, count: int) -> list[Any]:
         read = zip(range(count), self._stream, strict=False)
-        return [copied(x) for _, x in read] if self._copies else [x for _, x in read]
-
-
-def encode_stream_state(state: Any) -> Any:
-    """Encodes the state of an iterator, which is plain data or bytes, for JSON."""
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    return {"plain": copy.deepcopy(state)}  # some iterators modify it later
-
-
-def decode_stream_state(encoded: dict[str, Any]) -> Any:
-    """Inverts `encode_stream_state`."""
-    if "base64" in encoded:
-        return base64.b64decode(encoded["base64"])
-    return copy.deepcopy(encoded["plain"])
+        examples: list[Any] = []
+        for i, example in read:
+            if i == 0:
+                self.epoch = self._stream.epoch
+            examples.append(copied(example) if self._copies else example)
+        return examples

@@ -11,8 +11,8 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._program_lines import describe_array
 from ..data._batches import Batches
 from ..data._collate import CollateFn, describe_batch
-from ..data._sources import count_examples
-from ..distributed._agreement import agree, checksum, program_listing, tree_listing
+from ..data._loading import count_in_epoch
+from ..distributed._agreement import Listing, agree, checksum, program_listing, tree_listing
 from ..sharding import Plan
 from ..tracking._loggers import code_version
 from ..train._compile import CompiledStep
@@ -40,7 +40,7 @@ def check_agreement(
     state: TrainState,
     step: Callable[[], CompiledStep],
     data: Batches,
-    collate_fn: CollateFn,
+    collate_fn: CollateFn | None,
     loss_fn: LossFn,
     evaluation: Evaluation | None,
     key: PRNGKeyArray,
@@ -66,14 +66,14 @@ def check_agreement(
     functions: dict[str, Any] = {"collate_fn": collate_fn, "loss_fn": loss_fn}
     functions |= {"init_fn": model} if is_init_fn(model) else {}
     lengths = {"examples": data.length}
-    examples = {"the first examples": first_training_examples(data)}
+    examples: dict[str, Listing] = {}
+    if not data.is_split:
+        examples["the first examples"] = first_training_examples(data)
     if evaluation is not None:
         own = {f"Evaluation.{x.name}": getattr(evaluation, x.name) for x in fields(evaluation)}
-        lengths["Evaluation.examples"] = count_examples(own.pop("Evaluation.examples"))
+        lengths["Evaluation.examples"] = count_in_epoch(own.pop("Evaluation.examples"))
         functions |= {x: own.pop(x) for x in list(own) if x.endswith("_fn")}
         values |= own
-        assert evaluation.collate_fn is not None
-        assert evaluation.batch_size is not None
         examples["the first examples of the evaluation"] = first_examples(
             evaluation.examples,
             evaluation.collate_fn,

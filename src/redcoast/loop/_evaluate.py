@@ -4,7 +4,7 @@ import contextlib
 import functools as ft
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,10 +23,18 @@ from ..core._program_lines import describe_array
 from ..core._pytree import show_place
 from ..core._reuse import reuse
 from ..core._user_functions import calling
-from ..data._collate import CollateFn
-from ..data._loading import Loaded, ordered_batches
-from ..data._sources import count_examples
-from ..data._stack import stack_examples
+from ..data._collate import CollateFn, check_batching
+from ..data._loading import (
+    Loaded,
+    OwnBatches,
+    Threads,
+    checked_threads,
+    count_in_epoch,
+    ordered_batches,
+    read_batches,
+)
+from ..data._sources import by_epoch, read_source
+from ..data._streams import is_iterator, state_methods
 from ..distributed._agreement import agree, agree_on_program, tree_listing
 from ..distributed._arrays import own_rows, place_tree, put
 from ..distributed._kv_store import is_main
@@ -52,12 +60,14 @@ def evaluate(
     model: PyTree,
     examples: Any,
     *,
-    collate_fn: CollateFn = stack_examples,
+    collate_fn: CollateFn | None = None,
     loss_fn: LossFn,
-    batch_size: int,
+    batch_size: int | None,
     mesh: Mesh | None = None,
     key: PRNGKeyArray | None = None,
     compute_dtype: Any = None,
+    workers: int = 2,
+    ahead: int = 4,
 ) -> dict[str, float]:
     """The mean loss and metrics over examples, with the model in inference mode.
 
@@ -68,16 +78,18 @@ def evaluate(
     **Arguments:**
 
     - `model`: any PyTree, on one device or sharded.
-    - `examples`: anything with a length and an index, or a tuple of arrays, as for
-        [`redcoast.fit`][].
+    - `examples`: anything with a length and an index; an iterable; a function that returns one of
+        these, such as a generator function; or a generator.
     - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
         parameter `rngs`, it is given `rngs=None` here, so that it augments nothing. By default, the
         examples are stacked leaf by leaf.
     - `loss_fn`: as for [`redcoast.train_step`][].
-    - `batch_size`: the number of examples in a batch, over all devices.
+    - `batch_size`: the number of examples in a batch, over all devices. `None` if the items of
+        `examples` are batches, as in [`redcoast.fit`][].
     - `mesh`: the devices to use; by default the ambient mesh, or all devices as `data`.
     - `key`: a JAX key, for losses that use random numbers; `jax.random.key(0)` by default.
     - `compute_dtype`: as for [`redcoast.train_step`][].
+    - `workers`, `ahead`: as for [`redcoast.batches`][].
 
     **Returns:**
 
@@ -98,21 +110,43 @@ def evaluate(
         ```
     """
     refuse_after_signal("evaluate", trains=False)
-    check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    check_functions(loss_fn=loss_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
+    loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
     model, key = on_auto_axes((model, key))
-    given = model, examples, collate_fn, batch_size, mesh, key
+    given = model, loading, mesh, key
     with auto_ambient_mesh():
         return _evaluate(*given, loss_fn=loss_fn, compute_dtype=compute_dtype)
 
 
+class _Loading(NamedTuple):
+    """What is read, and how batches are made of it."""
+
+    examples: Any
+    collate_fn: CollateFn | None
+    batch_size: int | None
+    threads: Threads
+
+
+def _loading(
+    examples: Any, collate_fn: CollateFn | None, batch_size: int | None, workers: int, ahead: int
+) -> _Loading:
+    """The arguments about the data, checked. A stream is begun, and can be read once."""
+    collate_fn = check_batching(collate_fn, batch_size)
+    threads = checked_threads(workers, ahead)
+    if batch_size is None:
+        stream = read_batches(OwnBatches(examples))
+        return _Loading(OwnBatches(stream), collate_fn, None, threads)
+    if is_iterator(examples) and state_methods(examples) is not None:
+        by_epoch(examples)  # it may have no end
+    return _Loading(read_source(examples, epochs=1), collate_fn, batch_size, threads)
+
+
 def _evaluate(
     model: PyTree,
-    examples: Any,
-    collate_fn: CollateFn,
-    batch_size: int,
+    loading: _Loading,
     mesh: Mesh,
     key: PRNGKeyArray | None,
     *,
@@ -125,9 +159,10 @@ def _evaluate(
         means, _ = evaluated(*args)
         return means.pop("loss"), means
 
-    plan, batches, key = _plan(loss, model, examples, collate_fn, batch_size, mesh, key)
-    if (count_examples(examples) or 0) > batch_size:
-        batches = _check_coupling(plan, model, batches, batch_size, loss_fn, compute_dtype)
+    plan, batches, key = _plan(loss, model, loading, mesh, key)
+    count = count_in_epoch(loading.examples)
+    if count is None or count > (loading.batch_size or 0):
+        batches = _check_coupling(plan, model, batches, loss_fn, compute_dtype)
     evaluation = compile_loss(loss_fn, plan, compute_dtype)
     placed = place_tree(model, plan.shardings)
     batches = _check_program("the program of the loss", evaluation, placed, batches, key)
@@ -139,21 +174,23 @@ def predict_examples(
     model: PyTree,
     examples: Any,
     *,
-    collate_fn: CollateFn = stack_examples,
+    collate_fn: CollateFn | None = None,
     predict_fn: PredictFn,
-    batch_size: int,
+    batch_size: int | None,
     output_fn: OutputFn | None = None,
     mesh: Mesh | None = None,
     key: PRNGKeyArray | None = None,
     compute_dtype: Any = None,
     gather: Gather = "all",
+    workers: int = 2,
+    ahead: int = 4,
 ) -> list[Any]:
     """Predicts examples, in order, with the model in inference mode.
 
     **Arguments:**
 
-    - `model`, `examples`, `collate_fn`, `batch_size`, `mesh`, `key`, `compute_dtype`: as for
-        [`redcoast.evaluate`][].
+    - `model`, `examples`, `collate_fn`, `batch_size`, `mesh`, `key`, `compute_dtype`, `workers`,
+        `ahead`: as for [`redcoast.evaluate`][].
     - `predict_fn`: `predict_fn(model, batch, key)`, as for [`redcoast.predict`][].
     - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
         (NumPy arrays) into a list with one entry for each example, such as decoded text. By
@@ -180,12 +217,13 @@ def predict_examples(
         ```
     """
     refuse_after_signal("predict_examples", trains=False)
-    check_functions(collate_fn=collate_fn, predict_fn=predict_fn)
+    check_functions(predict_fn=predict_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
+    loading = _loading(examples, collate_fn, batch_size, workers, ahead)
     model = tree_to_jax_dtypes(model, "the model")
     mesh = with_auto_axes(ambient_or_default(mesh))
     model, key = on_auto_axes((model, key))
-    given = model, examples, collate_fn, batch_size, mesh, key
+    given = model, loading, mesh, key
     options: Any = {"predict_fn": predict_fn, "compute_dtype": compute_dtype, "gather": gather}
     with auto_ambient_mesh():
         return _predict_examples(*given, output_fn=output_fn, **options)
@@ -193,9 +231,7 @@ def predict_examples(
 
 def _predict_examples(
     model: PyTree,
-    examples: Any,
-    collate_fn: CollateFn,
-    batch_size: int,
+    loading: _Loading,
     mesh: Mesh,
     key: PRNGKeyArray | None,
     *,
@@ -205,7 +241,7 @@ def _predict_examples(
     gather: Gather,
 ) -> list[Any]:
     predicted = ft.partial(predict, predict_fn=predict_fn, compute_dtype=compute_dtype)
-    plan, batches, key = _plan(predicted, model, examples, collate_fn, batch_size, mesh, key)
+    plan, batches, key = _plan(predicted, model, loading, mesh, key)
     prediction = compile_prediction(predict_fn, plan, compute_dtype, gather=gather)
     placed = place_tree(model, plan.shardings)
     batches = _check_program("the program of the prediction", prediction, placed, batches, key)
@@ -216,30 +252,35 @@ def _predict_examples(
 def _plan(
     program: Callable[..., Any],
     model: PyTree,
-    examples: Any,
-    collate_fn: CollateFn,
-    batch_size: int,
+    loading: _Loading,
     mesh: Mesh,
     key: PRNGKeyArray | None,
 ) -> tuple[Plan, Generator[Loaded, None, None], PRNGKeyArray]:
     """The plan of a program on the first batch, all batches, and the key on the devices."""
-    if not isinstance(batch_size, (int, np.integer)):
-        raise TypeError(f"`batch_size` is {batch_size!r}. It must be an integer.")
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}. A batch has at least one example.")
+    examples, collate_fn, batch_size, threads = loading
     if jax.process_count() > 1:  # they would wait for each other in vain
-        values = {"`batch_size`": batch_size, "the number of `examples`": count_examples(examples)}
+        values = {"`batch_size`": batch_size, "the number of `examples`": count_in_epoch(examples)}
         values |= {"`mesh`": dict(mesh.shape), "`key`": describe_array(_default(key))}
         first = first_examples(examples, collate_fn, batch_size=batch_size, mesh=mesh)
         agree(values, {"the model": tree_listing(model), "the first examples": first})
-    batches = ordered_batches(examples, collate_fn, batch_size=batch_size, mesh=mesh)
+    batches = ordered_batches(
+        examples, collate_fn, batch_size=batch_size, mesh=mesh, threads=threads
+    )
     # The key of a state is on the devices of its run, which may be others.
     key = put(_default(key), NamedSharding(mesh, P()))
     if mesh.size == 1:
         return plan_shardings(model, mesh), batches, key
-    first = next(batches)
+    first = _first(batches)
     plan = plan_shardings(model, mesh, fn=program, args=(first.arrays, key))
     return plan, _and_rest(first, batches), key
+
+
+def _first(batches: Generator[Loaded, None, None]) -> Loaded:
+    """The first batch; raises `ValueError` if there is none."""
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("`examples` gave no examples. Pass at least one.")
+    return first
 
 
 def _and_rest(
@@ -260,7 +301,7 @@ def _check_program(
     """All batches, after it was checked that processes have the same program for the first."""
     if jax.process_count() == 1:
         return batches
-    first = next(batches)
+    first = _first(batches)
     check_program(name, program, model, first.arrays, key)
     return _and_rest(first, batches)
 
@@ -269,19 +310,18 @@ def _check_coupling(
     plan: Plan,
     model: PyTree,
     batches: Generator[Loaded, None, None],
-    batch_size: int,
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> Generator[Loaded, None, None]:
     """All batches, after a warning if the mean over them is not the mean over their examples."""
-    first = next(batches)
+    first = _first(batches)
     program = plan.report.program_or_none
     given = (loss_fn, model, first.arrays, plan.mesh, compute_dtype)
     # Nothing is planned for one device.
     coupled = find_coupled(*given, training=False) if program is None else program.coupled
     if first.per_batch:  # nodes depend on each other, and graphs need not
         return _and_rest(first, batches)
-    warn_of_batches(coupled, batch_size)
+    warn_of_batches(coupled, first.rows)
     if coupled is None:
         summed = find_faults(*given, training=False)[0] if program is None else program.summed
         warn_of_sums(summed)

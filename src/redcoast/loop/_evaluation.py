@@ -17,10 +17,18 @@ from ..core._errors import check_functions, check_integer, check_kind
 from ..core._frames import hide_frames
 from ..core._user_functions import calling
 from ..data._batches import Batches
-from ..data._collate import CollateFn
-from ..data._loading import Loaded, chunks, ordered_batches
-from ..data._sources import by_epoch, count_examples, fetch
-from ..data._stack import stack_examples
+from ..data._collate import CollateFn, check_batching
+from ..data._loading import (
+    USUAL_THREADS,
+    Loaded,
+    OwnBatches,
+    Threads,
+    chunks,
+    count_in_epoch,
+    first_rows,
+    ordered_batches,
+    repeatable,
+)
 from ..distributed._heartbeat import doing
 from ..distributed._kv_store import decide, is_main
 from ..distributed._mesh import batch_shards
@@ -52,15 +60,15 @@ class Evaluation:
 
     **Arguments:**
 
-    - `examples`: anything with a length and an index, or a tuple of arrays, as for
-        [`redcoast.fit`][].
+    - `examples`: as for [`redcoast.evaluate`][], but no generator, which can be read only once.
     - `every`: the number of steps between evaluations; by default `fit` evaluates at the end of
         each epoch. It always evaluates at the end of training.
     - `predict_fn`, `output_fn`: as for [`redcoast.predict_examples`][].
     - `metric_fn`: `metric_fn(examples, outputs)` compares examples with predictions, and returns a
         dict of numbers. It is called in process 0 only.
     - `loss_fn`, `collate_fn`, `batch_size`: as for [`redcoast.evaluate`][]; in `fit`, by default
-        those of training. Pass them where the training loss has no meaning in an evaluation.
+        those of training, also if `batch_size` is `None` there. Pass them where the training loss
+        has no meaning in an evaluation.
 
     **Raises:**
 
@@ -113,6 +121,7 @@ class CompiledEvaluation:
     mesh: Mesh
     mean_loss: CompiledCall | None
     prediction: CompiledCall | None
+    threads: Threads = USUAL_THREADS
 
     @hide_frames
     def __call__(
@@ -139,9 +148,10 @@ class CompiledEvaluation:
 
     @property
     def batches(self) -> int:
-        """The number of batches that are computed."""
-        assert self.evaluation.batch_size is not None
-        examples = count_examples(self.evaluation.examples, _NAME) or 0
+        """The number of batches that are computed; 0 if it is not known."""
+        examples = count_in_epoch(self.evaluation.examples, _NAME)
+        if examples is None or self.evaluation.batch_size is None:
+            return 0
         each = len([*chunks(examples, self.evaluation.batch_size, batch_shards(self.mesh))])
         return each * ((self.mean_loss is not None) + (self.prediction is not None))
 
@@ -158,7 +168,8 @@ class CompiledEvaluation:
         """Computes the loss of one batch."""
         if self.mean_loss is not None:
             with contextlib.closing(self._batches()) as batches:
-                run_evaluation(self.mean_loss, model, [next(batches)], key, strict=False)
+                first = itertools.islice(batches, 1)
+                run_evaluation(self.mean_loss, model, first, key, strict=False)
 
     def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
         """Raises `ValueError` on all processes if their programs of the evaluation differ."""
@@ -189,7 +200,7 @@ class CompiledEvaluation:
         outputs = [output for _, output in run_prediction(*called, gather="first")]
         metrics: dict[str, float] = {}
         if is_main():
-            examples = fetch(self.evaluation.examples, list(range(len(outputs))))
+            examples = first_rows(self.evaluation.examples, len(outputs), name=_NAME)
             given = {"examples": examples, "outputs": outputs}
             with calling("metric_fn", given), doing("`metric_fn`"):
                 metrics = metric_fn(examples, outputs)
@@ -200,9 +211,7 @@ class CompiledEvaluation:
         self, advance: Callable[[], None] = lambda: None, count: int | None = None
     ) -> Generator[Loaded, None, None]:
         given = self.evaluation
-        assert given.collate_fn is not None
-        assert given.batch_size is not None
-        options = {"batch_size": given.batch_size, "mesh": self.mesh}
+        options: Any = {"batch_size": given.batch_size, "mesh": self.mesh, "threads": self.threads}
         loaded = ordered_batches(given.examples, given.collate_fn, name=_NAME, **options)
         with contextlib.closing(loaded):
             for batch in itertools.islice(loaded, count):
@@ -247,22 +256,27 @@ def compile_evaluation(
     """
     check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
     check_kind("plan", plan, Plan, "a `redcoast.Plan`")
-    given = dataclasses.replace(evaluation, collate_fn=evaluation.collate_fn or stack_examples)
-    if given.batch_size is None:
-        raise ValueError("An evaluation needs batches: pass `collate_fn` and `batch_size`.")
+    given = evaluation
+    own = isinstance(given.examples, OwnBatches)
+    if not own and given.batch_size is None:
+        raise ValueError("An evaluation needs batches: pass `batch_size`.")
+    if not own:
+        collate_fn = check_batching(given.collate_fn, given.batch_size)
+        given = dataclasses.replace(given, collate_fn=collate_fn)
     if given.loss_fn is None and given.metric_fn is None:
         raise ValueError("An evaluation needs a `loss_fn`, or `predict_fn` and `metric_fn`.")
     compute_dtype = as_compute_dtype(compute_dtype)
     plan = with_auto_plan(plan)
     assert isinstance(plan.mesh, Mesh)
-    of_epoch, _ = by_epoch(given.examples, name=_NAME)
+    examples = repeatable(given.examples, name=_NAME)
     mean_loss = prediction = None
     if given.loss_fn is not None:
         mean_loss = compile_loss(given.loss_fn, plan, compute_dtype)
     if given.predict_fn is not None:
         prediction = compile_prediction(given.predict_fn, plan, compute_dtype, gather="first")
-    examples = dataclasses.replace(given, examples=of_epoch(0))
-    return CompiledEvaluation(examples, plan.mesh, mean_loss, prediction)
+    return CompiledEvaluation(
+        dataclasses.replace(given, examples=examples), plan.mesh, mean_loss, prediction
+    )
 
 
 def warn_if_not_mean(
@@ -277,8 +291,9 @@ def warn_if_not_mean(
 
     A warning of the training's `loss_fn` was given already.
     """
-    count, size = count_examples(evaluation.examples, _NAME), evaluation.batch_size
-    if evaluation.loss_fn is None or size is None or (count or 0) <= size:
+    count = count_in_epoch(evaluation.examples, _NAME)
+    size = evaluation.batch_size or data.batch_size
+    if evaluation.loss_fn is None or (count is not None and count <= size):
         return
     # Another `collate_fn` makes other batches; nodes of graphs depend on each other, graphs do not.
     if evaluation.collate_fn is data.collate_fn and not data.per_batch:

@@ -1,6 +1,5 @@
 """Collated examples that processes compare, to see that they have the same data."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +11,10 @@ from jaxtyping import PyTree
 from ..core._program_lines import describe_array
 from ..core._pytree import show_place
 from ..data._batches import Batches
-from ..data._collate import CollateFn, collate, takes_rngs
-from ..data._per_batch import is_per_batch
-from ..data._sources import by_epoch, fetch
+from ..data._collate import CollateFn, collate, collate_own, has_no_default, takes_rngs
+from ..data._loading import OwnBatches, read_batches
+from ..data._per_batch import is_per_batch, without_marks
+from ..data._sources import Epochs, fetch, read_source
 from ..distributed._agreement import Listing
 from ..distributed._mesh import batch_shards
 
@@ -25,35 +25,57 @@ _REPEATS = 16  # of collating examples that differ, which show whether `collate_
 def first_training_examples(data: Batches) -> Listing:
     """The first examples of a training run, and some over the whole length, collated."""
     # With generators, an augmentation would be compared too, but most functions need none.
-    augment = takes_rngs(data.collate_fn) and _has_no_default(data.collate_fn, "rngs")
+    collate_fn = data.collate_fn
+    augment = (
+        collate_fn is not None and takes_rngs(collate_fn) and has_no_default(collate_fn, "rngs")
+    )
     rows = _rows_of_a_device(data.batch_size, data.mesh)
     read = lambda indices: data.collate_examples(indices, augment=augment)
     return _listing(read, _chosen(rows, data.length))
 
 
 def first_examples(
-    examples: Any, collate_fn: CollateFn, *, batch_size: int, mesh: Mesh, name: str = "examples"
+    examples: Any,
+    collate_fn: CollateFn | None,
+    *,
+    batch_size: int | None,
+    mesh: Mesh,
+    name: str = "examples",
 ) -> Listing:
     """The first examples of an evaluation, and some over the whole length, collated."""
-    of_epoch, length = by_epoch(examples, name=name)
+    if isinstance(examples, OwnBatches):
+        batch = lambda indices: _first_batch(examples, collate_fn, indices, name)
+        return _listing(batch, [list(range(_MOST))])
+    assert collate_fn is not None
+    assert batch_size is not None
+    source = read_source(examples, epochs=1, name=name)
     rows = _rows_of_a_device(batch_size, mesh)
+    length = source.length if isinstance(source, Epochs) else None
 
     def read(indices: list[int]) -> PyTree:
-        with of_epoch.using(0) as dataset:
-            chosen = fetch(dataset, indices)
-        return collate(collate_fn, chosen, indices, lambda: None)
+        if isinstance(source, Epochs):
+            with source.using(0) as dataset:
+                chosen = fetch(dataset, indices)
+        else:
+            chosen = source.peek(len(indices))
+        return collate(collate_fn, chosen, indices[: len(chosen)], lambda: None)
 
     return _listing(read, _chosen(rows, length))
+
+
+def _first_batch(
+    examples: OwnBatches, collate_fn: CollateFn | None, indices: list[int], name: str
+) -> PyTree:
+    """Rows of the first batch that a source makes."""
+    (item,) = read_batches(examples, name=name).peek(1)
+    batch = without_marks(collate_own(collate_fn, item, 0))
+    return jax.tree.map(lambda x: x[np.array(indices) % len(x)], batch)
 
 
 def _rows_of_a_device(batch_size: int, mesh: Mesh) -> int:
     """As many examples as `collate_fn` is called with for one device, up to a limit."""
     shards = batch_shards(mesh)
     return min(_MOST, batch_size if batch_size % shards else batch_size // shards)
-
-
-def _has_no_default(fn: Callable[..., Any], name: str) -> bool:
-    return inspect.signature(fn).parameters[name].default is inspect.Parameter.empty
 
 
 def _chosen(rows: int, length: int | None) -> list[list[int]]:

@@ -20,8 +20,8 @@ from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames, warn
 from ..core._output import forgiving_output
 from ..data._batches import Batches, batches
-from ..data._collate import CollateFn
-from ..data._stack import stack_examples
+from ..data._collate import CollateFn, check_batching
+from ..data._loading import checked_threads
 from ..distributed._heartbeat import watching
 from ..distributed._kv_store import is_main
 from ..sharding import Plan, with_auto_plan
@@ -47,6 +47,8 @@ from ._setup import (
     mesh_of_run,
     plan_run,
     prepare_evaluation,
+    refuse_split,
+    refuse_unresumable,
 )
 from ._steps import Step, training_steps
 from ._stop import (
@@ -67,9 +69,9 @@ def fit(
     optimizer: optax.GradientTransformation,
     examples: Any,
     *,
-    collate_fn: CollateFn = stack_examples,
+    collate_fn: CollateFn | None = None,
     loss_fn: LossFn,
-    batch_size: int,
+    batch_size: int | None,
     mesh: Mesh | Literal["auto"] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -84,6 +86,8 @@ def fit(
     average: int | float | None = None,
     overrides: Sequence[tuple[str, Any]] = (),
     plan: Plan | Literal["verify"] | None = None,
+    workers: int = 2,
+    ahead: int = 4,
 ) -> TrainState:
     """Trains a model on raw examples, sharded over the devices of a mesh.
 
@@ -100,17 +104,21 @@ def fit(
         `init_fn(key) -> model`, whose arrays are created sharded, so that the model may be larger
         than a device; or a [`redcoast.TrainState`][], which is donated and trained further.
     - `optimizer`: an optax optimizer. With `optax.inject_hyperparams`, its learning rate is logged.
-    - `examples`: anything with a length and an index (a list, a memory map, a dataset); a tuple of
-        arrays with equal first dimensions, `(x, y)`, whose rows are the examples; a function from
-        the epoch to such a thing; or a stream: an iterator with `get_state` and `set_state`, as
-        Grain's are.
+    - `examples`: anything with a length and an index (a list, a memory map, a dataset), whose order
+        is shuffled in each epoch; a tuple of arrays with equal first dimensions, `(x, y)`, whose
+        rows are the examples; an iterable, which is read in its own order; a function that
+        returns one of these, such as a generator function, called with the epoch if it takes an
+        argument; or an iterator, which is read once. An iterator without a state cannot be resumed,
+        and is an error with `checkpoints`.
     - `collate_fn`: `collate_fn(examples)` turns a list of raw examples into a PyTree of NumPy
         arrays, batch dimension first. It may be called in threads. If it has a parameter `rngs`, it
         gets one NumPy `Generator` for each example, for augmentation (`None` in evaluation). By
         default, the arrays and numbers of the examples, which may be any PyTrees, are stacked leaf
         by leaf.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch_size`: the number of examples in a step, over all devices.
+    - `batch_size`: the number of examples in a step, over all devices. `None` if the items of
+        `examples` are batches, as those of a PyTorch `DataLoader` are; `collate_fn` is then called
+        with a batch, and may be `None`.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
         `"auto"` compares all meshes of the devices and uses the best, as
         [`redcoast.suggest_mesh`][] does, which compiles the step three times.
@@ -138,6 +146,7 @@ def fit(
     - `plan`: a plan of the state, from [`redcoast.plan_step`][] or [`redcoast.load_plan`][]; by
         default, the step is planned. `"verify"` also compares loss and gradients of the planned
         program with those of one device, on a few examples; the model must fit on one device.
+    - `workers`, `ahead`: as for [`redcoast.batches`][].
 
     **Returns:**
 
@@ -167,7 +176,8 @@ def fit(
     """
     refuse_after_signal("fit", trains=True)
     check_optimizer(optimizer)
-    check_functions(collate_fn=collate_fn, loss_fn=loss_fn)
+    check_functions(loss_fn=loss_fn)
+    collate_fn = check_batching(collate_fn, batch_size)
     quiet = not (is_main() and shows_progress(all_loggers(log)))
     compute_dtype = as_compute_dtype(compute_dtype)
     evaluation = complete_evaluation(evaluation, collate_fn, loss_fn, batch_size)
@@ -192,9 +202,13 @@ def fit(
         abstract, key, create = starting_state(
             model_or_state, optimizer, key, average=average, caller="fit", **given
         )
-        data = batches(examples, collate_fn, key=key, mesh=with_auto_axes(chosen), **length)
+        of_mesh = with_auto_axes(chosen)
+        threads = checked_threads(workers, ahead)
+        data = batches(examples, collate_fn, key=key, mesh=of_mesh, **length, **threads._asdict())
+        refuse_unresumable(data, checkpoints)
         describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
         if mesh == "auto":
+            refuse_split(data)
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)
         found = plan_run(plan, abstract, data, overrides, **options)
         compiled = lambda count: reused_step(found, loss_fn, optimizer, accumulate=count, **given)
@@ -218,10 +232,12 @@ def fit(
         announce(found, data, resumed=info.resumed, over=best and best.is_over, quiet=quiet)
         needed = {"EarlyStopping(metric=...)": early_stopping and early_stopping.metric}
         needed["Checkpoints(best=...)"] = checkpoints and checkpoints.best and checkpoints.metric
-        measure = prepare_evaluation(evaluation, found, state, data, needed, loss_fn, compute_dtype)
+        measure = prepare_evaluation(
+            evaluation, found, state, data, needed, loss_fn, compute_dtype, threads
+        )
         if plan == "verify":
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
-        step = by_microbatches(compiled, batch_size, accumulate)
+        step = by_microbatches(compiled, data.batch_size, accumulate)
         explain = ft.partial(explain_step, found, data, checkpoints, **options)
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
@@ -275,9 +291,9 @@ def _loop(
     def save(metrics: dict[str, float]) -> None:
         if done is not None:
             reader.flush()
+            place = data.gather_state(done.batch.state)
             counters = {} if best is None else {SAVED: best.saved}
-            data_state = {**done.batch.state, "due": due, **counters}
-            saver.save(done.number, done.state, data_state, metrics)
+            saver.save(done.number, done.state, {**place, "due": due, **counters}, metrics)
 
     def asked_to_stop() -> bool:
         """Whether a logger asked for it, and there are no other processes to agree with."""

@@ -10,7 +10,7 @@ import jax
 from ..core._jaxpr import is_inexact
 from ..core._output import say
 from ..data._batches import Batches
-from ..data._sources import count_examples
+from ..data._loading import count_in_epoch
 from ..distributed._mesh import batch_shards
 from ..sharding import Plan
 from ..tracking._loggers import say_once
@@ -45,14 +45,22 @@ def describe_run(
         return
     parts = [] if data.length is None else [f"{data.length:,} examples"]
     of_batches = f"of {data.batch_size:,}" + " examples" * (data.length is None)
-    if data.steps is None:
-        parts.append(f"batches {of_batches}")
-    else:
+    if data.makes_batches:
+        of_batches += ", as the source makes them"
+    if data.steps is not None:
         parts.append(f"{data.steps:,} step{'s' * (data.steps != 1)} {of_batches}")
         if data.epochs is not None:
             # The last batch of whole epochs may be short, so steps times batch size is too many.
             parts[-1] += f" ({data.epochs:.3g} epoch{'s' * (data.epochs != 1)})"
-    if evaluation is not None and (count := count_examples(evaluation.examples)):
+    elif data.stream_epochs is not None:
+        epochs = data.stream_epochs
+        parts.append(f"{epochs:,} epoch{'s' * (epochs != 1)} of unknown length")
+        parts.append(f"batches {of_batches}")
+    else:
+        parts.append(f"batches {of_batches}")
+    if data.length is None:
+        parts.append("in the order of the source")
+    if evaluation is not None and (count := count_in_epoch(evaluation.examples)):
         parts.append(f"{count:,} to evaluate")
     say(_wrapped("Data", ", ".join(parts)))
     say(_wrapped("Precision", precision_of(state, compute_dtype)))

@@ -8,10 +8,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..checkpoint._policy import Checkpoints
 from ..core._errors import check_kind, noting, several
 from ..core._pytree import ARRAYS, leaf_paths
 from ..data._batches import Batches
 from ..data._collate import CollateFn
+from ..data._loading import OwnBatches, Threads
 from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ..train._loss import LossFn
@@ -101,18 +103,45 @@ def check_plan_fits(plan: Plan, state: TrainState) -> None:
 
 
 def complete_evaluation(
-    evaluation: Evaluation | None, collate_fn: CollateFn, loss_fn: LossFn, batch_size: int
+    evaluation: Evaluation | None,
+    collate_fn: CollateFn | None,
+    loss_fn: LossFn,
+    batch_size: int | None,
 ) -> Evaluation | None:
     """An evaluation with the functions of training where it has none of its own."""
     if evaluation is None:
         return None
     check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
+    examples = evaluation.examples
+    if batch_size is None and evaluation.batch_size is None:
+        examples = OwnBatches(examples)
     return replace(
         evaluation,
+        examples=examples,
         collate_fn=evaluation.collate_fn or collate_fn,
         loss_fn=evaluation.loss_fn or loss_fn,
         batch_size=evaluation.batch_size or batch_size,
     )
+
+
+def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
+    """Raises `TypeError` if checkpoints would be resumed, and the data cannot be."""
+    if checkpoints is not None and checkpoints.resume and not data.resumes:
+        raise TypeError(
+            "`examples` is an iterator without a state, which a run cannot resume from a "
+            "checkpoint. Pass a function that returns a new iterator, such as a generator function "
+            "itself; an iterable; or a source with `state_dict` and `load_state_dict`. "
+            "`Checkpoints(..., resume=False)` saves without ever resuming."
+        )
+
+
+def refuse_split(data: Batches) -> None:
+    """Raises `ValueError` if the mesh decides what each process reads, and is not known yet."""
+    if data.is_split:
+        raise ValueError(
+            "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
+            'of "auto".'
+        )
 
 
 def prepare_evaluation(
@@ -123,6 +152,7 @@ def prepare_evaluation(
     needed: Mapping[str, str | None],
     loss_fn: LossFn,
     compute_dtype: Any,
+    threads: Threads,
 ) -> CompiledEvaluation | None:
     """The compiled evaluation of a run, after its loss was traced and its metrics were tried.
 
@@ -132,6 +162,7 @@ def prepare_evaluation(
     compiled, names = None, []
     if evaluation is not None:
         compiled = compile_evaluation(evaluation, plan, compute_dtype=compute_dtype)
+        compiled = replace(compiled, threads=threads)
         with noting("Raised in the evaluation of one batch before the first step."):
             warn_if_not_mean(evaluation, plan, state.model, data, loss_fn, compute_dtype)
             names = compiled.rehearse(state.model, state.key)

@@ -1,0 +1,108 @@
+"""States of streams as JSON, and checksums by which examples are recognised."""
+
+import base64
+import copy
+import json
+import sys
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def encode_stream_state(state: Any) -> dict[str, Any]:
+    """Encodes the state of an iterator for JSON.
+
+    It is plain data or bytes, or a tree of these and arrays, such as PyTorch's tensors. Any other
+    state is copied; it cannot be saved.
+    """
+    encoded = encode_if_storable(state)
+    return {"plain": copy.deepcopy(state)} if encoded is None else encoded
+
+
+def encode_if_storable(state: Any) -> dict[str, Any] | None:
+    """Encodes a state for JSON; returns `None` if it cannot be."""
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    try:
+        if json.loads(json.dumps(state)) == state:
+            return {"plain": copy.deepcopy(state)}  # some iterators modify it later
+    except (TypeError, ValueError):
+        pass  # arrays are no JSON
+    try:
+        return {"tree": _encode(state)}
+    except TypeError:
+        return None
+
+
+def decode_stream_state(encoded: dict[str, Any]) -> Any:
+    """Inverts `encode_stream_state`."""
+    if "base64" in encoded:
+        return base64.b64decode(encoded["base64"])
+    if "tree" in encoded:
+        return _decode(encoded["tree"])
+    return copy.deepcopy(encoded["plain"])
+
+
+def _encode(x: Any) -> dict[str, Any]:
+    if x is None or isinstance(x, bool | int | float | str):
+        return {"value": x}
+    if isinstance(x, bytes):
+        return {"bytes": base64.b64encode(x).decode()}
+    if isinstance(x, dict):
+        return {"dict": [[_encode(key), _encode(value)] for key, value in x.items()]}
+    if isinstance(x, list | tuple):
+        kind = "list" if isinstance(x, list) else "tuple"
+        return {kind: [_encode(value) for value in x]}
+    if not hasattr(x, "__array__") or not hasattr(x, "shape"):
+        raise TypeError(f"A state with {type(x).__name__} cannot be stored as JSON.")
+    array = np.asarray(x)
+    return {
+        "array": base64.b64encode(array.tobytes()).decode(),
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "library": type(x).__module__.partition(".")[0],
+    }
+
+
+def _decode(x: dict[str, Any]) -> Any:
+    if "value" in x:
+        return x["value"]
+    if "bytes" in x:
+        return base64.b64decode(x["bytes"])
+    if "dict" in x:
+        return {_decode(key): _decode(value) for key, value in x["dict"]}
+    if "list" in x:
+        return [_decode(value) for value in x["list"]]
+    if "tuple" in x:
+        return tuple(_decode(value) for value in x["tuple"])
+    array = np.frombuffer(base64.b64decode(x["array"]), np.dtype(x["dtype"])).reshape(x["shape"])
+    # The library whose state it is has been imported; nothing is imported by a name in a file.
+    library = sys.modules.get(x["library"], np)
+    return library.asarray(array.copy())
+
+
+def example_checksum(example: Any) -> int:
+    """A checksum of the arrays, numbers and strings of an example."""
+    return zlib.crc32(b"".join(_bytes_of(example)))
+
+
+def _bytes_of(x: Any) -> list[bytes]:
+    if x is None or isinstance(x, bool | int | float | str):
+        return [repr(x).encode(errors="surrogatepass")]
+    if isinstance(x, bytes):
+        return [x]
+    if isinstance(x, Mapping):
+        return [part for key, value in x.items() for part in (*_bytes_of(key), *_bytes_of(value))]
+    if isinstance(x, list | tuple):
+        return [part for value in x for part in _bytes_of(value)]
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if hasattr(x, "__array__"):
+        array = np.asarray(x)
+        if array.dtype != object:
+            return [str((array.dtype, array.shape)).encode(), array.tobytes()]
+    return [type(x).__name__.encode()]  # such as an image: its contents are not compared

@@ -1,0 +1,358 @@
+"""Streams: sources whose examples are read one after the other, with states that can be saved."""
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from ..core._owned import copied, memory_of
+from ._stream_state import (
+    decode_stream_state,
+    encode_if_storable,
+    encode_stream_state,
+    example_checksum,
+)
+
+logger = logging.getLogger("redcoast")
+_REPORT = 100_000  # examples that are skipped without a message
+
+
+class StateMethods(NamedTuple):
+    """The two methods of a source or an iterator that return and restore its state."""
+
+    save: Callable[[], Any]
+    load: Callable[[Any], Any]
+
+
+_NAMES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+def state_methods(source: Any) -> StateMethods | None:
+    """The methods that return and restore the state of a source; `None` if it has none."""
+    for names in _NAMES:
+        if all(hasattr(source, name) for name in names):
+            return StateMethods(*(getattr(source, name) for name in names))
+    return None
+
+
+def is_iterator(examples: Any) -> bool:
+    """Whether examples can be read once only."""
+    return hasattr(examples, "__next__")
+
+
+class Stream:
+    """An iterator over examples, whose state can be saved.
+
+    **Attributes:**
+
+    - `epoch`: the epoch of the last returned example.
+    - `resumes`: whether another process can restore a state.
+    """
+
+    epoch = 0
+    resumes = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise NotImplementedError
+
+    def get_state(self) -> Any:
+        """Returns the state after the last returned example."""
+        raise NotImplementedError
+
+    def set_state(self, state: Any) -> None:
+        """Continues after the example whose state it is."""
+        raise NotImplementedError
+
+    def peek(self, count: int) -> list[Any]:
+        """Returns the next examples without advancing."""
+        raise NotImplementedError
+
+
+class IteratorWithState(Stream):
+    """The stream of an iterator that has a state of its own."""
+
+    def __init__(self, iterator: Any):
+        self._iterator, methods = iterator, state_methods(iterator)
+        assert methods is not None
+        self.get_state, self.set_state = methods
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def peek(self, count: int) -> list[Any]:
+        state = encode_stream_state(self.get_state())
+        examples = [x for _, x in zip(range(count), self._iterator, strict=False)]
+        self.set_state(decode_stream_state(state))
+        places = [place for x in examples for place in memory_of(x)]
+        if len(set(places)) < len(places):  # it gives the same memory again and again
+            examples = [copied(x) for _, x in zip(range(count), self._iterator, strict=False)]
+            self.set_state(decode_stream_state(state))
+        return examples
+
+
+class IteratorWithoutState(Stream):
+    """The stream of an iterator that can neither be read again nor restored."""
+
+    resumes = False
+
+    def __init__(self, iterator: Iterator[Any]):
+        self._iterator, self._ahead = iterator, deque[Any]()
+        self._count, self._failed = 0, False
+
+    def __next__(self) -> Any:
+        example = self._ahead.popleft() if self._ahead else self._read()
+        self._count += 1
+        return example
+
+    def get_state(self) -> Any:
+        return {"count": self._count}
+
+    def set_state(self, state: Any) -> None:
+        if state != self.get_state() or self._failed:
+            raise ValueError(
+                "`examples` is an iterator without a state, which cannot go back to an earlier "
+                "example. Pass a function that returns a new iterator."
+            )
+
+    def peek(self, count: int) -> list[Any]:
+        while len(self._ahead) < count:
+            try:
+                self._ahead.append(self._read())
+            except StopIteration:
+                break
+        return [copied(x) for _, x in zip(range(count), self._ahead, strict=False)]
+
+    def _read(self) -> Any:
+        try:
+            return copied(next(self._iterator))  # the iterator may write into it for the next one
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = True  # a generator ends at an error, as if it had no more examples
+            raise
+
+
+class RepeatedStream(Stream):
+    """The stream of a source that is read from its beginning in each epoch.
+
+    Its state has the epoch, the number of examples that were read in it, and checksums of some of
+    them. If the source or its iterator has a state that can be stored, that is restored. Otherwise,
+    or if what it restores gives other examples, as that of a shuffle buffer does, examples are
+    skipped from the beginning of the epoch.
+
+    **Arguments:**
+
+    - `begin`: `begin(epoch)` returns an iterable over the examples of an epoch.
+    - `epochs`: the number of epochs; `None` for no end.
+    - `name`: the name of the argument, for messages.
+    - `sets_epoch`: whether to call the method `set_epoch` of the iterable, if it has one.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int], Any],
+        *,
+        epochs: int | None,
+        name: str,
+        sets_epoch: bool = False,
+    ):
+        self._sets_epoch = sets_epoch
+        self._begin, self._epochs, self._name = begin, epochs, name
+        self._iterator: Iterator[Any] | None = None
+        self._methods: StateMethods | None = None
+        self._initial: Any = None  # the state of a source before it was read
+        self._failed = False
+        self._ahead = deque[Any]()
+        self._reading, self._count = 0, 0  # the epoch that is read, and its examples so far
+        self._anchor: Any = None  # an encoded state of the source
+        self._since: list[Any] = []  # the first and last example after the anchor, and their number
+        self._moved = False  # since the last state was returned
+        self._state = self._describe()
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                example = self._ahead.popleft() if self._ahead else self._read()
+            except StopIteration:
+                self._end_epoch()
+                continue
+            self._count += 1
+            self.epoch = self._reading
+            first, _, number = self._since or (example, example, 0)
+            self._since, self._moved = [first, example, number + 1], True
+            return example
+
+    def peek(self, count: int) -> list[Any]:
+        if self._finished():
+            return []
+        while len(self._ahead) < count:
+            try:
+                self._ahead.append(copied(self._read()))
+            except StopIteration:
+                break
+        return [copied(x) for _, x in zip(range(count), self._ahead, strict=False)]
+
+    def get_state(self) -> dict[str, Any]:
+        if self._moved:
+            self._state, self._moved = self._describe(), False
+            # What was read ahead is not a part of the state of the source.
+            stored = self._methods and not self._ahead
+            anchor = encode_if_storable(self._methods.save()) if stored else None
+            if anchor is not None or self._anchor is None:
+                self._anchor, self._since = anchor, []
+        return dict(self._state)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or not {"epoch", "count", "since"} <= set(state):
+            raise ValueError(
+                f"The run was started with an iterator that has a state of its own, and "
+                f"`{self._name}` is of another kind. Pass the same kind of `{self._name}`, or "
+                "choose another directory to start a new run."
+            )
+        at = (self._reading, self._count)
+        if at == (state["epoch"], state["count"]) and not self._moved and not self._failed:
+            return
+        self._failed = False
+        self._ahead.clear()
+        self._reading = self.epoch = state["epoch"]
+        self._iterator = self._methods = None
+        if state["count"]:
+            self._go_to(state)
+        self._count, self._since, self._anchor = state["count"], [], None
+        self._moved = False
+        if self._methods is not None and self._count:
+            self._anchor = encode_if_storable(self._methods.save())
+        self._state = dict(state)
+
+    def _describe(self) -> dict[str, Any]:
+        first, last, number = self._since or (None, None, 0)
+        checks = [example_checksum(first), example_checksum(last)] if self._since else []
+        return {
+            "epoch": self._reading,
+            "count": self._count,
+            "anchor": self._anchor,
+            "since": number,
+            "checks": checks,
+        }
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        """Reads up to a state, from the nearest place that gives the same examples as before."""
+        count, epoch, since = (state[name] for name in ("count", "epoch", "since"))
+        if state["anchor"] is not None:
+            anchor = decode_stream_state(state["anchor"])
+            if self._skip(since, since, anchor) == state["checks"]:
+                return
+            logger.warning(
+                "The state of `%s` does not restore its next examples exactly. The %d examples of "
+                "epoch %d that were read before are skipped instead.",
+                *(self._name, count, epoch),
+            )
+        found = self._skip(count, since, None)
+        if found != state["checks"] and self._initial is not None:
+            found = self._skip(count, since, self._initial)
+        if found is None:
+            raise ValueError(
+                f"`{self._name}` has fewer examples in epoch {epoch} than the {count} that the run "
+                "had read. Pass the same examples, in a source that was not read before, or choose "
+                "another directory to start a new run."
+            )
+        if found != state["checks"]:
+            logger.warning(
+                "`%s` gave other examples than before the run was stopped, so the run does not "
+                "continue exactly. Its order must depend on the epoch only: seed it.",
+                self._name,
+            )
+
+    def _skip(self, skipped: int, since: int, start: Any) -> list[int] | None:
+        """Reads examples of the epoch from a state of the source, or from its beginning.
+
+        Returns checksums of the first and the last of the `since` examples before the place, or
+        `None` if there are not that many.
+        """
+        self._start(start)
+        checks: list[int] = []
+        for i in range(skipped):
+            if i == _REPORT:
+                logger.warning(
+                    "Skipping the first %d examples of epoch %d, which the run has read before. "
+                    "A source with an index, or with a state, resumes at once.",
+                    *(skipped, self._reading),
+                )
+            try:
+                example = self._read()
+            except StopIteration:
+                return None
+            if i == skipped - since:
+                checks.append(example_checksum(example))
+            if i == skipped - 1:
+                checks.append(example_checksum(example))
+        return checks
+
+    def _start(self, state: Any) -> None:
+        """Begins to read an epoch, from a state of the source or from its beginning."""
+        self._iterator = None  # one that is read must not share the state of the source
+        source = self._begin(self._reading)
+        if not isinstance(source, Iterable):
+            raise TypeError(
+                f"`{self._name}({self._reading})` is of type {type(source).__name__}. It must be "
+                "an iterable over examples, or have a length and an index."
+            )
+        if state_methods(source) is not None and not is_iterator(source):
+            source = _shallow_copy(source)  # what is restored stays in it
+        if self._sets_epoch and hasattr(source, "set_epoch"):
+            source.set_epoch(self._reading)  # such as one that shuffles with a buffer
+        methods = state_methods(source)
+        if methods is not None and self._initial is None:
+            self._initial = copy.deepcopy(methods.save())
+        if methods is not None and state is not None:
+            methods.load(copy.deepcopy(state))
+        iterator = iter(source)
+        if methods is None and (methods := state_methods(iterator)) and state is not None:
+            methods.load(state)
+        self._iterator, self._methods = iterator, methods
+
+    def _read(self) -> Any:
+        if self._failed:
+            self.set_state(self._state)
+        if self._finished():
+            raise StopIteration
+        if self._iterator is None:
+            self._start(None)
+        assert self._iterator is not None
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = True  # a generator ends at an error, as if it had no more examples
+            raise
+
+    def _finished(self) -> bool:
+        return self._epochs is not None and self._reading >= self._epochs
+
+    def _end_epoch(self) -> None:
+        """Goes to the next epoch; raises `StopIteration` after the last one."""
+        if self._finished():
+            raise StopIteration
+        if self._count == 0 and self._reading == 0:
+            raise StopIteration
+        if self._count == 0:
+            raise ValueError(
+                f"`{self._name}` gave no examples in epoch {self._reading}: it can be read only "
+                "once. Pass a function that returns a new iterator, such as a generator function."
+            )
+        self._reading, self._count = self._reading + 1, 0
+        self._iterator, self._anchor, self._since, self._moved = None, None, [], True
+        if self._finished():
+            raise StopIteration
+
+
+def _shallow_copy(source: Any) -> Any:
+    try:
+        return copy.copy(source)
+    except Exception:
+        return source  # some objects refuse to be copied

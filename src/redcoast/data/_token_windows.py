@@ -1,0 +1,88 @@
+"""Windows of a flat array of tokens, such as a memory map, as examples."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from ..core._errors import check_integer
+
+_Tokens = Integer[np.ndarray, " _"]  # of any length
+
+
+class TokenWindows(Sequence):
+    """The examples that [`redcoast.token_windows`][] returns."""
+
+    def __init__(self, parts: list[_Tokens], length: int, stride: int):
+        self._parts, self._length, self._stride = parts, length, stride
+        counts = [max(0, (len(part) - length) // stride + 1) for part in parts]
+        self._ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"There are {len(self)} windows, and none at {index}.")
+        index = int(index) % len(self)
+        part = bisect_right(self._ends, index)
+        start = (index - (self._ends[part - 1] if part else 0)) * self._stride
+        window = np.array(self._parts[part][start : start + self._length])
+        # Small unsigned integers, in which tokens are stored, overflow in arithmetic.
+        return window.astype(np.int32) if window.dtype.itemsize < 4 else window
+
+
+def token_windows(
+    tokens: _Tokens | Sequence[_Tokens], length: int, *, stride: int | None = None
+) -> TokenWindows:
+    """Makes examples of a flat array of tokens: windows of a fixed length.
+
+    Nothing but the windows of a batch is read, so `tokens` may be a memory map that is larger than
+    memory. [`redcoast.fit`][] reads the windows in a new order in each epoch.
+
+    **Arguments:**
+
+    - `tokens`: an array of integers with one dimension, or a list of such arrays, as of several
+        files. No window extends over two of them.
+    - `length`: the number of tokens in a window. For the loss of predicting the next token, it is
+        one more than the context of the model.
+    - `stride`: the number of tokens between the starts of windows; by default `length`, so that
+        no token is in two windows. `length - 1` predicts each token once.
+
+    **Returns:**
+
+    An object with a length and an index. A window is an array `"length"` of integers of 32 bits, or
+    of 64 if `tokens` has them. The last tokens of an array, fewer than a window, are not read.
+
+    **Raises:**
+
+    `ValueError` or `TypeError` if `tokens` has another dtype or shape, or is shorter than a window.
+
+    !!! Example
+
+        ```python
+        tokens = np.arange(100, dtype=np.uint16)  # np.memmap("train.bin", np.uint16, "r")
+        windows = rc.token_windows(tokens, 33, stride=32)
+        print(len(windows), windows[2][:4])
+        ```
+    """
+    check_integer("length", length)
+    check_integer("stride", length if stride is None else stride)
+    parts = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+    for part in parts:
+        shape, dtype = getattr(part, "shape", None), getattr(part, "dtype", None)
+        if shape is None or len(shape) != 1 or not np.issubdtype(np.dtype(dtype), np.integer):
+            what = type(part).__name__ if shape is None else f"an array {dtype}{list(shape)}"
+            raise TypeError(
+                f"`tokens` has {what}. It must be an array of integers with one dimension, such as "
+                '`np.memmap("train.bin", np.uint16, "r")`, or a list of such arrays.'
+            )
+    longest = max(map(len, parts), default=0)
+    if longest < length:
+        raise ValueError(
+            f"`tokens` has at most {longest} tokens in an array, fewer than a window of {length}."
+        )
+    return TokenWindows(parts, length, length if stride is None else stride)

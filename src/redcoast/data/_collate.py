@@ -128,7 +128,7 @@ def _check_batch(arrays: PyTree, what: str) -> None:
     parts = jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_per_batch)
     rows = None
     for path, part in parts:
-        where = f"{what} at {show_path(path)}" if path else what
+        where = f"{what} at {show_place(path, 'batch')}" if path else what
         for leaf in jax.tree.leaves(part):
             if not _is_numeric(leaf):
                 raise TypeError(f"{where} is of type {type(leaf).__name__}. {advice}")

@@ -175,11 +175,19 @@ def is_indexed(examples: Any) -> bool:
         next((i for i, x in enumerate(classes) if name in vars(x)), len(classes))
         for name in ("__iter__", "__getitem__")
     )
-    if of_iter >= of_index or not len(examples):
-        return True
-    # A base class may have an index only to say that there is none, as PyTorch's does.
+    return of_iter >= of_index or _index_works(examples)
+
+
+def _index_works(examples: Any) -> bool:
+    """Whether an index is more than one of a base class that says that there is none, as that of
+    PyTorch's datasets."""
     try:
-        examples[0]
+        count = len(examples)
+    except TypeError:  # it is not known, as of a loader of an iterable
+        return False
+    try:
+        if count:
+            examples[0]
     except NotImplementedError:
         return False
     return True

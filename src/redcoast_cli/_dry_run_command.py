@@ -11,10 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 import redcoast as rc
-from redcoast.dryrun._chips import CHIPS
+from redcoast.dryrun._chips import CHIPS, Chip
+from redcoast.dryrun._devices import missing_compiler
 from redcoast.dryrun._target_name import TargetDevices, parse_target
+from redcoast.sharding.report._text import paragraph
 
 from ._options import DryRunCommand
+from ._phase_display import show_phases
 from ._reach import dry_run_to_fit, longest_sequence, sizes_of
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload, state_bytes
@@ -39,6 +42,8 @@ class Attempt:
 def main(c: DryRunCommand) -> None:
     """Prints the requested dry run, and exits with 0 if the step fits, and 1 otherwise."""
     with refusing():
+        if missing := missing_compiler(chip_of(c)):
+            print(*paragraph(missing), sep="\n", file=sys.stderr, flush=True)
         if c.compare:
             found = compare(c)
             raise SystemExit(0 if any(one.fits for one in found) else 1)
@@ -70,7 +75,7 @@ def smallest(c: DryRunCommand) -> Attempt:
     """The dry run on the smallest number of chips on which the step fits."""
     if c.mesh != "auto":
         refuse("--smallest chooses the number of devices: leave out --mesh.")
-    chip = CHIPS.get(c.target.strip().lower()) or parse_target(c.target).chip
+    chip = chip_of(c)
     least = state_bytes(make_workload(c.model, c.seq))
     for target in sizes_of(chip):
         # No need to compile where not even the training state fits.
@@ -79,6 +84,11 @@ def smallest(c: DryRunCommand) -> Attempt:
     words = f"{c.model} does not fit on any number of {chip.name} that was tried."
     print(words, file=sys.stderr, flush=True)
     raise SystemExit(1)
+
+
+def chip_of(c: DryRunCommand) -> Chip:
+    """The chip of the target, which may have no number of chips with --smallest."""
+    return CHIPS.get(c.target.strip().lower()) or parse_target(c.target).chip
 
 
 def longest(c: DryRunCommand) -> Attempt:
@@ -103,7 +113,8 @@ def compare(c: DryRunCommand) -> list[Attempt]:
     target = parse_target(c.target)
     workload = make_workload(c.model, c.seq, remat=c.remat, chunk=c.chunk)
     arguments = workload.arguments(rows_of(c, target))
-    found = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
+    with show_phases():
+        found = rc.suggest_mesh(*arguments, target=target.name, **_step_options(c))
     usable = found.usable_memory or math.inf
     foretold = lambda one: (one.estimated_memory or math.inf) <= usable
     fits = lambda one: foretold(one) if one.fits is None else one.fits
@@ -139,11 +150,12 @@ def attempt(
     rows = rows_of(c, target)
     mesh = None if c.mesh == "auto" else mesh_sizes(c.mesh)
     options = _step_options(c)
-    if suggest or mesh is not None:
-        options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
-        run = rc.dry_run(*workload.arguments(rows), **options)
-    else:
-        run = dry_run_to_fit(workload, rows, target, **options)
+    with show_phases():
+        if suggest or mesh is not None:
+            options |= {"target": target.name, "mesh": mesh, "suggest": suggest}
+            run = rc.dry_run(*workload.arguments(rows), **options)
+        else:
+            run = dry_run_to_fit(workload, rows, target, **options)
     run = replace(run, notes=(*workload.notes, *run.notes))
     settings = {"model": c.model, "seq": workload.seq, "batch": rows, "accumulate": c.accumulate}
     settings |= {"dtype": c.dtype, "remat": c.remat, "chunk": c.chunk}

@@ -4,10 +4,13 @@ import json
 from math import prod
 
 import redcoast as rc
+from redcoast.dryrun._compile_job import show_sizes
 from redcoast.dryrun._job import make_job, plan_job
+from redcoast.dryrun._phases import enter_phase
 from redcoast.dryrun._place import target_place
 
 from ._options import PlanCommand
+from ._phase_display import show_phases
 from ._usage import mesh_sizes, refuse
 from ._workload import make_workload
 
@@ -21,9 +24,11 @@ def main(c: PlanCommand) -> None:
         refuse(f"--batch must be at least 1, but is {c.batch}.")
     try:
         workload = make_workload(c.model, c.seq)
-        job = make_job(*workload.arguments(c.batch or count))
-        # Emulated devices, with the speeds of an A100.
-        plan = plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())
+        with show_phases():
+            job = make_job(*workload.arguments(c.batch or count))
+            enter_phase("Planning", f"the mesh {show_sizes(sizes)}")
+            # Emulated devices, with the speeds of an A100.
+            plan = plan_job(job, target_place(f"cpu:{count}").mesh(sizes), rc.Hardware())
     except (ValueError, TypeError) as error:
         refuse(str(error))
     if c.json:

@@ -1,5 +1,6 @@
 """`suggest_mesh`: estimated and compiled meshes, and the choice among them."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -12,10 +13,15 @@ from processes import run_processes
 import redcoast as rc
 from redcoast.dryrun._chips import CHIPS
 from redcoast.dryrun._devices import Place
-from redcoast.dryrun._job import make_job
+from redcoast.dryrun._job import make_job, plan_job
 from redcoast.dryrun._mesh_search import cheapest, choose_mesh, estimate_mesh, suggest
 from redcoast.dryrun._mesh_table import Candidate
-from redcoast.dryrun._place import target_hardware, target_place
+from redcoast.dryrun._place import (
+    attached_place,
+    planner_hardware,
+    target_hardware,
+    target_place,
+)
 from redcoast.dryrun._target_name import parse_target
 
 OPTIMIZER = optax.sgd(1e-3)
@@ -64,11 +70,63 @@ def test_a_suggestion_is_a_mapping_and_a_table(every):
     assert dict(rc.make_mesh(**found, devices=target_place("cpu:4").devices).shape) == dict(found)
     assert found == {"data": 1, "fsdp": 1, "model": 4}
     assert isinstance(found, rc.MeshSuggestion)
-    head, _, columns, *rows = str(found).splitlines()
+    head, *lines = str(found).splitlines()
+    groups, columns, *rows = lines[lines.index("") + 1 :]
     assert head == "Meshes for cpu:4: data=1, fsdp=1, model=4 is the best of 6"
     assert columns.split()[:3] == ["data", "fsdp", "model"]
     assert rows[0].split()[:3] == ["1", "1", "4"]
-    assert rows[0].endswith("fits")
+    assert "fits" in rows[0]
+    # Each column of figures ends below the group that it belongs to.
+    assert groups.split() == ["planned", "compiled"]
+    ends = [match.end() for match in re.finditer(r"\S+ sent|\S+", columns)]
+    assert groups.index("planned") + len("planned") == ends[4]
+    assert len(groups) == ends[-1]
+
+
+def candidate(data, model, planned, compiled=None, **more):
+    """A mesh with these estimates, and those of its compiled program if it has been compiled."""
+    figures = {"priced_seconds": planned, "estimated_memory": 10**9}
+    if compiled is not None:
+        figures |= {"seconds": compiled, "sent_bytes": 10**6, "peak_memory": 10**9, "fits": True}
+    return Candidate({"data": data, "fsdp": 1, "model": model}, **figures, **more)
+
+
+def test_meshes_with_the_same_figures_share_a_line():
+    first, other = candidate(1, 8, 0.002, 0.003), candidate(4, 2, 0.002, 0.0031)
+    like_first, uncompiled = candidate(2, 4, 0.002, 0.0030000001), candidate(8, 1, 0.002)
+    worse = candidate(8, 1, 0.02)
+    found = rc.MeshSuggestion(
+        *(first.mesh, True, "8 x cpu", None, (first, like_first, other, uncompiled, worse)),
+        speeds_assumed=True,
+    )
+    text = str(found)
+    rows = text.splitlines()[-3:]
+    sizes = [row.split()[:3] for row in rows]
+    assert sizes == [["1", "1", "8"], ["4", "1", "2"], ["8", "1", "1"]]
+    assert rows[0].endswith("fits, 2 more with these figures")
+    assert rows[2].split()[5:] == ["-", "-", "-"]
+    assert "speeds are those of an A100" in " ".join(text.split())
+    assert "No time is measured." in " ".join(text.split())
+    assert "too small" not in text
+    assert len(found.candidates) == 5  # as data, all of them
+
+
+def test_a_step_that_is_too_small_to_be_divided():
+    """Otherwise a user would take the best mesh for one that makes the step faster."""
+
+    # 63 does not divide, and the gradients of the weights are far larger than the batch.
+    loss = lambda w, x, key: jnp.mean(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+    batch = jax.ShapeDtypeStruct((8, 63), jnp.float32)
+    job = make_job(lambda key: [jnp.eye(63), -jnp.eye(63)], loss, batch, OPTIMIZER)
+    place = attached_place()
+    found = suggest(job, place, 1)
+    best = found.candidates[0]
+    assert best.repeated
+    assert "too small to be divided" in " ".join(str(found).split())
+    mesh = place.mesh(best.mesh)
+    (not_done,) = plan_job(job, mesh, planner_hardware(place, mesh)).report.not_done
+    assert not_done.asked == "dividing the step over 8 devices"
+    assert not any(one.repeated for one in suggest(make_job(*SMALL), place, 1).candidates[:1])
 
 
 def test_estimates_agree_with_compiled_programs(every):

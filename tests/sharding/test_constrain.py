@@ -2,6 +2,7 @@
 
 import functools as ft
 import re
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -293,6 +294,17 @@ def test_functions_that_cannot_be_traced_run_as_they_are():
     ) as all_:
         assert plan.constrain(branching)(model, batch, None) == 2
     assert len(all_) == 1
+    assert "on the mesh data=2, fsdp=2, model=2" in str(all_[0].message)
+
+
+def test_nothing_is_said_where_only_the_batch_is_split():
+    """Users of diffrax, whose derivatives cannot be re-evaluated, can do nothing about it."""
+    branching = lambda model, batch, key: model["w"] * (2 if batch[0] > 0 else 3)
+    model, batch = {"w": jnp.float32(1)}, np.ones(8, np.float32)
+    plan = rc.plan_shardings(model, real_mesh(8, 1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.constrain(branching)(model, batch, None) == 2
 
 
 def test_a_tree_that_was_not_planned_is_refused(case):

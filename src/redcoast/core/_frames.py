@@ -115,13 +115,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     return iter(found)
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the user's code that called redcoast."""
     frame, level = sys._getframe(), 1
     between = (*_HIDDEN, _EQUINOX)  # as of `eqx.filter_jit`
     while frame.f_back is not None and frame.f_code.co_filename.startswith(between):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def own_line(trace: Any) -> str:

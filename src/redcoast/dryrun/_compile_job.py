@@ -14,6 +14,7 @@ from ..sharding import Plan
 from ..sharding.solver._figures import Arithmetic
 from ._flops import contractions
 from ._job import Job, trace_job
+from ._phases import enter_phase
 from .hlo import collectives
 
 Traffic = dict[str, Any]
@@ -71,16 +72,25 @@ def compile_job(job: Job, plan: Plan, mesh: Mesh, *, stands_in: bool = False) ->
 
     `RuntimeError` if the compiler fails for another reason.
     """
+    what = f"the step on the mesh {show_sizes(mesh.shape)}"
+    enter_phase("Tracing", what)
     traced = trace_job(job, plan, mesh)
     found = contractions(traced.jaxpr)
     program = plan.report.program_or_none
     counted = Arithmetic(1, 1) if program is None else program.arithmetic
     share = counted.per_device / max(1, counted.flops)
+    lowered = traced.lower()
+    enter_phase("Compiling", what)
     return replace(
-        compile_for(traced.lower(), mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
+        compile_for(lowered, mesh, _STAND_IN if stands_in else _CPU_OPTIONS),
         flops={dtype: share * count for dtype, count in found.flops.items()},
         open_loops=found.open_loops,
     )
+
+
+def show_sizes(sizes: Mapping[str, int]) -> str:
+    """The sizes of a mesh, such as `"data=1, fsdp=8, model=8"`."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def compile_for(

@@ -93,11 +93,12 @@ _NO_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 # Measured by `experiments/benchmarks/cpu_bias.py`.
 _BIAS = (
-    "Its figures are estimates. In float32, memory was 0 to 18 % too high (14 to 27 % with `fsdp`, "
-    "where it keeps a second copy of FSDP-sharded arrays), and communication was 1.2 to 2 times as "
-    "much. It computes bfloat16 in float32: memory was 8 to 44 % too high, and communication was "
-    "2.5 to 4 times as much. For two programs that were far too large, its memory was at least 2 "
-    "and 8 % too low."
+    "Where the documentation has figures for the same model and target, they are from the target's "
+    "own compiler, and differ for this reason. In measurements in float32, memory was 0 to 18 % "
+    "too high (14 to 27 % with `fsdp`, where it keeps a second copy of FSDP-sharded arrays), and "
+    "communication was 1.2 to 2 times as much. It computes bfloat16 in float32: memory was 8 to "
+    "44 % too high, and communication was 2.5 to 4 times as much. For two programs that were far "
+    "too large, its memory was at least 2 and 8 % too low."
 )
 _OLD = (
     "The compiler still supports the 1080ti (compute capability 6.1), but not "
@@ -163,13 +164,9 @@ def target_devices(target: TargetDevices) -> Place:
     place = partial(Place, target=target, name=target.name, usable=target.chip.usable)
     if target.chip.kind == "cpu":
         return place(devices=_cpu(target.count), notes=(_NOMINAL,), compiler="cpu")
-    compiler, extra = ("tpu", "tpu") if target.chip.kind == "tpu" else ("cuda", "cuda12")
-    if not _installed(compiler):
-        note = (
-            f"The compiler for {target.chip.name} is not installed "
-            f"(`pip install 'redcoast[{extra}]'`), so the CPU compiler was used instead. {_BIAS}"
-        )
-        return place(devices=_cpu(target.count), notes=(note,), compiler="cpu")
+    if missing := missing_compiler(target.chip):
+        return place(devices=_cpu(target.count), notes=(f"{missing} {_BIAS}",), compiler="cpu")
+    compiler = "tpu" if target.chip.kind == "tpu" else "cuda"
     try:
         devices = _tpu(target) if compiler == "tpu" else _cuda(target)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -180,6 +177,17 @@ def target_devices(target: TargetDevices) -> Place:
         ) from error
     notes = (_OLD,) if target.chip.name == "1080ti" else ()
     return place(devices=devices, notes=notes, compiler=compiler)
+
+
+def missing_compiler(chip: Chip) -> str:
+    """Says that a chip's own compiler is not installed, and what to install; `""` if it is."""
+    compiler, extra = ("tpu", "tpu") if chip.kind == "tpu" else ("cuda", "cuda12")
+    if chip.kind == "cpu" or _installed(compiler):
+        return ""
+    return (
+        f"The figures are estimates by the CPU compiler: the compiler for {chip.name} is not "
+        f"installed (`pip install 'redcoast[{extra}]'`)."
+    )
 
 
 def _installed(compiler: str) -> bool:

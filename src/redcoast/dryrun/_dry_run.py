@@ -22,11 +22,12 @@ from ..sharding import Plan
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ._changes import find_changes
-from ._compile_job import Compiled, compile_job
+from ._compile_job import Compiled, compile_job, show_sizes
 from ._devices import Place
 from ._job import Job, as_init_fn, make_job, plan_job, split_batch
 from ._links import axis_bandwidths
 from ._mesh_search import cheapest, likely
+from ._phases import enter_phase
 from ._place import planner_hardware, target_place
 from ._report import DryRun
 from ._roofline import time_bounds
@@ -131,6 +132,7 @@ def _compile(job: Job, place: Place, sizes: Mapping[str, int]) -> tuple[Mesh, Pl
         mesh = place.mesh(sizes)
     except ValueError as error:
         raise ValueError(f"The mesh does not match the target {place.name!r}. {error}") from error
+    enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
     plan = plan_job(job, mesh, planner_hardware(place, mesh))
     return mesh, plan, compile_job(job, plan, mesh, stands_in=place.stands_in)
 

@@ -28,6 +28,7 @@ from ..train._loss import LossFn, evaluate_loss
 from ..train._plan_step import plan_step
 from ..train._precision import as_compute_dtype
 from ..train._step import TrainState, init_state, is_model, train_step
+from ._phases import enter_phase
 
 # What the axes in a loss's own constraints refer to before there is a mesh: all divides.
 _ANY_MESH = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -98,6 +99,7 @@ def make_job(
         eqx.filter_eval_shape(lambda *args: measure(*args).loss, state.model, batch, abstract_key())
         return state
 
+    enter_phase("Tracing", "the model and its loss")
     state = trace_for(_ANY_MESH, evaluate)
     return Job(state, batch, loss_fn, optimizer, accumulate, compute_dtype, overrides, trainable)
 

@@ -3,6 +3,7 @@
 import functools as ft
 import logging
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,15 +25,17 @@ from ..core._tracing import without_ambient_mesh
 from ..distributed._kv_store import exchange
 from ..distributed._mesh import PIPE, make_mesh
 from ..sharding import Hardware
+from ..sharding.constrain._function import Unconstrained
 from ..sharding.solver._memory import FILLED
 from ..sharding.tree._overrides import Override
 from ..train._loss import LossFn
 from ..train._step import TrainState
-from ._compile_job import compile_job
+from ._compile_job import compile_job, show_sizes
 from ._devices import Place
 from ._job import Job, as_init_fn, factorisations, make_job, plan_job, scanned_layers
 from ._links import axis_bandwidths
 from ._mesh_table import Candidate, MeshSuggestion
+from ._phases import enter_phase
 from ._place import attached_place, planner_hardware, target_hardware, target_place
 from ._roofline import bandwidth, peak
 
@@ -166,7 +169,9 @@ def estimate_mesh(job: Job, place: Place, sizes: dict[str, int]) -> Candidate:
     flops = program.arithmetic.per_device * job.accumulate
     seconds = _seconds(place, mesh, {dtype: flops}, sent)
     usual = "model" not in program.batch_axes and "fsdp" not in program.model_axes
-    return Candidate(sizes, seconds, program.memory.total, usual)
+    whole = program.arithmetic.per_device >= program.arithmetic.flops > 0
+    repeated = whole and mesh.size > 1
+    return Candidate(sizes, seconds, program.memory.total, usual, repeated)
 
 
 def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
@@ -174,6 +179,7 @@ def compile_candidate(job: Job, place: Place, one: Candidate) -> Candidate:
     mesh = place.mesh(one.mesh)
     found, wrong = None, None
     try:
+        enter_phase("Planning", f"the mesh {show_sizes(mesh.shape)}")
         plan = plan_job(job, mesh, planner_hardware(place, mesh))
         found = compile_job(job, plan, mesh, stands_in=place.stands_in)
     except (ValueError, RuntimeError) as error:  # other meshes may still compile
@@ -229,7 +235,9 @@ LEAST_SHARE = 0.8
 def suggest(job: Job, place: Place, compiled: int) -> MeshSuggestion:
     """Estimates all meshes, compiles the best few, and returns the best."""
     compiling = ft.partial(compile_candidate, job, place)
-    with compiling_for(place.device):
+    with compiling_for(place.device), warnings.catch_warnings():
+        # It may be of meshes that are not chosen, and comes again when the step is run.
+        warnings.simplefilter("ignore", Unconstrained)
         return choose_mesh(_estimate_all(job, place), compiling, place, compiled)
 
 
@@ -257,13 +265,21 @@ def likely(job: Job, place: Place) -> list[dict[str, int]]:
 
 def _estimate_all(job: Job, place: Place) -> list[Candidate]:
     count = len(place.devices)
-    found = [estimate_mesh(job, place, sizes) for sizes in factorisations(count)]
+    found = _estimates(job, place, factorisations(count))
     layers = math.gcd(*scanned_layers(job)) if count > 1 else 0
     for stages in (n for n in range(2, layers + 1) if layers % n == 0 and count % n == 0):
-        meshes = ({PIPE: stages, **sizes} for sizes in factorisations(count // stages))
-        staged = [estimate_mesh(job, place, sizes) for sizes in meshes]
+        meshes = [{PIPE: stages, **sizes} for sizes in factorisations(count // stages)]
+        staged = _estimates(job, place, meshes)
         # Where a step cannot run as a pipeline, a mesh without one has the same use.
         found += [one for one in staged if one.error is None]
+    return found
+
+
+def _estimates(job: Job, place: Place, meshes: Sequence[dict[str, int]]) -> list[Candidate]:
+    found = []
+    for number, sizes in enumerate(meshes, 1):
+        enter_phase("Planning", f"mesh {number} of {len(meshes)}")
+        found.append(estimate_mesh(job, place, sizes))
     return found
 
 
@@ -292,7 +308,8 @@ def choose_mesh(
         raise _impossible(wrong[0])
     best, ordered = tried[0], (*tried, *sorted(left, key=_cost_of), *wrong)
     return MeshSuggestion(
-        best.mesh, bool(best.fits), place.name, place.usable, ordered, place.notes
+        *(best.mesh, bool(best.fits), place.name, place.usable, ordered, place.notes),
+        speeds_assumed=place.target is None,
     )
 
 

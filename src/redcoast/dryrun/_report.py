@@ -7,6 +7,7 @@ from ..core._errors import in_units
 from ..sharding import Plan
 from ..sharding.report._text import hanging, megabytes, paragraph
 from ._roofline import Bounds
+from ._target_name import parse_target
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class DryRun:
 
     - `target`, `devices`: The name of the devices, and their number.
     - `compiler`: The compiler that the figures are from: `"tpu"`, `"cuda"` or `"cpu"`.
+    - `own_compiler`: Whether that is the target's own compiler. If not, the figures are estimates.
     - `notes`: Caveats about the figures, as sentences.
     - `mesh`: The sizes of `data`, `fsdp` and `model`, and of `pipe` if there are stages.
     - `fits`: Whether the peak is within the usable memory.
@@ -92,6 +94,11 @@ class DryRun:
     changes: tuple[Change, ...] = ()
 
     @property
+    def own_compiler(self) -> bool:
+        """Whether the figures are from the target's own compiler, and not from the CPU's."""
+        return self.compiler != "cpu" or parse_target(self.target).chip.kind == "cpu"
+
+    @property
     def report(self) -> dict[str, Any]:
         """The same as plain data, for `json.dumps`."""
         names = [name for name in self.__dataclass_fields__ if name not in ("plan", "changes")]
@@ -110,7 +117,8 @@ class DryRun:
             f"Dry run for {self.target}: {devices}, mesh {sizes}; compiled by the "
             f"{self.compiler.upper()} compiler in {self.compile_seconds:.1f} s"
         )
-        lines = [*paragraph(head), "", *paragraph(_verdict(self)), ""]
+        lines = [] if self.own_compiler else [_ESTIMATED]
+        lines += [*paragraph(head), "", *paragraph(_verdict(self)), ""]
         lines += [*_memory(self), "", *_traffic(self), "", *_time(self)]
         if not self.fits:
             lines += ["", *_changes(self)]
@@ -119,6 +127,7 @@ class DryRun:
         return "\n".join(lines)
 
 
+_ESTIMATED = "Estimates by the CPU compiler, in place of the compiler for the target."
 _SHOWN = 8  # causes of communication
 _LITTLE = 1e-3  # a network that takes less than this share of the largest bound is not shown
 

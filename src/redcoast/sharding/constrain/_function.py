@@ -27,6 +27,10 @@ from ._interpreter import CannotRebind, run_constrained
 from ._shardings import Shardings, find_shardings
 
 
+class Unconstrained(UserWarning):
+    """A function runs without constraints on its activations."""
+
+
 @dataclass(frozen=True)
 class Constrained:
     """`fn(tree, *args)` with its activations sharded to match the arrays of the tree.
@@ -140,9 +144,16 @@ class Constrained:
             return self.fn(tree, *args)
 
     def _warn(self, why: str) -> None:
+        sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        # Where all arrays are replicated, only the batch is split, which the compiler does as well.
+        if set(sizes) <= {"data"} and not any(dim is not None for dim in self.compute.dims):
+            return
+        mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         warn(
-            f"The activations of {self._name} are not constrained, because {why}. The compiler "
-            "chooses their shardings instead. Results are the same."
+            f"The activations of {self._name} are not constrained on the mesh {mesh}, because "
+            f"{why}. The compiler chooses their shardings, and may communicate more than the plan "
+            "says. Results are the same, and a mesh with `data` alone is not affected.",
+            Unconstrained,
         )
 
     @property

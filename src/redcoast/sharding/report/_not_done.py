@@ -1,10 +1,14 @@
 """What a mesh asks for and a plan does not do, with the reason."""
 
+from math import prod
+
 from ._data import NotDone, PlannedArray, PlanReport
 
 
 def find_not_done(report: PlanReport) -> tuple[NotDone, ...]:
     """At most one entry for each of `model`, `fsdp` and the batch."""
+    if (nothing := _too_small(report)) is not None:
+        return (nothing,)
     found = _tensor_parallelism(report), _fsdp(report), _batch(report)
     return tuple(one for one in found if one is not None)
 
@@ -19,6 +23,23 @@ def is_tensor_parallel(array: PlannedArray) -> bool:
     """Whether an array is computed with in parts; an override with `model` makes it so."""
     override = array.reason.kind == "override" and "model" in array.axes
     return (override and array.parts > 1) or array.reason.kind == "tensor-parallel"
+
+
+def _too_small(report: PlanReport) -> NotDone | None:
+    """The entry for a step that every device computes, although its batch would divide."""
+    count, program = prod(report.mesh.values()), report.program_or_none
+    if count == 1 or program is None or not program.batch_sizes:
+        return None
+    flops = program.arithmetic.flops
+    overridden = any(array.reason.kind == "override" for array in report.arrays)
+    rows_divide = all(size % count == 0 for size in program.batch_sizes)
+    if overridden or not rows_divide or program.arithmetic.per_device < flops:
+        return None
+    why = (
+        f"it is too small: communication would take longer than {flops:,.3g} floating point "
+        "operations on one device"
+    )
+    return NotDone(f"dividing the step over {count} devices", why, "")
 
 
 def _tensor_parallelism(report: PlanReport) -> NotDone | None:

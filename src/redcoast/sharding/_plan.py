@@ -24,7 +24,8 @@ from .tree._plan_rows import Compute, Row, model_of, plan_rows
 class Plan:
     """How a tree of arrays is sharded over a mesh, and why.
 
-    `print(plan)` shows a summary; `plan.table()` lists every array.
+    `print(plan)` shows a summary; `plan.table()` lists every array. A notebook shows the summary
+    and a table with a picture of each array, in which each colour is another part.
 
     **Attributes:**
 
@@ -46,6 +47,14 @@ class Plan:
         from .report._summary import draw_summary
 
         return draw_summary(self.report)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        from .report._html import draw_html
+
+        return draw_html(self.report)
 
     def table(self) -> str:
         """Lists every array with its spec and the reason for it.

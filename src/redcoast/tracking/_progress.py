@@ -1,4 +1,4 @@
-"""Shows the progress of a training loop: a bar on a terminal, lines elsewhere."""
+"""Shows the progress of a training loop: a bar on a terminal or in a notebook, lines elsewhere."""
 
 import logging
 import math
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from ..core._output import forgiving
 from ._log_steps import is_logged
+from ._notebook import NotebookBar, NotebookEvaluation, notebook_display
 from ._terminal import Stream, has_colours, is_terminal
 
 logger = logging.getLogger("redcoast")
@@ -87,7 +88,11 @@ class Progress:
 
     def evaluating(self, batches: int) -> None:
         """Shows a bar of its own for an evaluation of so many batches, until `resume`."""
-        if self._bar is not None and self._evaluation is None:
+        if self._bar is None or self._evaluation is not None:
+            return
+        if isinstance(self._bar, NotebookBar):
+            self._evaluation = NotebookEvaluation(self._bar, batches)
+        else:
             self._bar.clear()
             assert self._file is not None
             layout = "evaluating {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%, {remaining} left"
@@ -192,8 +197,8 @@ def progress(
 ) -> Progress:
     """Shows the progress of a loop: step, loss, throughput, time left.
 
-    On a terminal this is a bar; elsewhere, a plain line after about five seconds, then one every
-    thirty seconds, and one for the last step. The throughput does not include the first step, to
+    On a terminal and in a notebook this is a bar; elsewhere, a plain line after about five seconds,
+    then one every thirty seconds, and one for the last step. The throughput does not include the first step, to
     exclude its compilation, or the time between `pause()` and `resume()`.
 
     !!! example
@@ -209,8 +214,8 @@ def progress(
 
     - `total_steps`: the number of the last step; `None` if it is not known.
     - `start`: the number of steps completed before, in a resumed run.
-    - `enabled`: `None` draws a bar on a terminal and prints lines elsewhere; `True` always draws
-      the bar, for notebooks and consoles that are not terminals; `False` shows nothing.
+    - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere;
+      `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
     - `steps_per_epoch`: if it is given, the epoch is shown too.
     - `by_steps`: whether lines elsewhere than on a terminal are at the same steps in each run of a
@@ -221,9 +226,14 @@ def progress(
     An object with `update(step, metrics, amount)`, `pause()`, `resume()` and `close()`, which is
     also a context manager. `evaluating(batches)` and `advance()` show a bar for an evaluation.
     """
+    show = notebook_display() if file is None and enabled is not False else None
     file = forgiving(sys.stderr if file is None else file)
     if enabled is False or file is None:
         return Progress(total_steps, start, None, None)
+    if show is not None:
+        bar = NotebookBar(show, label="step", total=total_steps, initial=start)
+        bar.set_postfix_str("compiling")
+        return Progress(total_steps, start, bar, file, steps_per_epoch)
     bar = None
     if enabled or is_terminal(file):
         layout = "step {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}"
@@ -279,9 +289,9 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
 
     **Arguments:**
 
-    - `enabled`: `None` draws a bar on a terminal, and elsewhere prints lines at the same steps in
-        each run of a length; `True` always draws the bar; `False` shows nothing, and `fit` does not
-        print the plan.
+    - `enabled`: `None` draws a bar on a terminal and in a notebook, and elsewhere prints lines at the
+        same steps in each run of a length; `True` always draws the bar; `False` shows nothing, and
+        `fit` does not print the plan.
     - `file`: the file to write to; standard error by default.
 
     **Returns:**

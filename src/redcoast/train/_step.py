@@ -39,6 +39,7 @@ from ._model import refuse_untrainable
 from ._optimizer import call_update, refuse_optimizer_states, refuse_per_example
 from ._precision import as_compute_dtype, widen
 from ._shared_arrays import warn_of_shared
+from ._show_state import show_state
 from ._skip_nonfinite import guarded_update
 from ._weight_average import WeightAverage, model_with, with_average
 
@@ -66,6 +67,9 @@ class TrainState(AbstractTrainState):
     @property
     def averaged_model(self) -> PyTree:
         return model_with(self.average, self.model)
+
+    def __repr__(self) -> str:
+        return show_state(self, self.step) or eqx.tree_pformat(self)
 
 
 @hide_frames

@@ -55,11 +55,9 @@ def draw_table(report: data.PlanReport) -> str:
     """All arrays below the reason for their sharding, similar ones in one line, and the sums."""
     program = report.program_or_none
     mesh = ", ".join(f"{axis}={size}" for axis, size in report.mesh.items())
-    usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
-    arrays = [array for array in report.arrays if not usual(array)]
     others = (size for axis, size in report.mesh.items() if axis != "data")
     one = max(others) == 1 and all(array.parts == 1 for array in report.arrays)
-    groups = _groups(arrays, by_reason=not one)
+    groups = groups_of(report, by_reason=not one)
     sections = [("", groups)] if one else _sections(groups)
     lines = [f"Plan over the mesh {mesh}", "", *_body(sections), ""]
     if one:
@@ -72,8 +70,13 @@ def draw_table(report: data.PlanReport) -> str:
     return "\n".join(lines)
 
 
-def _groups(arrays: Sequence[data.PlannedArray], *, by_reason: bool) -> list[_Group]:
-    """Arrays that differ only in parts of their paths, as one group."""
+def groups_of(report: data.PlanReport, *, by_reason: bool = True) -> list[_Group]:
+    """The arrays of a plan; those that differ only in parts of their paths are one group.
+
+    The usual state of an optimizer, which is sharded like the parameters, is left out.
+    """
+    usual = lambda x: x.role == "optimizer state" and (x.reason.kind == "follows" or x.bytes <= 64)
+    arrays = [array for array in report.arrays if not usual(array)]
     kind = lambda x: (x.shape, x.spec, x.dtype, x.reason if by_reason else None)
     found = []
     for alike in grouped(range(len(arrays)), lambda place: kind(arrays[place])).values():

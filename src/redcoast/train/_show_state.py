@@ -1,0 +1,88 @@
+"""A training state in a few lines."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from ..core._train_state import AbstractTrainState
+from ..sharding.report._text import scaled
+
+_SHOWN = 3  # parts of an optimizer
+
+
+def show_state(state: AbstractTrainState, step: Any) -> str | None:
+    """The step, and the sizes and the shardings of model and optimizer state.
+
+    It is `None` if the leaves of the model are not arrays, as in a state of shardings.
+    """
+    model, opt_state = _arrays(state.model), _arrays(state.opt_state)
+    if not model:
+        return None
+    parameters = [x for x in model if jnp.issubdtype(x.dtype, jnp.inexact)]
+    dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in parameters))
+    count = sum(x.size for x in parameters)
+    lines = [
+        f"TrainState of {type(state.model).__name__}, {_step(step)}",
+        f"  model      {count:,} parameters, {_size(model)}" + (f", {dtypes}" if dtypes else ""),
+        f"  optimizer  {_optimizer(state.opt_state)}, {_size(opt_state)}",
+    ]
+    return "\n".join([*lines, *_devices(model)])
+
+
+def _arrays(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree)
+    # Keys have a size in bytes only in JAX.
+    return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)]
+
+
+def _bytes(arrays: list[Any]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _size(arrays: list[Any]) -> str:
+    return scaled(_bytes(arrays))
+
+
+def _step(step: Any) -> str:
+    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+        return "abstract"
+    if step.is_deleted():
+        return "whose arrays were donated to a step"
+    if step.ndim or not step.is_fully_replicated:
+        return f"steps {step.dtype}{list(step.shape)}"
+    return f"step {int(step.addressable_data(0)):,}"
+
+
+def _optimizer(opt_state: Any) -> str:
+    """The parts of an optimizer's state that have arrays, by the names of their types."""
+    names: dict[str, None] = {}
+
+    def visit(node: Any) -> bool:
+        if isinstance(node, tuple) and hasattr(node, "_fields") and _arrays(node):
+            names.setdefault(type(node).__name__)
+            return True
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    shown = [*names][:_SHOWN]
+    return ", ".join(shown + ["..."] * (len(names) > _SHOWN)) or "no state"
+
+
+def _devices(model: list[Any]) -> list[str]:
+    """The mesh, and the bytes of the model on each of its devices."""
+    shardings = [getattr(x, "sharding", None) for x in model]
+    named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+    if len(named) < len(model):
+        return []
+    mesh = named[0].mesh
+    if mesh.size == 1:
+        return []
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    held = sum(
+        jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype).size * x.dtype.itemsize
+        for x, sharding in zip(model, named, strict=True)
+    )
+    return [f"  mesh       {sizes}; {scaled(held)} of the model on each of {mesh.size} devices"]

@@ -20,14 +20,17 @@ REFERENCE = ("torch==2.13.0", "transformers>=5.0", "peft>=0.17")
 WORKERS = ("-n", "2", "--dist", "worksteal")
 README = Path("README.md").resolve()
 PROJECT = nox.project.load_toml("pyproject.toml")
+# What the tests import, in one order for `pip install` and for the lower bounds.
+EXTRAS = ("experiments", "gguf", "privacy", "rl", "serve", "text")
 TESTED = runpy.run_path("src/redcoast/core/_versions.py")["TESTED"]
 
 
 def install(
-    session: nox.Session, *groups: str, extras: str = "experiments,serve", pip: tuple[str, ...] = ()
+    session: nox.Session, *groups: str, extras: tuple[str, ...] = (), pip: tuple[str, ...] = ()
 ) -> None:
+    """The project with the extras of all experiments and further ones, and groups of packages."""
     packages = nox.project.dependency_groups(PROJECT, *groups)
-    session.install(*pip, "-e", f".[{extras}]", *packages)
+    session.install(*pip, "-e", f".[{','.join((*EXTRAS, *extras))}]", *packages)
 
 
 @nox.session
@@ -51,7 +54,7 @@ def versions(session: nox.Session) -> None:
     pytest."""
     interpreters, tmp = pythons(), Path(session.create_tmp()).resolve()
     oldest, newest = min(interpreters), max(interpreters)
-    lowest = lower_bounds("tests", extras=("experiments", "serve"))
+    lowest = lower_bounds("tests", extras=EXTRAS)
     python = environment_of(session, tmp / "lowest", interpreters[oldest], lowest)
     failed = [] if passes(session, python) else ["lowest versions"]
     for minor, interpreter in interpreters.items():
@@ -83,7 +86,7 @@ def environment_of(
     python = str(directory / "bin" / "python")
     pip = (python, "-m", "pip", "install", "--no-compile", "--constraint", str(bounds))
     packages = nox.project.dependency_groups(PROJECT, "tests")
-    session.run(*pip, "-e", ".[experiments,serve]", *packages, external=True)
+    session.run(*pip, "-e", f".[{','.join(EXTRAS)}]", *packages, external=True)
     return python
 
 
@@ -227,7 +230,7 @@ def launchers(session: nox.Session) -> None:
 @nox.session(name="dryrun-tpu")
 def dryrun_tpu(session: nox.Session) -> None:
     """Programs for TPUs that are not there, by their own compiler. Arguments go to pytest."""
-    install(session, "tests", extras="experiments,serve,tpu")
+    install(session, "tests", extras=("tpu",))
     options = ("-o", "python_files=*tpu_dryrun.py")
     session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
@@ -235,7 +238,7 @@ def dryrun_tpu(session: nox.Session) -> None:
 @nox.session(name="dryrun-cuda")
 def dryrun_cuda(session: nox.Session) -> None:
     """Programs for GPUs that are not there, by their own compiler. Arguments go to pytest."""
-    install(session, "tests", extras="experiments,serve,cuda12")
+    install(session, "tests", extras=("cuda12",))
     options = ("-o", "python_files=*cuda_dryrun.py")
     session.run("pytest", "tests/dryrun", *options, *session.posargs, env={"JAX_PLATFORMS": "cpu"})
 
@@ -329,7 +332,7 @@ def bench_torch(session: nox.Session) -> None:
 @nox.session
 def bench_gpu(session: nox.Session) -> None:
     """Training and generation on one GPU, against what the card could do."""
-    install(session, extras="experiments,cuda12")
+    install(session, extras=("cuda12",))
     session.run("python", "experiments/benchmarks/gpu.py", *session.posargs)
 
 

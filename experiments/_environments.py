@@ -11,14 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from _extras import from_extra
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from redcoast_cli._usage import refuse
+
+with from_extra("rl"):
+    import gymnasium
+    from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 Arrays = dict[str, Any]
 Policy = Callable[[Any, PRNGKeyArray], Any]  # (observations, key) -> actions

@@ -15,14 +15,17 @@ import numpy as np
 import optax
 from _common import end_training, make_optimizer, report, start
 from _corpus import read_texts, windows
+from _extras import from_extra
 from _images import read_images
 from _plots import plot_lines
 from _published import read_tokenizer, smollm2
-from dp_accounting.pld import privacy_loss_distribution
 
 import redcoast as rc
 from redcoast import lora
 from redcoast_cli._options import Maybe
+
+with from_extra("privacy"):
+    from dp_accounting.pld import privacy_loss_distribution
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import _options
 import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, report, start
+from _extras import from_extra
 from _glyphs import read_glyphs
 from _packages import fetch_npm
 from _plots import save_pictures
 from _published import read_tokenizer
 from PIL import Image
-from rouge_score.rouge_scorer import RougeScorer
 from sklearn.metrics import pairwise_distances_argmin
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -22,6 +22,9 @@ import redcoast as rc
 from redcoast import losses
 from redcoast.models import Captioner, CaptionerConfig, GPT2Config, ViTConfig
 from redcoast_cli._options import Maybe
+
+with from_extra("text"):
+    from rouge_score.rouge_scorer import RougeScorer
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _common import Started, confidence_95, exit_if_stopped, report, start
+from _extras import from_extra
 from _learner import mesh_of, on_one_device, prepare, run_learner, scan_steps, split_keys
 from _plots import plt
 from _replay import add, empty_buffer, sample
-from mpe2 import simple_spread_v3
 
 import redcoast as rc
 from redcoast_cli._usage import refuse
+
+with from_extra("rl"):
+    from mpe2 import simple_spread_v3
 
 AGENTS, OBSERVED, EPISODE = 3, 18, 25
 TRAINING, TESTS = 0, 1  # streams of the seeds of episodes

@@ -55,6 +55,7 @@ from .tracking._metrics import MetricsReader as MetricsReader
 from .tracking._metrics import metrics_reader as metrics_reader
 from .tracking._progress import progress_logger as progress_logger
 from .tracking._tensorboard import tensorboard_logger as tensorboard_logger
+from .tracking._trackio import trackio_logger as trackio_logger
 from .tracking._wandb import wandb_logger as wandb_logger
 from .train._average import moving_average as moving_average
 from .train._compile import compile_step as compile_step

@@ -22,6 +22,7 @@ OPTIONAL = (
     (".gguf files", ("gguf",), "gguf"),
     ("TensorBoard", ("tensorboardX",), "tensorboard"),
     ("`redcoast serve`", ("uvicorn",), "serve"),
+    ("trackio", ("trackio",), "trackio"),
     ("The experiments", ("sklearn",), "experiments"),
 )
 

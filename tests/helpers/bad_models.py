@@ -109,6 +109,8 @@ ROWS = {
         (lambda d: rc.console_logger(every="1"), TypeError, "`every` must be .* '1'"),
         (lambda d: rc.wandb_logger(project="p", config=3), TypeError, "`config` is of type int"),
         (lambda d: rc.wandb_logger(project=3), TypeError, "`project` must be .* 3"),
+        (lambda d: rc.trackio_logger(project="p", config=3), TypeError, "`config` is of type int"),
+        (lambda d: rc.trackio_logger(project=3), TypeError, "`project` must be .* 3"),
         (
             lambda d: rc.wandb_logger(project="p", close_timeout=-1),
             ValueError,

@@ -123,6 +123,19 @@ def code_version() -> dict[str, str]:
     return versions
 
 
+def plain_data(value: Any) -> Any:
+    """Converts a value for JSON; dtypes, paths, functions and other objects become text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, str | int | float | None):
+        return value
+    return getattr(value, "__name__", None) or str(value)
+
+
 @ft.cache
 def say_once(line: str) -> None:
     """Prints a line that a process needs only once."""

@@ -1,4 +1,4 @@
-"""Shows the progress of a training loop: a bar on a terminal or in a notebook, lines elsewhere."""
+"""Shows the progress of a loop: a bar on a terminal or in a notebook, lines elsewhere."""
 
 import logging
 import math
@@ -198,8 +198,8 @@ def progress(
     """Shows the progress of a loop: step, loss, throughput, time left.
 
     On a terminal and in a notebook this is a bar; elsewhere, a plain line after about five seconds,
-    then one every thirty seconds, and one for the last step. The throughput does not include the first step, to
-    exclude its compilation, or the time between `pause()` and `resume()`.
+    then one every thirty seconds, and one for the last step. The throughput does not include the
+    first step, to exclude its compilation, or the time between `pause()` and `resume()`.
 
     !!! example
 

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import html
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..core._output import say
-from ._loggers import Metrics, RunInfo, code_version, join_run
+from ._loggers import Metrics, RunInfo, code_version, join_run, plain_data
 from ._terminal import show_directory
 
 _log = logging.getLogger("redcoast")
@@ -214,7 +213,7 @@ def wandb_logger(
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
         raise ValueError(f"`queue_size` must be at least 1, but is {queue_size}.")
-    plain = _plain({} if config is None else config)
+    plain = plain_data({} if config is None else config)
     if not isinstance(plain, dict):
         raise TypeError(
             f"`config` is of type {type(config).__name__}; pass a mapping or a dataclass instance."
@@ -243,7 +242,7 @@ def _show_plan(wandb: Any, session: Any, run: RunInfo) -> None:
 
 def _add_run(wandb: Any, session: Any, run: RunInfo) -> None:
     """Adds the information about a run to a W&B run that was started before it."""
-    session.config.update({"run": _plain(run.config)}, allow_val_change=True)
+    session.config.update({"run": plain_data(run.config)}, allow_val_change=True)
     _show_plan(wandb, session, run)
     if run.directory is None:
         return
@@ -266,7 +265,7 @@ def _init_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of `wandb.init`: the user's options, and defaults for others."""
     arguments: dict[str, Any] = {**offline, **options}
-    arguments["config"] = {**options["config"], "run": _plain(run.config or code_version())}
+    arguments["config"] = {**options["config"], "run": plain_data(run.config or code_version())}
     # The loop shows its progress itself, and capturing the terminal would slow down printing.
     quiet = {"silent": True, "console": "off"}
     defaults = {k: v for k, v in quiet.items() if f"WANDB_{k.upper()}" not in os.environ}
@@ -309,16 +308,3 @@ def _skip_exit_hook() -> None:
         # An import statement would wait for an import that hangs in the thread.
         connection = sys.modules["wandb.sdk.wandb_setup"]._singleton._connection
         connection.teardown = lambda exit_code: None
-
-
-def _plain(value: Any) -> Any:
-    """Converts a value for JSON; dtypes, paths, functions and other objects become text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, str | int | float | None):
-        return value
-    return getattr(value, "__name__", None) or str(value)

@@ -108,10 +108,12 @@ def page(notebook: Cell, name: str) -> tuple[str, dict[str, bytes]]:
                 file = f"{name}_{len(pictures)}.png"
                 pictures[file] = base64.b64decode(output["data"]["image/png"])
                 parts.append(f"![The figure of the cell above]({file})")
+    # Weights that are downloaded are in a `.gguf` file.
+    extras = "experiments,gguf" if any("smollm2(" in part for part in parts) else "experiments"
     download = (
         f"To run it, [download it]({name}.ipynb), or open `docs/notebooks/{name}.ipynb` in a copy\n"
         "of the repository, in Jupyter. Install what it needs there with\n"
-        '`python -m pip install -e ".[experiments]" jupyterlab`.'
+        f'`python -m pip install -e ".[{extras}]" jupyterlab`.'
     )
     title, *rest = parts
     return "\n\n".join([title, download, *rest]) + "\n", pictures

@@ -289,9 +289,9 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
 
     **Arguments:**
 
-    - `enabled`: `None` draws a bar on a terminal and in a notebook, and elsewhere prints lines at the
-        same steps in each run of a length; `True` always draws the bar; `False` shows nothing, and
-        `fit` does not print the plan.
+    - `enabled`: `None` draws a bar on a terminal and in a notebook, and elsewhere prints lines at
+        the same steps in each run of a length; `True` always draws the bar; `False` shows nothing,
+        and `fit` does not print the plan.
     - `file`: the file to write to; standard error by default.
 
     **Returns:**

@@ -63,6 +63,17 @@ SEARCHES = {
     "profile": "howto/profiling/",
     "early stopping": "howto/best_checkpoint/",
     "flax": "migration/flax/",
+    "EMA": "training/",
+    "freeze": "howto/parameter_groups/",
+    "parameter groups": "howto/parameter_groups/",
+    "samples during training": "howto/loggers/",
+    "own dataset": "data/",
+    "DataLoader": "data/",
+    "wandb offline": "tracking/",
+    "export": "howto/export/",
+    "ONNX": "howto/export/",
+    "sweep": "howto/ensembles/",
+    "ensemble": "howto/ensembles/",
 }
 
 

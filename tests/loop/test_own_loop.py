@@ -184,7 +184,7 @@ def test_nothing_is_saved_without_checkpoints():
 def test_a_checkpointer_saves_only_inside_of_with(tmp_path):
     checkpointer = rc.Checkpointer(rc.Checkpoints(tmp_path, every=1))
     for call in (lambda: checkpointer.save(1, {}), lambda: checkpointer.wants(1)):
-        with pytest.raises(ValueError, match="only inside of its `with` statement"):
+        with pytest.raises(ValueError, match="only inside its `with` statement"):
             call()
 
 

@@ -99,7 +99,7 @@ class Checkpointer:
         **Arguments:**
 
         - `like`: a tree of the same structure, which may be abstract.
-        - `shardings`: where its arrays go.
+        - `shardings`: the shardings of its arrays.
 
         **Raises:**
 
@@ -116,7 +116,7 @@ class Checkpointer:
     def wants(
         self, step: int, metrics: Mapping[str, float] | None = None, *, epoch_end: bool = False
     ) -> bool:
-        """Whether the policy asks for a checkpoint after a step, given the evaluation after it."""
+        """Whether a checkpoint is due after a step, given the evaluation after it."""
         saver = self._open_saver()
         return saver is not None and saver.wants(step, metrics or {}, epoch_ended=epoch_end)
 
@@ -130,18 +130,18 @@ class Checkpointer:
     ) -> None:
         """Starts to save a state, whose arrays may be donated as soon as this returns.
 
-        A state of the step that was saved last is not saved again.
+        The state of the step that was saved last is not saved again.
 
         **Arguments:**
 
         - `step`: the number of steps that the state has taken.
         - `state`: any PyTree.
         - `data`: the state of the data, `batches.get_state()`, or anything else that JSON holds.
-        - `metrics`: those of an evaluation of the state.
+        - `metrics`: the metrics of an evaluation of the state.
 
         **Raises:**
 
-        `ValueError` outside of the `with` statement.
+        `ValueError` outside the `with` statement.
         """
         saver = self._open_saver()
         if saver is not None:
@@ -153,7 +153,7 @@ class Checkpointer:
     def _open_saver(self) -> Saver | None:
         if self._saver is None and self._checkpoints is not None:
             raise ValueError(
-                "A `Checkpointer` saves only inside of its `with` statement: "
+                "A `Checkpointer` saves only inside its `with` statement: "
                 "`with redcoast.Checkpointer(checkpoints) as checkpointer:`."
             )
         return self._saver

@@ -40,7 +40,7 @@ class Checkpoints:
         `fit` then also saves at each evaluation that is the best so far.
     - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is.
     - `resume`: whether to resume from the newest checkpoint in `directory`, if it has one. With
-        `False`, a directory that holds checkpoints is an error.
+        `False`, a directory that contains checkpoints raises an error.
 
     **Raises:**
 

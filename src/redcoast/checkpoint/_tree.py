@@ -50,7 +50,7 @@ _WHICH = (
 
 
 class CheckpointMismatch(ValueError):
-    """Raised if the arrays of a checkpoint are not those of the model or state to be loaded.
+    """Raised if a checkpoint does not match the model or state to be loaded.
 
     !!! Example
 

@@ -15,8 +15,7 @@ UNSAMPLED: dict[str, Any] = {"temperature": 0.0, **dict.fromkeys(_SAMPLING)}
 
 @dataclass(frozen=True)
 class Decoding:
-    """How [`redcoast.generate`][] chooses tokens. The options have the meaning that they have in
-    `transformers`.
+    """How [`redcoast.generate`][] chooses tokens. The options mean the same as in `transformers`.
 
     **Arguments:**
 
@@ -36,18 +35,18 @@ class Decoding:
         hypotheses; `False`, once no running hypothesis would be better if it ended now; `"never"`,
         once none can become better.
     - `num_return_sequences`: the number of samples, or of hypotheses, of each row.
-    - `repetition_penalty`: the logits of tokens that the prompt or the new tokens hold are divided
-        by this number if they are positive, and multiplied by it otherwise (Keskar et al., 2019,
-        <https://arxiv.org/abs/1909.05858>). Beam search applies it to log-probabilities.
+    - `repetition_penalty`: the logits of tokens that occur in the prompt or the new tokens are
+        divided by this number if they are positive, and multiplied by it otherwise (Keskar et al.,
+        2019, <https://arxiv.org/abs/1909.05858>). Beam search applies it to log-probabilities.
     - `no_repeat_ngram_size`: no sequence of this many tokens occurs twice in a row; 0 allows all.
     - `min_length`, `min_new_tokens`: a row does not end before it has this many tokens, with and
-        without its prompt, of which padding is no part.
+        without its prompt. Padding does not count.
     - `forced_bos`: the first new token of an encoder-decoder.
-    - `prefix`: the tokens that an encoder-decoder's text has after the first one, `decoder_start`,
-        and before the first new one. Whisper has its language and its task there.
-    - `forced_eos`: the tokens of which one ends a row at `max_new_tokens`.
-    - `suppress`, `begin_suppress`: tokens that are never generated, and that are not the first new
-        token.
+    - `prefix`: the tokens of an encoder-decoder between `decoder_start` and the first new token,
+        such as Whisper's language and task.
+    - `forced_eos`: tokens; a row ends with one of them at `max_new_tokens`.
+    - `suppress`, `begin_suppress`: tokens that are never generated, and tokens that are not
+        generated first.
     - `bad_words`: sequences of tokens that are never generated.
     - `eos`: the token or tokens that end a row, by default `model.config.eos`. With `()`, all rows
         have `max_new_tokens` tokens.

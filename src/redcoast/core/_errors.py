@@ -84,7 +84,7 @@ class noting:  # used like a function; a generator would take longer in each ste
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             return
-        # A loss that takes training steps itself is inside of two that would say the same.
+        # A loss that takes training steps itself is inside two that would say the same.
         for text in [self._note] if isinstance(self._note, str) else self._note(error):
             if text not in getattr(error, "__notes__", []):
                 error.add_note(text)

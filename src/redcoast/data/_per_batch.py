@@ -20,9 +20,9 @@ class PerBatch:
 def per_batch(arrays: PyTree) -> PyTree:
     """Marks arrays of a batch that do not have one row for each example.
 
-    Use it in `collate_fn` for what belongs to the batch as a whole: the nodes and edges of all of
-    its graphs, the points of all of its clouds, a bank of negatives, the weights of classes. All
-    other arrays of the batch have one row for each example.
+    Use it in `collate_fn` for arrays of the batch as a whole: the nodes and edges of all graphs,
+    the points of all point clouds, a bank of negatives, or class weights. All other arrays of the
+    batch have one row for each example.
 
     **Arguments:**
 

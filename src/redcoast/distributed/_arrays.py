@@ -76,9 +76,9 @@ def place_array(x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) 
 def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
     """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
 
-    Use it for what a custom training loop keeps besides its models, such as the environments and
-    the replay buffer of reinforcement learning, whose first dimension counts environments, or a
-    state for each client of federated learning. Each device then computes with its own rows.
+    Use it for other state of a custom training loop, such as the environments and the replay buffer
+    of reinforcement learning, whose first dimension is that of the environments, or a state for
+    each client of federated learning. Each device then computes with its own rows.
 
     **Arguments:**
 

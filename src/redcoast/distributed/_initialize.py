@@ -75,9 +75,9 @@ def initialize(
     and otherwise from SLURM, Open MPI, Cloud TPU or Kubernetes, as far as `jax.distributed`
     supports them.
 
-    If the job has only one process, nothing is connected, so that the same script also runs on one
-    machine. If a launcher's variables name several processes all the same, and `processes=1` was
-    not given, this is a warning. A second call does nothing.
+    If the job has only one process, nothing is connected, so the same script also runs on one
+    machine. If a launcher's variables name several processes nevertheless, a warning is logged,
+    unless `processes=1` is passed. A second call does nothing.
 
     **Arguments:**
 
@@ -248,7 +248,8 @@ def _with_open_mpi(job: _Job) -> _Job:
 
 
 def _unjoined() -> str:
-    """What to say of a launcher that has started several processes, of which none are joined."""
+    """The warning about a launcher that has started several processes, none of which is
+    connected."""
     counts = {name: os.environ.get(name, "").strip() for name in _LAUNCHERS}
     several = [name for name, text in counts.items() if text.isdigit() and int(text) > 1]
     if "SLURM_STEP_NODELIST" in os.environ:  # in a step, SLURM has been asked

@@ -130,7 +130,7 @@ def _times(count: int, flops: Flops) -> Flops:
 
 
 def _flops(equation: JaxprEqn, count: int) -> Flops:
-    """The operations of so many multiply-adds, by the wider of the operands' dtypes."""
+    """The operations of a number of multiply-adds, by the wider of the operands' dtypes."""
     operands: Any = equation.invars[:2]
     dtype = max((atom.aval.dtype for atom in operands), key=lambda one: one.itemsize)
     each = 8 if jnp.issubdtype(dtype, jnp.complexfloating) else 2

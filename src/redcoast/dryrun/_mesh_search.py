@@ -73,9 +73,8 @@ def suggest_mesh(
     - `batch`: PyTree of arrays or `jax.ShapeDtypeStruct`s, batch dimension first: the global batch
         of a step, over all devices.
     - `optimizer`: an optax optimizer.
-    - `target`: the name of devices that need not be present, such as `"v4:2x2x2"`,
-        `"a100-80gb:8"`, or `"cpu:8"`. By default the attached devices, of which only the memory is
-        known.
+    - `target`: the name of devices that need not be present, such as `"v4:2x2x2"`, `"a100-80gb:8"`,
+        or `"cpu:8"`. By default the attached devices, for which only the memory is known.
     - `compiled`: the number of meshes to compile. If none of them fits, up to as many more are
         compiled until one does, those with the least estimated memory first.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].

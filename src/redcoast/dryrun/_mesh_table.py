@@ -44,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class MeshSuggestion(Mapping[str, Any]):
-    """The sizes of `data`, `fsdp`, `model` and maybe `pipe`, ready for `make_mesh(**suggestion)`.
+    """The sizes of `data`, `fsdp`, `model` and optionally `pipe`, for `make_mesh(**suggestion)`.
 
     `str(suggestion)` is a table of all meshes that were compared. Meshes with the same figures
     share a line. The columns below `planned` are the planner's estimates. Those below `compiled`

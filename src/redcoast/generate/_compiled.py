@@ -1,4 +1,4 @@
-"""Calls outside of `jax.jit`: compiled once for each bucket of shapes, and cached."""
+"""Calls outside `jax.jit`: compiled once for each bucket of shapes, and cached."""
 
 import functools as ft
 from typing import Any

@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
     - `number`: the number of the step; the first of a run is 1.
     - `state`: the state after it. The next step donates it.
-    - `metrics`: what the step returned besides; reading it waits for the devices.
+    - `metrics`: the metrics that the step returned; reading them waits for the devices.
     - `batch`: the [`redcoast.Batch`][] that it was trained on.
     """
 

@@ -37,7 +37,7 @@ def add_adapters(
     **Arguments:**
 
     - `model`: a model of `redcoast.models`, or any PyTree that contains such models or
-        `eqx.nn.Linear`; concrete, or abstract inside of `eqx.filter_eval_shape`.
+        `eqx.nn.Linear`; concrete, or abstract inside `eqx.filter_eval_shape`.
     - `rank`: the rank of A B, usually 4 to 64.
     - `targets`: one or several regular expressions, which are searched in the paths of the
         matrices, such as `"layers/w[qkvo]"`, or `"."` for all matrices.

@@ -96,8 +96,8 @@ def full_view(
     *,
     window: int | None = None,
 ) -> Visible:
-    """Returns a bidirectional mask: each query sees all real keys of its row or segment, of which a
-    `window` leaves so many slots before and after it, its own included in both."""
+    """Returns a bidirectional mask: each query sees all real keys of its row or segment. With
+    `window`, it sees this many slots before and after it, each including its own."""
     if window is not None:
         both = None if segments is None else (segments, segments)
         view = View(_unless_known(real), segments=both, window=window)

@@ -157,5 +157,5 @@ def initial_mlp(
 
 
 def look_up(table: Any, ids: Integer[AnyArray, "#batch seq"]) -> Float[Array, "batch seq width"]:
-    """Returns rows of an array, and NaN for ids outside of it, which indexing would clamp."""
+    """Returns rows of an array, and NaN for ids outside it, which indexing would clamp."""
     return jnp.take(table, ids, axis=0)

@@ -120,7 +120,7 @@ class Yarn:
 def yarn_frequencies(head_dim: int, base: int | float, scaling: Yarn) -> Float[np.ndarray, " half"]:
     """Returns `rotary_frequencies`, scaled."""
     frequencies = rotary_frequencies(head_dim, base)
-    # The pair that rotates so many times in the original context.
+    # The pair that rotates this many times in the original context.
     pair = lambda turns: (
         head_dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(base))
     )

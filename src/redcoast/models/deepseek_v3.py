@@ -41,7 +41,7 @@ class DeepseekV3Config(DecoderConfig):
       that each token is routed to.
     - `shared`: the number of experts that every token passes, in each layer.
     - `groups`, `chosen_groups`: the experts are divided into groups of equal size; a token is
-      routed to experts in so many of them.
+      routed to experts in this many of them.
     - `weights_sum_to_one`, `route_scale`: whether the weights of a token's routed experts are
       divided by their sum, and what they are multiplied by then.
     - `q_rank`, `kv_rank`: the sizes of the latent features that queries, and keys and values, are

@@ -188,7 +188,7 @@ class Dinov2(eqx.Module):
         return self._norm(self._run(pixels, masked, (), key)[0])
 
     def _run(self, pixels: Array, masked: Any, wanted: tuple[int, ...], key: Any) -> Any:
-        """The hidden states, and those after so many layers."""
+        """The hidden states, and the hidden states after the given numbers of layers."""
         embed_key, key = split_key(key, 2)
         c = self.config
         x = embed_any_size(self, pixels)

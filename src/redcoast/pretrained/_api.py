@@ -104,8 +104,8 @@ def save_pretrained(
 
     `ValueError` if `path` exists and is not an empty directory, if `model` is not a model of
     `redcoast.models`, if its arrays do not match its configuration, or if it has LoRA adapters,
-    which must be merged first. `TypeError` if `card` is not a mapping, or if what it says for the
-    front matter is no text. `FileNotFoundError` if there is no directory `tokenizer`.
+    which must be merged first. `TypeError` if `card` is not a mapping, or if an entry of its front
+    matter is not text. `FileNotFoundError` if there is no directory `tokenizer`.
 
     !!! Example
 

@@ -11,7 +11,7 @@ def file_inside(directory: Path, name: str) -> Path:
 
     **Raises:**
 
-    `ValueError` if the file is outside of the directory.
+    `ValueError` if the file is outside the directory.
     """
     if not isinstance(name, str) or "\0" in name or Path(name).is_absolute():
         raise ValueError(f"{directory} refers to {name!r}, which is not the name of a file in it.")
@@ -22,7 +22,7 @@ def file_inside(directory: Path, name: str) -> Path:
     path = directory / name
     if not any(path.resolve().is_relative_to(place) for place in places) or ".." in path.parts:
         raise ValueError(
-            f"{path} leads out of its directory, to {path.resolve()}, but only files inside of the "
+            f"{path} leads out of its directory, to {path.resolve()}, but only files inside the "
             "directory are read. If you trust the file, copy it into the directory."
         )
     return path

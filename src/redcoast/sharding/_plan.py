@@ -33,7 +33,7 @@ class Plan:
         each leaf that is not an array.
     - `mesh`: The mesh.
     - `report`: A [`redcoast.PlanReport`][]: the figures of the plan, and the reason for each array.
-    - `compute`: How the model's arrays are computed with: `dims`, for each array the dimension that
+    - `compute`: How the program uses the model's arrays: `dims`, for each array the dimension that
         is tensor-parallel over `model`, or `None`; and `batch_axes`. `constants` has the same for
         large arrays that the function closes over.
     """
@@ -82,7 +82,7 @@ class Plan:
         return draw_table(self.report)
 
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its activations sharded as the plan shards the model.
+        """Returns the function with its activations constrained to the plan.
 
         The results of contractions, convolutions and lookups, and the carries of loops, are
         constrained with `jax.lax.with_sharding_constraint`, so that the compiler does not choose

@@ -23,7 +23,7 @@ def moving_average(old: PyTree, new: PyTree, decay: float | Float[Array, ""]) ->
 
     **Raises:**
 
-    `ValueError` if the trees differ, or if `decay` is a number outside of [0, 1].
+    `ValueError` if the trees differ, or if `decay` is a number outside [0, 1].
 
     !!! Example
 

@@ -139,7 +139,7 @@ class CompiledStep:
         self._overdue = overdue_on(mesh)
         # Caches the partition of the last returned state, because partitioning a tree of many
         # modules costs more than a small step. Weak references identify its frozen modules and the
-        # arrays outside of them. What can be changed in place is taken apart again.
+        # arrays outside them. What can be changed in place is taken apart again.
         self._last: tuple[list[_Part], _Program] | None = None
         self._constants: Static | None = None  # of the last call
         self._closed_over: dict[Any, list[Any]] = {}  # the arrays of each jitted step's closure

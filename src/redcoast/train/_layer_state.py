@@ -67,7 +67,7 @@ def _is_frozen(model: PyTree) -> bool:
 
 
 def _has_state_index(x: Any) -> bool:
-    """Whether a module itself, and not one inside of it, has a `StateIndex`."""
+    """Whether a module itself, and not one inside it, has a `StateIndex`."""
     if not isinstance(x, eqx.Module):
         return False
     inside = lambda y: isinstance(y, eqx.Module)

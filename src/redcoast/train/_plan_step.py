@@ -46,8 +46,8 @@ def plan_step(
         such as the `spec` of [`redcoast.Batches`][].
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
-    - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each
-        of its parts goes through the pipeline in so many microbatches.
+    - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each of
+        its parts goes through the pipeline in this many microbatches.
 
     **Returns:**
 

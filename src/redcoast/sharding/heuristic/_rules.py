@@ -321,7 +321,7 @@ def _shard_tables(root: Group, residual: set[int], n: int) -> Splits:
 
 
 def _shard_heads(root: Group, done: Splits, sizes: set[int], n: int) -> Splits:
-    """Shards matrices outside of layers that have the vocabulary on one side, and their biases."""
+    """Shards matrices outside layers that have the vocabulary on one side, and their biases."""
     splits: Splits = {}
     for matrix in root.matrices():
         dims = [d for d in (*matrix.outs, *matrix.ins) if matrix.weight.shape[d] in sizes]

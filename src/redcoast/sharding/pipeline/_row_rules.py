@@ -67,7 +67,7 @@ def _elementwise(pair: Pair, inputs: Sequence[State]) -> State:
         if not isinstance(found, Rows) or state is not None or not shape:
             continue
         if len(shape) != rank or shape[found.dim] != 1:
-            raise Mixed(f"`{pair.name}` combines rows with an array of as many elements")
+            raise Mixed(f"`{pair.name}` combines rows with an array of the same length")
     return found
 
 
@@ -115,7 +115,7 @@ def _reshape(pair: Pair, inputs: Sequence[State]) -> State:
     made = _made(pair)
     outer, left = divmod(before, prod(new[: made.dim]))
     if left or new[made.dim] % (outer * rows):
-        raise Mixed("`reshape` tears rows apart")
+        raise Mixed("`reshape` splits rows")
     return Rows(made.dim, outer, new[made.dim] // (outer * rows))
 
 
@@ -173,7 +173,7 @@ def _along(key: str) -> Rule:
 
 def _all_rows(pair: Pair, inputs: Sequence[State]) -> State:
     if not all(inputs):
-        raise Mixed(f"`{pair.name}` combines rows with an array of as many elements")
+        raise Mixed(f"`{pair.name}` combines rows with an array of the same length")
     return join_rows(pair, inputs)
 
 
@@ -198,7 +198,7 @@ def _dot(pair: Pair, inputs: Sequence[State]) -> State:
         if state.dim in batched[side]:
             place = batched[side].index(state.dim)
             if inputs[1 - side] is None:
-                raise Mixed("`dot_general` combines rows with an array of as many elements")
+                raise Mixed("`dot_general` combines rows with an array of the same length")
         else:
             used = (*contracted[side], *batched[side])
             free = [d for d in range(len(pair.shape(side))) if d not in used]
@@ -217,7 +217,7 @@ def _sums_rows(pair: Pair, inputs: Sequence[State]) -> bool:
     if not any(summed):
         return False
     if not (isinstance(one, Rows) and isinstance(other, Rows) and all(summed)):
-        raise Mixed("`dot_general` sums over rows with an array of as many elements")
+        raise Mixed("`dot_general` sums over rows with an array of the same length")
     if ours.index(one.dim) != theirs.index(other.dim):
         raise Mixed("`dot_general` combines rows with other rows")
     join_rows(pair, [one, other.at(one.dim)])
@@ -233,7 +233,7 @@ def _gather(pair: Pair, inputs: Sequence[State]) -> State:
         if not isinstance(indices, Rows):
             raise Mixed("`gather` makes rows")
         if indices.dim in numbers.start_indices_batching_dims:
-            raise Mixed("`gather` combines rows with an array of as many elements")
+            raise Mixed("`gather` combines rows with an array of the same length")
         return indices.at(outer[indices.dim])
     if operand.dim in batching:
         place = numbers.start_indices_batching_dims[batching.index(operand.dim)]
@@ -254,7 +254,7 @@ def _scatter(pair: Pair, inputs: Sequence[State]) -> State:
     operand, indices, updates = inputs
     numbers = pair.params["dimension_numbers"]
     if not isinstance(operand, Rows) or not isinstance(updates, Rows):
-        raise Mixed("`scatter` writes rows to an array of as many elements")
+        raise Mixed("`scatter` writes rows to an array of the same length")
     rank = len(pair.shape(2))
     if operand.dim in numbers.operand_batching_dims:
         place = numbers.scatter_indices_batching_dims[

@@ -271,5 +271,5 @@ def _place(state: State) -> Place:
     if not isinstance(state, Rows):
         return state
     if (state.outer or 1, state.inner) != (1, 1):
-        raise Mixed("a dimension of rows is merged with another one outside of the layers")
+        raise Mixed("a dimension of rows is merged with another one outside the layers")
     return state.dim

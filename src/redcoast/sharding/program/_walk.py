@@ -173,7 +173,7 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
 
 def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value]) -> Walked:
     # A loop with a derivative of its own, such as attention in blocks, keeps its results and
-    # computes what happens inside of it again.
+    # computes what happens inside it again.
     recomputes = call.kind is CallKind.CUSTOM_VJP and any(
         isinstance(control_flow(inner), Scan | While)
         for jaxpr in inner_jaxprs(equation)

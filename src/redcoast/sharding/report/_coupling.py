@@ -231,7 +231,8 @@ def _lookup(search: _Search, one: _Operation) -> bool:
 def _reorders(search: _Search, one: _Operation) -> bool:
     """Whether an operation reverses, selects or splits the examples, or transforms along them.
 
-    A part of an array with more rows, such as one of real and of generated examples, is none.
+    A part of an array with more rows, such as the real examples among real and generated ones, is
+    not.
     """
     if not one.known or isinstance(one.equation.invars[0], Literal):
         return False

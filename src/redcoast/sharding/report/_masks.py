@@ -1,6 +1,6 @@
 """Random masks, as of dropout, that are the same for every example of a batch.
 
-They are drawn from one key outside of `jax.vmap`, or for a shape without the batch dimension.
+They are drawn from one key outside `jax.vmap`, or for a shape without the batch dimension.
 """
 
 from collections.abc import Callable, Sequence

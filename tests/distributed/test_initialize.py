@@ -209,16 +209,16 @@ def test_variables_of_torchrun(changes, expected, monkeypatch):
     [
         (
             {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "2"},
-            ("SKYPILOT_NUM_NODES=3 says that SkyPilot", "=3` and `process_id=2` (this is SKYPILOT"),
+            ("SKYPILOT_NUM_NODES=3, so SkyPilot", "=3` and `process_id=2` (this is SKYPILOT"),
         ),
         (
             {"PMI_SIZE": "2", "PMI_RANK": "1"},
-            ("that MPICH has", "=1` (this is PMI_RANK)"),
+            ("so MPICH has", "=1` (this is PMI_RANK)"),
         ),
-        ({"WORLD_SIZE": "4"}, ("that torchrun has", "`processes=4` and `process_id=...`, or set")),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("that Open MPI has",)),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("that SLURM has", "`processes=8`")),
-        ({"SLURM_NNODES": "2"}, ("that SLURM has",)),
+        ({"WORLD_SIZE": "4"}, ("so torchrun has", "`processes=4` and `process_id=...`, or set")),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("so Open MPI has",)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ("so SLURM has", "`processes=8`")),
+        ({"SLURM_NNODES": "2"}, ("so SLURM has",)),
         ({"JOB_COMPLETION_INDEX": "1"}, ("Indexed Job", "`processes=...` and `process_id=1`")),
     ],
 )
@@ -230,8 +230,8 @@ def test_unconnected_processes_of_a_launcher_warn(variables, words, monkeypatch,
     assert not jax.distributed.is_initialized()
     for word in (
         *words,
-        "this one has joined no other",
-        "to be alone, pass `processes=1`",
+        "this process is connected to no other",
+        "alone, pass `processes=1`",
     ):
         assert word in caplog.text
     caplog.clear()

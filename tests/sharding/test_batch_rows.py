@@ -252,13 +252,13 @@ def words(plan):
         (
             lambda p, x, key: size(network(p, normal(key, 400, WIDTH))) + size(network(p, x)),
             400 / 464,
-            "the 400 rows that the program makes are not as many as those of the batch (64); "
+            "the 400 rows that the program makes differ in number from the batch (64); "
             "`jax.lax.with_sharding_constraint` on them splits them too",
         ),
         (
             lambda p, x, key: size(network(p, normal(key, 99, WIDTH))) + size(network(p, x)),
             99 / 163,
-            "the 99 rows that the program makes are not as many as those of the batch (64), and do "
+            "the 99 rows that the program makes differ in number from the batch (64), and do "
             "not divide over 8 devices",
         ),
         (

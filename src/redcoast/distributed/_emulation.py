@@ -50,8 +50,8 @@ def warn_of_few_threads() -> None:
     if count > 1 and threads < _FEWEST * count and "threads" not in _warned:
         _warned.add("threads")
         logger.warning(
-            "%d emulated devices share %d threads, and a program with several collectives at a "
-            "time may wait for ever. %s",
+            "%d emulated devices share %d threads, and a program with several concurrent "
+            "collectives may deadlock. %s",
             *(count, threads, _remedy(count)),
         )
 

@@ -264,12 +264,12 @@ def _unjoined() -> str:
         return ""
     own = os.environ.get(rank)
     return (
-        f"{saw} says that {launcher} has started several processes, but this one has joined no "
-        "other, and does all of the work alone. Pass `coordinator`, host:port of the machine of "
+        f"{saw}, so {launcher} has started several processes, but this process is connected to "
+        "no other, and does all of the work. Pass `coordinator`, host:port of the machine of "
         f"process 0, `processes={number}` and `process_id={own or '...'}`"
         + (f" (this is {rank})" if own else "")
-        + ", or set REDCOAST_COORDINATOR, REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. If it is to "
-        "be alone, pass `processes=1`."
+        + ", or set REDCOAST_COORDINATOR, REDCOAST_PROCESSES and REDCOAST_PROCESS_ID. To run it "
+        "alone, pass `processes=1`."
     )
 
 
@@ -287,7 +287,7 @@ def _join(job: _Job, timeout: int | float) -> None:
         raise ValueError(
             "JAX was used in this process before `initialize`, and has already chosen its devices. "
             "Call `initialize` at the top of the script, before anything that makes an array or "
-            "asks for devices."
+            "calls `jax.devices()`."
         )
     host, _ = split_address(coordinator)
     here = meet(coordinator, processes, number, timeout)

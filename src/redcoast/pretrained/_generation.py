@@ -95,11 +95,11 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     if unserved:
         warn(
             f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
-            f"that are left out: {'; '.join(unserved)}."
+            f"that are ignored: {'; '.join(unserved)}."
         )
     if invalid:
         warn(
-            f"{where} sets options of decoding that are not valid, and that are left out: "
+            f"{where} sets invalid options of decoding, which are ignored: "
             f"{'; '.join(invalid)}. Pass `decoding` to `load_pretrained`, or options to `generate`."
         )
     return decoding
@@ -215,8 +215,8 @@ def with_generation(
             invalid.append(f"`{name}`, which is {short_repr(value)} ({error})")
     if invalid:
         warn(
-            f"{path / GENERATION} has tokens that are not valid, in place of which those of "
-            f"{SETTINGS} are used: {'; '.join(invalid)}."
+            f"{path / GENERATION} has invalid tokens, so the tokens of {SETTINGS} are used: "
+            f"{'; '.join(invalid)}."
         )
     return config
 

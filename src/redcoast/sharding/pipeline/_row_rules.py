@@ -238,7 +238,7 @@ def _gather(pair: Pair, inputs: Sequence[State]) -> State:
     if operand.dim in batching:
         place = numbers.start_indices_batching_dims[batching.index(operand.dim)]
         if not isinstance(indices, Rows) or indices.dim != place:
-            raise Mixed("`gather` takes rows of other rows")
+            raise Mixed("`gather` indexes rows by other rows")
         return join_rows(pair, [operand.at(outer[place]), indices.at(outer[place])])
     dropped = (*numbers.collapsed_slice_dims, *batching, *numbers.start_index_map)
     if indices is not None or operand.dim in dropped:

@@ -80,7 +80,7 @@ def _sentence(size: int, against: str, batch: Sequence[int], count: int) -> str:
         return f"most operations on {rows} are combined with rows of the batch"
     if against == WHOLE:
         return f"the program constrains {rows} to be replicated"
-    few = f"{rows} are not as many as those of the batch ({', '.join(f'{n:,}' for n in batch)})"
+    few = f"{rows} differ in number from the batch ({', '.join(f'{n:,}' for n in batch)})"
     if size % count:
         return f"{few}, and do not divide over {count} devices"
     return f"{few}; `jax.lax.with_sharding_constraint` on them splits them too"

@@ -264,7 +264,7 @@ def words(plan):
         (
             lambda p, x, key: size(network(p, CONSTANT)) + size(network(p, x)),
             1 / 2,
-            "none of its dimensions is linked to those of the batch",
+            "none of its dimensions is linked to the batch",
         ),
     ],
 )

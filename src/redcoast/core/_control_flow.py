@@ -60,7 +60,7 @@ class Scan:
     carry: int
 
     def split(self, items: Items) -> tuple[Items, Items, Items]:
-        """Splits items, one for each operand, into those of the constants, carry and scanned."""
+        """Splits items, one for each operand: the constants, the carry and the scanned ones."""
         scanned = self.consts + self.carry
         parts = items[: self.consts], items[self.consts : scanned], items[scanned:]
         return cast(tuple[Items, Items, Items], parts)
@@ -76,7 +76,7 @@ class While:
     body_consts: int
 
     def split(self, items: Items) -> tuple[Items, Items, Items]:
-        """Splits items, one for each operand, into those of the two constants and the carry."""
+        """Splits items, one for each operand: the constants of both functions and the carry."""
         carry = self.cond_consts + self.body_consts
         parts = items[: self.cond_consts], items[self.cond_consts : carry], items[carry:]
         return cast(tuple[Items, Items, Items], parts)
@@ -113,7 +113,7 @@ class Call:
 
     @property
     def has_derivative(self) -> bool:
-        """Whether the derivative of the call is not that of its jaxpr."""
+        """Whether the call has another derivative than its jaxpr."""
         return self.kind not in (CallKind.PLAIN, CallKind.REMAT)
 
 

@@ -19,7 +19,7 @@ def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bo
     """Whether others may have the memory of each array, or of the arrays in each container.
 
     They may if more refers to an array, to one that it is a view of, or to a dict or list, than
-    `objects`; if the memory is not NumPy's, as that of a memory map; and if it is a JAX array on
+    `objects`; if the memory is not NumPy's, such as a memory map's; and if it is a JAX array on
     the CPU, which may be a view of a NumPy array.
 
     **Arguments:**
@@ -46,7 +46,7 @@ def _kind(cls: type) -> type | None:
 
 
 def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
-    """Counts a reference to an object, and those of the object to others."""
+    """Counts a reference to an object, and its references to others."""
     kind = _kind(type(x))
     if kind is None:
         return

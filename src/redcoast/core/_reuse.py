@@ -104,7 +104,7 @@ def bindings(fn: Any) -> list[Any]:
     """Returns a function, and the objects that it and the functions it calls read by name.
 
     Names in closures are followed into all functions, names in modules into functions of the same
-    module. Attributes that can be set, such as those of a configuration, count as names. Names that
+    module. Attributes that can be set, such as a configuration's, count as names. Names that
     a function itself assigns to are left out.
     """
     found, seen, todo = [], set(), [fn]

@@ -109,7 +109,7 @@ def _differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _first_difference(name: str, listing: Listing) -> str:
-    """Describes the first line that differs in any process from that of process 0."""
+    """Describes the first line that differs between process 0 and any other process."""
     own = [checksum(line.encode()) for line in listing.lines[:_MOST]]
     first = decide("the lines of process 0", own)
     pairs = zip(own, first, strict=False)

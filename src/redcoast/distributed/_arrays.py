@@ -77,7 +77,7 @@ def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[Named
     """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
 
     Use it for other state of a custom training loop, such as the environments and the replay buffer
-    of reinforcement learning, whose first dimension is that of the environments, or a state for
+    of reinforcement learning, whose first dimension is the environment, or a state for
     each client of federated learning. Each device then computes with its own rows.
 
     **Arguments:**

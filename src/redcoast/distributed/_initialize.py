@@ -154,12 +154,12 @@ def _check_same(asked: _Job) -> None:
 
 
 def _fill(job: _Job, **found: Any) -> _Job:
-    """Sets those of the values that are not known yet."""
+    """Sets the values that are not known yet."""
     return replace(job, **{name: x for name, x in found.items() if getattr(job, name) is None})
 
 
 def _with_variables(job: _Job) -> _Job:
-    """Fills in missing arguments from the variables of REDCOAST_, and then from those of JAX."""
+    """Fills in missing arguments from the variables of REDCOAST_, and then from JAX's."""
     names = ("coordinator", "processes", "process_id", "local_devices")
     ours = {name: f"REDCOAST_{name.upper()}" for name in names}
     for variables in (ours, _OF_JAX):
@@ -218,7 +218,7 @@ def _with_torchrun(job: _Job) -> _Job:
 def _with_launcher(job: _Job, timeout: int | float) -> _Job:
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
-    # A pod outside an Indexed Job, such as that of a notebook, has no other processes.
+    # A pod outside an Indexed Job, such as a notebook's, has no other processes.
     alone = () if "JOB_COMPLETION_INDEX" in os.environ else ("K8sCluster",)
     given = (x for x in launchers() if x.__name__ not in alone and not x.opt_in_only_method)
     launcher = next((x for x in given if x.is_env_present()), None)

@@ -48,7 +48,7 @@ def make_mesh(
     **Returns:**
 
     A `jax.sharding.Mesh` with all three axes (of size 1 if unused), of type `AxisType.Auto`; with
-    more than one stage, `"pipe"` is a fourth axis before them. Devices with fast links (those of
+    more than one stage, `"pipe"` is a fourth axis before them. Devices with fast links (in
     one host or one slice) are neighbours along `model`; slower links connect the devices along
     `data`, and the slowest the stages.
 

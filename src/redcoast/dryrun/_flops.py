@@ -92,7 +92,7 @@ def _count(jaxpr: AnyJaxpr, inputs: Sequence[Value] | None = None) -> Flops:
 
 
 def _count_equation(equation: JaxprEqn, known: list[Value]) -> Flops:
-    """The operations of an equation, with those of all jaxprs that it runs."""
+    """The operations of an equation, including all jaxprs that it runs."""
     if (count := multiply_adds(equation)) is not None:
         return _flops(equation, count // prod(equation.params.get("lhs_dilation", ())))
     match control_flow(equation):

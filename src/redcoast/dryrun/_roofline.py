@@ -85,7 +85,7 @@ def peak(chip: Chip, dtype: str) -> int | float:
 
 
 def bandwidth(axes: str, bandwidths: Mapping[str, int | float]) -> int | float:
-    """The bandwidth along some axes together; by default that of the fastest of these axes, or of
+    """The bandwidth along some axes together; by default the bandwidth of the fastest, or of
     all axes if none of these is listed."""
     if axes in bandwidths:
         return bandwidths[axes]

@@ -47,7 +47,7 @@ def add_adapters(
     **Returns:**
 
     The model with a [`redcoast.lora.LowRank`][] in place of each matched weight. The dtype of `a`
-    and `b` is float32, or that of the weight if it is wider.
+    and `b` is float32, or the weight's dtype if it is wider.
 
     **Raises:**
 

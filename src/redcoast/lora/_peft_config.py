@@ -38,7 +38,7 @@ _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 class PeftConfig:
     """The settings that determine the scale of each adapter.
 
-    - `alpha`, `alphas`: the default alpha, and those of modules that match a pattern.
+    - `alpha`, `alphas`: the default alpha, and alphas of modules that match a pattern.
     - `by_root`: whether alpha is divided by the square root of the rank instead of the rank.
     - `saved`: the modules that are saved entirely.
     - `stays_tied`: whether a head that shares the weights of an embedding follows one that is saved

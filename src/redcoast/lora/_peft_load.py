@@ -34,7 +34,7 @@ class Slot:
     """A weight that may have an adapter.
 
     - `tensors`: the published tensors of the two factors of the adapter.
-    - `filed`: the name of the weight in files, which may differ from that of the live module.
+    - `filed`: the name of the weight in files, which may differ from the live module's name.
     - `sides`: the shapes of the weight's stack, inputs and outputs.
     """
 
@@ -116,7 +116,7 @@ def load_adapters(model: Any, path: str | Path) -> Any:
 
     **Returns:**
 
-    The model with adapters. Their dtype is that of the file. [`redcoast.lora.save_adapters`][]
+    The model with adapters. They have the dtype of the file. [`redcoast.lora.save_adapters`][]
     saves the replaced modules with them.
 
     **Raises:**
@@ -199,7 +199,7 @@ def _saved_with(
     stored: Mapping[str, Stored],
     config: PeftConfig,
 ) -> tuple[str, ...]:
-    """Returns the modules that differ from those of the model, by names that PEFT knows."""
+    """Returns the modules that differ from the model's, by names that PEFT knows."""
     leaves, names = _leaves(model), {}
     for path, array in replaced.items():
         tensors = tensor_names(whole[path], array.shape).values()
@@ -259,14 +259,14 @@ def _stored(model: Any, path: Path) -> dict[str, Stored]:
 
 
 def _outside_of_base(model: Any) -> list[str]:
-    """Returns the names of tensors that the base model lacks, such as those of heads."""
+    """Returns the names of tensors that the base model lacks, such as heads."""
     base = getattr(hf_names(model.config), "BASE_PREFIX", "")
     names = [*tied_heads(model), *(name.removeprefix(PREFIX) for name in _shapes(model))]
     return [name for name in names if not name.startswith(base)]
 
 
 def _check_vocabulary(model: Any, stored: Mapping[str, Stored], path: Path) -> None:
-    """Raises if the tensors are those of a model whose vocabulary was resized."""
+    """Raises if the tensors are from a model whose vocabulary was resized."""
     shapes = _shapes(model)
     shapes |= {PREFIX + head: shapes[PREFIX + embed] for head, embed in tied_heads(model).items()}
     vocab = getattr(model.config, "vocab", None)
@@ -275,7 +275,7 @@ def _check_vocabulary(model: Any, stored: Mapping[str, Stored], path: Path) -> N
         if right[:1] == (vocab,) and x.shape[1:] == right[1:] and x.shape[0] != vocab:
             raise ValueError(
                 f"The adapters in {path} were trained with a vocabulary of {x.shape[0]} tokens "
-                f"({name.removeprefix(PREFIX)} is {x.shape}), but that of the model has {vocab}. "
+                f"({name.removeprefix(PREFIX)} is {x.shape}), but the model's has {vocab}. "
                 f"Resize it in `transformers` (`resize_token_embeddings({x.shape[0]})`), merge the "
                 "adapters with PEFT (`merge_and_unload`), and load the merged model."
             )

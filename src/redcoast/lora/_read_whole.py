@@ -13,7 +13,7 @@ from ..pretrained._tensors import Tensor, tensor_names
 
 
 def read_whole(tensor: Tensor, leaf: Any, stored: Mapping[str, Stored]) -> Any:
-    """Reads the tensors of an array; where the file lacks some, those of `leaf` stay."""
+    """Reads the tensors of an array; tensors that the file lacks are taken from `leaf`."""
     names = tensor_names(tensor, leaf.shape)
     if all(name in stored for name in names.values()):
         window = locate(tensor, leaf.shape, tuple(slice(n) for n in leaf.shape))

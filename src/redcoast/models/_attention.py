@@ -209,7 +209,7 @@ def attend_near(
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Attention of a layer that has a window if it is `local`, in a scan over both kinds of layers.
 
-    `visible` is what queries see without and with the window. The other arguments are those of
+    `visible` is what queries see without and with the window. The other arguments are as for
     `attend`.
     """
     all_, near = visible

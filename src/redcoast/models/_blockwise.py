@@ -77,7 +77,7 @@ def attend_in_blocks(
 ) -> Float[Array, "batch queries heads value_dim"]:
     """Scaled dot-product attention with the memory of one block of scores.
 
-    The arguments are those of `attend`. Dropout draws other numbers, which depend on the slot of a
+    The arguments are as for `attend`. Dropout draws other numbers, which depend on the slot of a
     query and not on how queries are divided.
     """
     queries, keys = q.shape[1], k.shape[1]

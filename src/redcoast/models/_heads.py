@@ -98,8 +98,8 @@ def with_head(
     **Returns:**
 
     A model whose call returns logits of shape (batch, labels), or (batch, seq, labels) with
-    `of_tokens`. The encoder's arrays are those of `model`. The new arrays have the same dtype and
-    are replicated over its mesh.
+    `of_tokens`. The encoder's arrays are the same as in `model`. The new arrays have the same
+    dtype and are replicated over its mesh.
 
     **Raises:**
 

@@ -1,4 +1,4 @@
-"""Arrays that callers pass to models: those of JAX, or those of NumPy that tokenizers return."""
+"""Arrays that callers pass to models: JAX arrays, or NumPy arrays of tokenizers."""
 
 import numpy as np
 from jaxtyping import Array, Bool, Integer

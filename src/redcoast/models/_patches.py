@@ -187,8 +187,8 @@ def final_norm(
 def resample(
     table: Float[Array, "positions width"], side: int, grid: tuple[int, int], *, filtered: bool
 ) -> Float[Array, "patches width"]:
-    """Returns the positions of a grid of patches, given those of `side` by `side` patches: by
-    bicubic resampling, as PyTorch computes it.
+    """Returns the positions of a grid of patches, given the positions of `side` by `side` patches,
+    by bicubic resampling, as PyTorch computes it.
 
     **Arguments:**
 

@@ -132,7 +132,7 @@ class Captioner(eqx.Module):
     ) -> Float[Array, "batch seq features"]:
         """Returns the final hidden states, from which `unembed` computes the logits.
 
-        The arguments are those of `__call__`.
+        The arguments are as for `__call__`.
         """
         encoder_key, key = split_key(key, 2)
         memory = self.encode(pixels, mask=mask, key=encoder_key)

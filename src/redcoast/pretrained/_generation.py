@@ -82,8 +82,8 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     options["prefix"] = ("forced_decoder_ids", prefix)
     if unknown:
         unserved.append(
-            "the detection of the language (pass those of the language, of the task and of the "
-            "absence of timestamps as `prefix`)"
+            "the detection of the language (pass the tokens of the language, of the task and "
+            "of the absence of timestamps as `prefix`)"
         )
     if given.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):

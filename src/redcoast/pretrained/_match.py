@@ -81,7 +81,7 @@ def match(
     where: Any,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Stored]:
-    """Finds the stored tensor for each needed one. `settings` are those of the file, for messages.
+    """Finds the stored tensor for each needed one. `settings` are the file's, for messages.
 
     **Raises:**
 

@@ -74,8 +74,8 @@ def warn_of_shared_masks(lines: Sequence[str]) -> None:
     if lines:
         where = f" ({several([line for line in lines if line])})" if any(lines) else ""
         warn(
-            f"A random mask{where} is the same for every example of a batch, as that of dropout "
-            "with one key under `jax.vmap`. Use a key for each example: "
+            f"A random mask{where} is the same for every example of a batch, such as the "
+            "mask of dropout with one key under `jax.vmap`. Use a key for each example: "
             "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
         )
 

@@ -149,7 +149,7 @@ def _comparison(scope: CallScope) -> tuple[Value, str, Value] | None:
 
 
 def _value(scope: CallScope, name: str, place: int | None) -> Value:
-    """An instruction's value, or that of the element of its result at `place`; None if unknown."""
+    """An instruction's value, or the element of its result at `place`; None if unknown."""
     instruction = lookup(scope.computation, name)
     match instruction.opcode:
         case "constant":

@@ -147,7 +147,7 @@ def fit_llama3(path: Path, factors: np.ndarray, base: float) -> dict[str, Any] |
     share = np.clip((turns - 1) / (high - 1), 0, 1)
     if not np.allclose(1 / factors, share + (1 - share) / largest, rtol=1e-4):
         raise ValueError(
-            f"{path} has factors of rotary embeddings ({_FACTORS}) that are not those of Llama 3's "
+            f"{path} has factors of rotary embeddings ({_FACTORS}) that differ from Llama 3's "
             "scaling, which is not implemented. Load the model from a directory in Hugging Face's "
             "layout."
         )

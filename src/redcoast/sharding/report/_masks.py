@@ -21,7 +21,7 @@ _COMPARISONS = frozenset(["eq", "ge", "gt", "le", "lt", "ne"])
 
 
 class _From(IntEnum):
-    """What a value is computed from; that of several operands is the largest."""
+    """What a value is computed from; the largest for several operands."""
 
     NUMBERS = 0
     RANDOM = 1  # random numbers alone

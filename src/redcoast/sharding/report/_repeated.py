@@ -56,7 +56,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
     """Returns a function that gives the reason if the batch is split over `count` devices."""
     graph, given = program.graph, program.batch.given
     if program.batch.sequence:
-        return lambda work: "none of its dimensions is linked to those of the sequence"
+        return lambda work: "none of its dimensions is linked to the sequence"
     sizes = sorted({graph.sizes[node] for node in given})
     classes = Classes(graph, 1, soft=True, least=2)
     against = reasons_against(graph, classes, given)
@@ -67,7 +67,7 @@ def _rows_reason(program: Program, count: int) -> Callable[[Work], str]:
             # Dimensions such as experts are not rows, unless they have the size of the batch.
             if found and (found != HELD or size in sizes):
                 return _sentence(size, found, sizes, count)
-        return "none of its dimensions is linked to those of the batch"
+        return "none of its dimensions is linked to the batch"
 
     return why
 

@@ -74,7 +74,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Strategy:
-    """The mesh axes that the batch is sharded over, and those of tensor parallelism."""
+    """The mesh axes of the batch, and of tensor parallelism."""
 
     batch: tuple[str, ...]
     model: tuple[str, ...]

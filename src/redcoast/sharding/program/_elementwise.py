@@ -6,32 +6,11 @@ from jax.extend.core import JaxprEqn
 
 from ._graph import Graph, Value
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
-    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
-    nextafter not one_minus_square or polygamma polynomial population_count pow random_fold_in
-    random_gamma
-    random_gamma_grad real reciprocal redcoast_mark reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh threefry2x32 xor zeta
-    """.split()  # noqa: SIM905
-)
 # The derivatives of these need their results. XLA recomputes other elementwise results.
 _KEPT = frozenset(
     """
     cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square
     tanh
-    """.split()  # noqa: SIM905
-)
-# Each result is the operand at the same position. The operands are independent of each other.
-PAIRWISE = frozenset(
-    """
-    optimization_barrier device_put pvary pcast relayout reshard layout_constraint annotate
-    nonbatchable nontraceable
     """.split()  # noqa: SIM905
 )
 

@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ...core._jaxpr import variables
-from ._elementwise import ELEMENTWISE
+from ..operations._elementwise_rules import ELEMENTWISE
 from ._graph import output
 
 

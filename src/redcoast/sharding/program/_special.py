@@ -6,32 +6,10 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
+from ..operations._made_rules import OF_VECTORS
 from ..tree._overrides import spec_axes
 from ._contractions import cut_all
 from ._graph import Graph, Value, output
-
-DECOMPOSITIONS = frozenset(
-    """
-    cholesky cholesky_update eig eigh hessenberg householder_product lu
-    lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
-    tridiagonal_solve
-    """.split()  # noqa: SIM905
-)
-# The first operand of these is a vector for each matrix.
-_OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
-# These have no dimensions to shard, or no results.
-FRESH = frozenset(
-    """
-    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
-    partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
-    """.split()  # noqa: SIM905
-)
-# Each key is independent: the leading dimensions of the results are those of the keys.
-KEYED = frozenset(
-    """
-    random_bits random_clone random_seed random_split random_unwrap random_wrap
-    """.split()  # noqa: SIM905
-)
 
 
 def fresh(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -88,7 +66,7 @@ def fourier(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[V
 def decomposition(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Leading dimensions count matrices; the matrices themselves are never sharded."""
     first = inputs[0]
-    count = len(first.dims) - (1 if equation.primitive.name in _OF_VECTORS else 2)
+    count = len(first.dims) - (1 if equation.primitive.name in OF_VECTORS else 2)
     for value in inputs:
         graph.blocked.update(value.dims[count:])
         for a, b in zip(first.dims[:count], value.dims[:count], strict=False):

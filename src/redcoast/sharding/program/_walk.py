@@ -22,11 +22,14 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._markers import gathered_dimension
+from ..operations._elementwise_rules import ELEMENTWISE, PAIRWISE
+from ..operations._made_rules import DECOMPOSITIONS, FRESH, KEYED
+from ..operations._table import REDUCTIONS
 from . import _contractions as contractions
 from . import _indexing as indexing
 from . import _shaping as shaping
 from . import _special as special
-from ._elementwise import ELEMENTWISE, PAIRWISE, elementwise, pairwise
+from ._elementwise import elementwise, pairwise
 from ._graph import Graph, Value
 from ._loop_weights import can_hoist_gradient_sum
 from ._remat import Region, find_needed
@@ -39,12 +42,6 @@ CONSTRAINED = frozenset(
     """
     conv_general_dilated dot_general gather ragged_dot ragged_dot_general scatter
     scatter-add scatter_add
-    """.split()  # noqa: SIM905
-)
-REDUCTIONS = frozenset(
-    """
-    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-    reduce_xor
     """.split()  # noqa: SIM905
 )
 # The assumed number of iterations of a `while` loop.
@@ -89,9 +86,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(PAIRWISE, pairwise),
     **dict.fromkeys(REDUCTIONS, shaping.reduction),
-    **dict.fromkeys(special.FRESH, special.fresh),
-    **dict.fromkeys(special.KEYED, special.keyed),
-    **dict.fromkeys(special.DECOMPOSITIONS, special.decomposition),
+    **dict.fromkeys(FRESH, special.fresh),
+    **dict.fromkeys(KEYED, special.keyed),
+    **dict.fromkeys(DECOMPOSITIONS, special.decomposition),
 }
 
 

@@ -1,0 +1,12 @@
+"""What operations do with the dimensions of their operands: one rule for each primitive.
+
+`rule_of` reads the rule of an equation from a table. The vocabulary is that of Shardy, the
+partitioner of XLA: a dimension is a list of factors, and each factor is carried from operands to
+results, reduced, moved, or needed as a whole. `tests/sharding/test_operations.py` compares the
+table with the rules of the installed XLA.
+"""
+
+from ._rule import Dimension as Dimension
+from ._rule import Factor as Factor
+from ._rule import Rule as Rule
+from ._table import rule_of as rule_of

@@ -1,0 +1,60 @@
+"""Operations whose results have the dimensions of their operands."""
+
+from jax.extend.core import JaxprEqn
+
+from ._rule import Dimension, Factors, Linear, Rule, each_alone, shape_of, together
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
+    nextafter not one_minus_square or polygamma polynomial population_count pow random_fold_in
+    random_gamma random_gamma_grad real reciprocal redcoast_mark reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_if_vmap select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
+    tanh threefry2x32 xor zeta
+    """.split()  # noqa: SIM905
+)
+# Each result is the operand at the same place. The operands are independent of each other.
+PAIRWISE = frozenset(
+    """
+    optimization_barrier device_put pvary pcast relayout reshard layout_constraint annotate
+    nonbatchable nontraceable
+    """.split()  # noqa: SIM905
+)
+_LINEAR_IN_FIRST = """
+    conj convert_element_type copy copy_p div imag name neg real redcoast_mark stop_gradient
+""".split()  # noqa: SIM905
+_LINEAR: dict[str, Linear] = {
+    **dict.fromkeys(["add", "add_any", "sub"], together(2)),
+    **dict.fromkeys(_LINEAR_IN_FIRST, each_alone(0)),
+    "mul": each_alone(0, 1),
+}
+
+
+def elementwise(equation: JaxprEqn) -> Rule:
+    """Operands of the results' rank share their dimensions; those of size one are broadcast."""
+    factors = Factors()
+    result = shape_of(equation.outvars[0])
+    dimensions = factors.of(result)
+    operands: list[list[Dimension]] = []
+    for atom in equation.invars:
+        shape = shape_of(atom)
+        if len(shape) != len(result):
+            operands.append(factors.of(shape))
+            continue
+        pairs = zip(shape, result, dimensions, strict=True)
+        operands.append([d if size == full else factors.new(size) for size, full, d in pairs])
+    name = equation.primitive.name
+    linear = _LINEAR.get(name, ())
+    if name == "select_n":
+        linear = together(len(operands), first=1)
+    return factors.rule(operands, [dimensions] * len(equation.outvars), linear=linear)
+
+
+def pairwise(equation: JaxprEqn) -> Rule:
+    factors = Factors()
+    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
+    return factors.rule(operands, operands)

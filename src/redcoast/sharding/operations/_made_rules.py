@@ -1,0 +1,67 @@
+"""Operations that make arrays, and those on keys and matrices."""
+
+from jax.extend.core import JaxprEqn
+
+from ._rule import Dimension, Factors, Rule, shape_of
+
+DECOMPOSITIONS = frozenset(
+    """
+    cholesky cholesky_update eig eigh hessenberg householder_product lu
+    lu_pivots_to_permutation qr geqrf geqp3 ormqr schur svd triangular_solve tridiagonal
+    tridiagonal_solve
+    """.split()  # noqa: SIM905
+)
+# The first operand of these is a vector for each matrix.
+OF_VECTORS = frozenset(["lu_pivots_to_permutation", "tridiagonal_solve"])
+# These have no dimensions to shard, or no results.
+FRESH = frozenset(
+    """
+    iota rng_uniform rng_bit_generator debug_callback debug_print axis_index empty create_token
+    partition_id platform_index inspect_sharding unvmap_all unvmap_any unvmap_max
+    """.split()  # noqa: SIM905
+)
+# Each key is independent: the leading dimensions of the results are those of the keys.
+KEYED = frozenset(
+    """
+    random_bits random_clone random_seed random_split random_unwrap random_wrap
+    """.split()  # noqa: SIM905
+)
+
+
+def fresh(equation: JaxprEqn) -> Rule:
+    factors = Factors()
+    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
+    results = [factors.of(shape_of(var)) for var in equation.outvars]
+    numbered: list[Dimension] = []
+    if equation.primitive.name == "iota":
+        numbered = [results[0][equation.params["dimension"]]]
+    return factors.rule(operands, results, indexed=numbered)
+
+
+def keyed(equation: JaxprEqn) -> Rule:
+    """Raw keys are arrays of numbers, whose last dimension is removed or added."""
+    factors = Factors()
+    keys = factors.of(shape_of(equation.invars[0]))
+    after = shape_of(equation.outvars[0])
+    result = [*keys[: len(after)], *factors.of(after[len(keys) :])]
+    others = [factors.of(shape_of(atom)) for atom in equation.invars[1:]]
+    return factors.rule([keys, *others], [result], whole=keys[len(after) :])
+
+
+def decomposition(equation: JaxprEqn) -> Rule:
+    """Leading dimensions count matrices; each matrix is needed as a whole."""
+    factors = Factors()
+    first = shape_of(equation.invars[0])
+    count = len(first) - (1 if equation.primitive.name in OF_VECTORS else 2)
+    leading = factors.of(first[:count])
+    whole: list[Dimension] = []
+
+    def dimensions(shape: tuple[int, ...]) -> list[Dimension]:
+        carried = leading if shape[:count] == first[:count] else []
+        own = factors.of(shape[len(carried) :])
+        whole.extend(own)
+        return [*carried, *own]
+
+    operands = [dimensions(shape_of(atom)) for atom in equation.invars]
+    results = [dimensions(shape_of(var)) for var in equation.outvars]
+    return factors.rule(operands, results, whole=whole)

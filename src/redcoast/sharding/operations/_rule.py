@@ -1,0 +1,104 @@
+"""The form of a rule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Factor = int
+Dimension = tuple[Factor, ...]  # slowest first
+Dimensions = tuple[Dimension, ...]  # of one array
+
+# Groups of operands, by their places, that an operation is linear in while the others are fixed.
+Linear = tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an operation does with each dimension of its operands and results.
+
+    A dimension is the product of its factors. A factor that stands in several arrays is split in
+    all of them alike. Factors that are in none of the sets below are carried: along them, each
+    element of a result depends on the same element of the operands alone.
+
+    **Attributes:**
+
+    - `operands`, `results`: the factors of each dimension of each array.
+    - `sizes`: the size of each factor.
+    - `reduced`: the results combine all elements along these factors, and do not have them.
+    - `moved`: elements change their places along these, or depend on their neighbours.
+    - `whole`: any element may depend on any other along these.
+    - `indexed`: elements along these are addressed by their numbers, so that an element is not
+        treated as every other one is.
+    - `sums`: whether `reduced` factors are summed over.
+    - `linear`: what the operation is linear in.
+    """
+
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    sizes: tuple[int, ...]
+    reduced: frozenset[Factor] = frozenset()
+    moved: frozenset[Factor] = frozenset()
+    whole: frozenset[Factor] = frozenset()
+    indexed: frozenset[Factor] = frozenset()
+    sums: bool = False
+    linear: Linear = ()
+
+
+class Factors:
+    """Numbers the factors of a rule while it is made."""
+
+    def __init__(self):
+        self._sizes: list[int] = []
+
+    def new(self, size: int) -> Dimension:
+        """A dimension that is one new factor."""
+        self._sizes.append(size)
+        return (len(self._sizes) - 1,)
+
+    def of(self, shape: Sequence[int]) -> list[Dimension]:
+        """The dimensions of an array that shares none with another."""
+        return [self.new(size) for size in shape]
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dimension]],
+        results: Sequence[Sequence[Dimension]],
+        *,
+        reduced: Sequence[Dimension] = (),
+        moved: Sequence[Dimension] = (),
+        whole: Sequence[Dimension] = (),
+        indexed: Sequence[Dimension] = (),
+        sums: bool = False,
+        linear: Linear = (),
+    ) -> Rule:
+        """The rule, whose sets of factors are given as dimensions."""
+        return Rule(
+            tuple(map(tuple, operands)),
+            tuple(map(tuple, results)),
+            tuple(self._sizes),
+            _factors(reduced),
+            _factors(moved),
+            _factors(whole),
+            _factors(indexed),
+            sums,
+            linear,
+        )
+
+
+def _factors(dimensions: Sequence[Dimension]) -> frozenset[Factor]:
+    return frozenset(factor for dimension in dimensions for factor in dimension)
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or a literal of a jaxpr; `()` for what has none, as tokens."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def each_alone(*places: int) -> Linear:
+    """Linear in each of several operands."""
+    return tuple(frozenset([place]) for place in places)
+
+
+def together(count: int, first: int = 0) -> Linear:
+    """Linear in several operands at once, as a sum of them is."""
+    return (frozenset(range(first, count)),)

@@ -1,0 +1,205 @@
+"""The table of what operations do with dimensions, against the rules of the installed XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flow_helpers import integers
+from jax import lax
+from xla_rules import written, xla_rules
+
+from redcoast.core._control_flow import primitive_name
+from redcoast.core._jaxpr import iter_equations
+from redcoast.sharding.operations import rule_of
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def conv(**options):
+    return lambda x, w: lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=NHWC, **options
+    )
+
+
+def pool(x):
+    return lax.reduce_window(x, -np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+ADD = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+
+def add_rows(x, i, y):
+    return lax.scatter_add(x, i, y, ADD, mode=IN_BOUNDS)
+
+
+def set_rows(x, i, y):
+    return lax.scatter(x, i, y, ADD, mode=IN_BOUNDS)
+
+
+def rows_at(x, i, sizes):
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    return lax.gather(x, i, numbers, sizes, mode=IN_BOUNDS)
+
+
+def windows(x):
+    return lax.reduce_window(x, np.float32(0), lax.add, (1, 2), (1, 2), "VALID")
+
+
+MATRICES = [(4, 6, 6)]
+UPDATES = [(10, 6), integers(4, 1), (4, 6)]
+# The primitive, the operation of XLA, a function with one equation of it, and its arguments.
+SAME = [
+    ("abs", "abs", jnp.abs, [(4, 6)]),
+    ("add", "add", lax.add, [(4, 6), (4, 6)]),
+    ("select_n", "select", lambda c, x, y: lax.select_n(c > 0, x, y), [(4, 6)] * 3),
+    (
+        "broadcast_in_dim",
+        "broadcast_in_dim",
+        lambda x: lax.broadcast_in_dim(x, (4, 8, 6), (0, 2)),
+        [(4, 6)],
+    ),
+    ("transpose", "transpose", lambda x: lax.transpose(x, (2, 0, 1)), [(4, 6, 8)]),
+    ("reshape", "reshape", lambda x: lax.reshape(x, (24, 8)), [(4, 6, 8)]),
+    ("reshape", "reshape", lambda x: lax.reshape(x, (4, 6, 8)), [(24, 8)]),
+    ("reshape", "reshape", lambda x: lax.reshape(x, (64, 64)), [(8, 16, 32)]),
+    ("reshape", "reshape", lambda x: lax.reshape(x, (2, 1, 4, 6)), [(8, 6)]),
+    ("rev", "reverse", lambda x: lax.rev(x, (1,)), [(4, 6)]),
+    ("slice", "slice", lambda x: lax.slice(x, (0, 1), (4, 5)), [(4, 6)]),
+    ("pad", "pad", lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 1, 0))), [(4, 6)]),
+    ("sort", "sort", lambda x: lax.sort(x, dimension=1), [(4, 6)]),
+    ("sort", "sort", lambda x, y: lax.sort((x, y), dimension=0), [(4, 6), (4, 6)]),
+    ("concatenate", "concatenate", lambda x, y: lax.concatenate([x, y], 1), [(4, 6), (4, 6)]),
+    (
+        "dynamic_slice",
+        "dynamic_slice",
+        lambda x, i: lax.dynamic_slice(x, (np.int32(0), i), (4, 2)),
+        [(4, 6), integers()],
+    ),
+    (
+        "dot_general",
+        "dot_general",
+        lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))),
+        [(4, 6, 8), (4, 8, 10)],
+    ),
+    ("reduce_sum", "reduce", lambda x: jnp.sum(x, 1), [(4, 6, 8)]),
+    ("reduce_max", "reduce", lambda x: jnp.max(x, (0, 2)), [(4, 6, 8)]),
+    ("reduce_window_max", "reduce_window", pool, [(2, 8, 8, 4)]),
+    ("reduce_window_sum", "reduce_window", windows, [(4, 6)]),
+    ("gather", "gather", lambda x, i: rows_at(x, i, (1, 6)), [(10, 6), integers(4, 1)]),
+    ("gather", "gather", lambda x, i: rows_at(x, i, (1, 3)), [(10, 6), integers(4, 1)]),
+    ("gather", "gather", lambda x, i: jnp.take_along_axis(x, i, 1), [(4, 6), integers(4, 2)]),
+    ("scatter-add", "scatter", add_rows, UPDATES),
+    ("scatter", "scatter", set_rows, UPDATES),
+    ("fft", "fft", lambda x: jnp.fft.fft(lax.complex(x, x)), [(4, 6)]),
+]
+# Where the table differs from an XLA: its rule, those of the versions of XLA, and the reason.
+DIFFERENT = [
+    (
+        (
+            "dynamic_update_slice",
+            "dynamic_update_slice",
+            lambda x, y, i: lax.dynamic_update_slice(x, y, (np.int32(0), i)),
+            [(4, 6), (4, 2), integers()],
+        ),
+        "a b, a c -> a b need_replication=c",
+        ["a b, a c -> a b need_replication=c", "a b, a c -> a b permutation=bc"],
+        "A newer XLA moves the update to the devices that it is written on.",
+    ),
+    (
+        ("conv_general_dilated", "convolution", conv(), [(2, 8, 8, 4), (3, 3, 4, 6)]),
+        "a b c d, e f d g -> a b c g need_replication=ef permutation=bc reduction=d",
+        [
+            "a b c d, . . d e -> a b c e permutation=bc reduction=d",
+            "a b c d, e f d g -> a b c g permutation=bcef reduction=d",
+        ],
+        "XLA leaves out the space of a kernel, or moves it.",
+    ),
+    (
+        ("cumsum", "reduce_window", lambda x: lax.cumsum(x, axis=1), [(4, 6)]),
+        "a b -> a b need_replication=b",
+        ["a b -> a b permutation=b"],
+        "XLA writes it as windows. Each element depends on all before it.",
+    ),
+    (
+        ("cholesky", "custom_call", lambda x: lax.linalg.cholesky_p.bind(x), MATRICES),
+        "a b c -> a d e need_replication=bcde",
+        ["a b c -> a d e, a"],
+        "XLA gives the dimensions of matrices a factor each and does not say that they are whole.",
+    ),
+    (
+        ("triangular_solve", "custom_call", lax.linalg.triangular_solve, MATRICES * 2),
+        "a b c, a d e -> a f g need_replication=bcdefg",
+        ["a b c, a d e -> a f g"],
+        "XLA gives the dimensions of matrices a factor each and does not say that they are whole.",
+    ),
+    (
+        ("argmax", "reduce", lambda x: lax.argmax(x, 1, np.int32), [(4, 6)]),
+        "a b -> a reduction=b",
+        ["a b, a b -> a, a reduction=b"],
+        "XLA reduces the numbers of the elements beside them.",
+    ),
+    (
+        ("split", "slice", lambda x: lax.split(x, [2, 4], 1), [(4, 6)]),
+        "a b -> a b, a b permutation=b",
+        ["a b -> a b permutation=b"],
+        "XLA slices once for each part.",
+    ),
+    (
+        ("reshape", "reshape", lambda x: lax.reshape(x, (4, 6)), [(6, 4)]),
+        "ab c -> ad e need_replication=bcde",
+        ["ab cd -> ae fd", "ab cd -> ab ed need_replication=ce permutation=b"],
+        "Faster factors are shared by XLA too. A dimension is only split along its slowest.",
+    ),
+    (
+        (
+            "select_and_scatter_add",
+            "select_and_scatter",
+            jax.grad(lambda x: pool(x).sum()),
+            [(2, 8, 8, 4)],
+        ),
+        "a b c d, a b c d -> a b c d permutation=bc",
+        ["a b c d, a e f d -> a b c d need_replication=ef permutation=bc"],
+        "XLA gives the space of the windows factors of its own.",
+    ),
+    (
+        ("top_k", "top_k", lambda x: lax.top_k(x, 2), [(4, 6)]),
+        "a b -> a b, a b need_replication=b",
+        [None],
+        "XLA has no rule.",
+    ),
+]
+
+
+def both_rules(primitive, operation, fn, shapes):
+    """The table's rule for the first equation of a primitive, and XLA's for its operation."""
+    as_aval = lambda x: jax.ShapeDtypeStruct(x, jnp.float32) if isinstance(x, tuple) else x
+    avals = list(map(as_aval, shapes))
+    equations = iter_equations(jax.make_jaxpr(fn)(*avals).jaxpr)
+    equation = next(x for x in equations if primitive_name(x) == primitive)
+    rule = rule_of(equation)
+    assert rule is not None
+    kinds = {
+        "reduction": rule.reduced,
+        "permutation": rule.moved,
+        "need_replication": rule.whole,
+    }
+    table = written(rule.operands, rule.results, dict(enumerate(rule.sizes)), kinds)
+    return table, dict(reversed(xla_rules(fn, *avals))).get(operation)
+
+
+@pytest.mark.parametrize("case", SAME, ids=[f"{i}-{case[0]}" for i, case in enumerate(SAME)])
+def test_a_rule_is_the_rule_of_xla(case):
+    table, xla = both_rules(*case)
+    assert table == xla
+
+
+@pytest.mark.parametrize(
+    ("case", "ours", "theirs", "reason"), DIFFERENT, ids=[case[0][0] for case in DIFFERENT]
+)
+def test_rules_that_differ_from_those_of_xla(case, ours, theirs, reason):
+    """A rule that no longer differs belongs to the others."""
+    table, xla = both_rules(*case)
+    assert any(rule != ours for rule in theirs), reason
+    assert table == ours
+    assert xla in theirs, reason

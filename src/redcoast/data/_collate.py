@@ -1,5 +1,6 @@
 """Calls the user's `collate_fn` and checks its batches."""
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 

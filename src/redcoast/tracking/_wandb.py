@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import html
 import json
 import logging

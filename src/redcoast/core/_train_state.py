@@ -9,4 +9,3 @@ class AbstractTrainState(eqx.Module):
 
     model: eqx.AbstractVar[PyTree]
     opt_state: eqx.AbstractVar[PyTree]
-    average: eqx.AbstractVar[PyTree]

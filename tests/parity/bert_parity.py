@@ -14,6 +14,11 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    CamembertForMaskedLM,
+    DistilBertForMaskedLM,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    DistilBertModel,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
@@ -26,6 +31,8 @@ from redcoast import load_pretrained
 SIZES = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 56, "max_position_embeddings": 40}
 ROBERTA = SIZES | {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+DISTILBERT = {"vocab_size": 48, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 56}
+DISTILBERT |= {"max_position_embeddings": 40}
 
 CASES = [
     Case("bert masked", BertForMaskedLM, SIZES | {"vocab_size": 51, "hidden_act": "gelu_new"}),
@@ -35,6 +42,11 @@ CASES = [
     Case("roberta masked", RobertaForMaskedLM, ROBERTA | {"pad_token_id": 2, "hidden_act": "relu"}),
     Case("roberta labels", RobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
     Case("xlm-roberta labels", XLMRobertaForSequenceClassification, ROBERTA | {"num_labels": 3}),
+    Case("camembert masked", CamembertForMaskedLM, ROBERTA | {"pad_token_id": 1}),
+    Case("distilbert", DistilBertModel, DISTILBERT),
+    Case("distilbert masked", DistilBertForMaskedLM, DISTILBERT | {"activation": "gelu_new"}),
+    Case("distilbert labels", DistilBertForSequenceClassification, DISTILBERT | {"num_labels": 3}),
+    Case("distilbert tokens", DistilBertForTokenClassification, DISTILBERT | {"num_labels": 5}),
     Case("roberta tokens", RobertaForTokenClassification, ROBERTA | {"num_labels": 3}),
 ]
 PAIRS = [

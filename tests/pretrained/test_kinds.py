@@ -1,10 +1,12 @@
-"""The settings of models that are LLaMA or GPT-J with options, as their files say them."""
+"""The settings of models that are others with options, as their files say them."""
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from redcoast.models import DeepseekV3Config, GPTNeoXConfig, LlamaConfig, Yarn
+from redcoast.models import Bert, BertConfig, DeepseekV3Config, GPTNeoXConfig, LlamaConfig, Yarn
 from redcoast.pretrained._registry import find_family, read_config, write_config
 
 SIZES = {
@@ -115,3 +117,27 @@ def test_what_a_file_of_gpt_neox_cannot_say_is_refused():
             write_config(dataclasses.replace(config, **options))
     with pytest.raises(ValueError, match="needs its `mlp_norm`"):
         dataclasses.replace(config, parallel=False, mlp_norm=False)
+
+
+def test_distilbert_has_no_token_types_and_pools_for_a_classifier_alone():
+    config = BertConfig(16, 8, 1, 2, 12, kind="distilbert", types=1, head="classification")
+    for options, message in (
+        ({"types": 2}, "1 token type, but `types` is 2"),
+        ({"head": None, "pooler": True}, "only with the head 'classification'"),
+        ({"head": "pretraining"}, "Only BERT has the head 'pretraining'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(config, **options)
+    settings = write_config(config)
+    assert read_config(BertConfig, settings).head_dropout == 0.1
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    model = Bert(config, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="no token types, but `types` are given"):
+        jax.eval_shape(lambda model: model(tokens, types=tokens), model)
+
+
+def test_camembert_is_a_roberta():
+    config = BertConfig(16, 8, 1, 2, 12, kind="roberta", types=1, pad=1, head="masked")
+    settings = write_config(config)
+    names = {"model_type": "camembert", "architectures": ["CamembertForMaskedLM"]}
+    assert read_config(BertConfig, settings | names) == read_config(BertConfig, settings)

@@ -33,7 +33,9 @@ class BertConfig(HeadSizes):
     - `vocab`, `width`, `layers`, `heads`: the vocabulary size, the size of the residual stream, the
       number of layers and the number of heads.
     - `hidden`: the hidden size of the feed-forward network, usually `4 * width`.
-    - `kind`: `"bert"` or `"roberta"`. RoBERTa's first position is row `pad + 1` of the table.
+    - `kind`: `"bert"`, `"roberta"` or `"distilbert"`. RoBERTa's first position is row `pad + 1` of
+      the table. DistilBERT has no token types, and its pooler is that of the head
+      `"classification"`, with a ReLU in place of tanh.
     - `positions`: the maximum length in tokens (position embeddings are learned).
     - `types`: the number of token types.
     - `head`: decides what a call returns. `None`: the hidden states. `"masked"`: the logits of each
@@ -65,7 +67,7 @@ class BertConfig(HeadSizes):
     layers: int
     heads: int
     hidden: int
-    kind: Literal["bert", "roberta"] = "bert"
+    kind: Literal["bert", "roberta", "distilbert"] = "bert"
     positions: int = 512
     types: int = 2
     head: Head | None = None
@@ -89,8 +91,12 @@ class BertConfig(HeadSizes):
         check_labels(self)
         if self.kind == "roberta" and self.pad is None:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
-        if self.kind == "roberta" and self.head == "pretraining":
-            raise ValueError("RoBERTa has no head 'pretraining'. Use 'masked'.")
+        if self.kind != "bert" and self.head == "pretraining":
+            raise ValueError("Only BERT has the head 'pretraining'. Use 'masked'.")
+        if self.kind == "distilbert" and self.pooler and self.head != "classification":
+            raise ValueError("DistilBERT has a pooler only with the head 'classification'.")
+        if self.kind == "distilbert" and self.types != 1:
+            raise ValueError(f"DistilBERT has 1 token type, but `types` is {self.types}.")
 
     @property
     def first_position(self) -> int:
@@ -107,8 +113,9 @@ class BertConfig(HeadSizes):
 
 
 class Bert(eqx.Module):
-    """The BERT encoder (Devlin et al., 2018, <https://arxiv.org/abs/1810.04805>), and RoBERTa
-    (Liu et al., 2019, <https://arxiv.org/abs/1907.11692>).
+    """The BERT encoder (Devlin et al., 2018, <https://arxiv.org/abs/1810.04805>), RoBERTa
+    (Liu et al., 2019, <https://arxiv.org/abs/1907.11692>) and DistilBERT (Sanh et al., 2019,
+    <https://arxiv.org/abs/1910.01108>).
 
     ```python
     config = BertConfig(vocab=256, width=128, layers=4, heads=4, hidden=512)
@@ -121,7 +128,7 @@ class Bert(eqx.Module):
 
     embed: Float[Array, "vocab width"]
     position_embed: Float[Array, "rows width"]
-    type_embed: Float[Array, "types width"]
+    type_embed: Float[Array, "types width"] | None
     norm: Float[Array, " width"]
     norm_shift: Float[Array, " width"]
     layers: EncoderLayers
@@ -136,7 +143,8 @@ class Bert(eqx.Module):
         keys = jax.random.split(key, 6)
         self.embed = small_normal(keys[0], (c.vocab, c.width))
         self.position_embed = small_normal(keys[1], (c.first_position + c.positions, c.width))
-        self.type_embed = small_normal(keys[2], (c.types, c.width))
+        typed = c.kind != "distilbert"
+        self.type_embed = small_normal(keys[2], (c.types, c.width)) if typed else None
         self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
         self.layers = EncoderLayers(c, key=keys[3])
         self.pooler = Linear(c.width, c.width, key=keys[4]) if c.pools else None
@@ -215,8 +223,7 @@ class Bert(eqx.Module):
             positions = count_positions(real, segments)
         x = look_up(self.embed, tokens)
         x += look_up(self.position_embed, positions + c.first_position)
-        first = self.type_embed[:1][None]
-        x += first if types is None else look_up(self.type_embed, types)
+        x = self._add_types(x, types)
         embed_key, key = split_key(key, 2)
         x = dropout(layer_norm(x, self.norm, self.norm_shift, c.norm_eps), c.dropout, embed_key)
         visible = full_view(real, segments)
@@ -231,6 +238,13 @@ class Bert(eqx.Module):
 
         return scan_layers(layer_fn, x, self.layers, key=key, remat=c.remat, unroll=c.unroll)[0]
 
+    def _add_types(self, x, types):
+        if self.type_embed is None and types is not None:
+            raise ValueError("This model has no token types, but `types` are given.")
+        if self.type_embed is None:
+            return x
+        return x + (self.type_embed[:1][None] if types is None else look_up(self.type_embed, types))
+
     def pool(
         self,
         hidden: Float[Array, "batch seq width"],
@@ -244,7 +258,8 @@ class Bert(eqx.Module):
         x = first_token(hidden, mask)
         if self.config.kind == "roberta":
             x = dropout(x, self.config.head_rate, key)
-        return jnp.tanh(self.pooler(x))
+        x = self.pooler(x)
+        return jax.nn.relu(x) if self.config.kind == "distilbert" else jnp.tanh(x)
 
     def unembed(self, hidden: Float[Array, "batch seq width"]) -> Float[Array, "batch seq vocab"]:
         """Returns the logits of each token, with the head `"masked"` or `"pretraining"`."""

@@ -54,7 +54,7 @@ class Family:
 
 FAMILIES = (
     Family(models.Bart, models.BartConfig, bart, ("bart",)),
-    Family(models.Bert, models.BertConfig, bert, ("bert", "roberta", "xlm-roberta")),
+    Family(models.Bert, models.BertConfig, bert, bert.KINDS),
     Family(models.Captioner, models.CaptionerConfig, captioner, ("vision-encoder-decoder",)),
     Family(models.DeepseekV3, models.DeepseekV3Config, deepseek_v3, deepseek_v3.KINDS),
     Family(models.Dinov2, models.Dinov2Config, dinov2, ("dinov2", "dinov2_with_registers")),

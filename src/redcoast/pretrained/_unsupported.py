@@ -28,7 +28,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "deepseek_v32": ("deepseek_v3", "attention to tokens that an indexer chooses"),
     "deit": ("vit", "a token for distillation"),
     "dinov3_convnext": ("dinov3_vit", "convolutions in place of attention"),
-    "distilbert": ("bert", "embeddings without token types"),
     "electra": ("bert", "an embedding narrower than the layers"),
     "ernie4_5": ("llama", "rotation of neighbouring pairs of features"),
     "ernie4_5_moe": ("mixtral", "shared experts, and rotation of neighbouring pairs of features"),

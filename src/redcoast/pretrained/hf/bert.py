@@ -1,4 +1,4 @@
-"""The settings and tensors of BERT and RoBERTa in Hugging Face's format."""
+"""The settings and tensors of BERT, RoBERTa and DistilBERT in Hugging Face's format."""
 
 import dataclasses
 import re
@@ -8,6 +8,7 @@ from typing import Any
 from ...models.bert import BertConfig
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
+from ._distilbert import distilbert_tensors, read_distilbert, write_distilbert
 from ._labels import LABELLED, read_architecture, read_labels, write_labels
 from ._tables import BERT_FIELDS, all_names, attention, dense, linear, norm
 
@@ -23,7 +24,10 @@ _FIELDS = {
     "dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
+KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 _ATTENTION = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
+# RoBERTas but for their names and tokenizers.
+_ROBERTAS = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
 _HEADS = {
     None: "Model",
     "masked": "ForMaskedLM",
@@ -34,8 +38,11 @@ _HEADS = {
 
 
 def read(settings: dict[str, Any]) -> dict[str, Any]:
-    if settings.get("model_type") == "xlm-roberta":  # a RoBERTa but for its name and tokenizer
-        names = [name.removeprefix("XLM") for name in settings.get("architectures") or ()]
+    if settings.get("model_type") == "distilbert":
+        return read_distilbert(settings)
+    if other := _ROBERTAS.get(settings.get("model_type", "")):
+        names = settings.get("architectures") or ()
+        names = [name.replace(other, "Roberta") for name in names]
         settings = settings | {"model_type": "roberta", "architectures": names}
     kind = settings.get("model_type", "bert")
     roberta = kind == "roberta"
@@ -72,6 +79,8 @@ def _name(kind: str, head: str | None) -> str:
 
 
 def write(config: BertConfig) -> dict[str, Any]:
+    if config.kind == "distilbert":
+        return write_distilbert(config)
     c = config
     settings = write_fields(c, _FIELDS) | write_labels(c)
     settings["max_position_embeddings"] = c.first_position + c.positions
@@ -84,6 +93,8 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
     The settings do not say whether there is a pooler, and describe files with BERT's next-sentence
     head as those of a masked language model.
     """
+    if config.kind == "distilbert":
+        return config
     pooler = any(re.fullmatch(r"(bert\.|roberta\.)?pooler\.dense\.weight", name) for name in names)
     second = config.head == "masked" and "cls.seq_relationship.weight" in names
     head = "pretraining" if second else config.head
@@ -94,6 +105,8 @@ def settle(config: BertConfig, names: Collection[str]) -> BertConfig:
 
 def tensors(config: BertConfig) -> dict[str, Tensor]:
     """Maps each array to its published tensors."""
+    if config.kind == "distilbert":
+        return distilbert_tensors(config)
     base = f"{config.kind}." if config.head else ""
     layer = base + "encoder.layer.{layer}."
     kept, fixed = "rows width -> rows width", {"heads": config.heads}
@@ -144,7 +157,9 @@ def duplicates(config: BertConfig) -> dict[str, str]:
         old = old.replace("LayerNorm.bias", "LayerNorm.beta")
         others += [old, old if config.head else base + old]
         found |= {other: name for other in others if other != name}
-    if config.head in ("masked", "pretraining"):
+    if config.kind == "distilbert" and config.head == "masked":
+        found["vocab_projector.weight"] = base + "embeddings.word_embeddings.weight"
+    elif config.head in ("masked", "pretraining"):
         prefix = "lm_head." if config.kind == "roberta" else "cls.predictions."
         found[prefix + "decoder.weight"] = base + "embeddings.word_embeddings.weight"
         found[prefix + "decoder.bias"] = prefix + "bias"

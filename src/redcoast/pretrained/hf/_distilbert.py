@@ -1,0 +1,73 @@
+"""The settings and tensors of DistilBERT in Hugging Face's format."""
+
+from typing import Any
+
+from ...models.bert import BertConfig
+from .._settings import defaults_of, read_fields, read_settings, write_fields
+from .._tensors import Tensor
+from ._labels import LABELLED, read_architecture, read_labels, write_labels
+from ._tables import attention, dense, linear, norm
+
+_FIELDS = {
+    "vocab": "vocab_size",
+    "width": "dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "hidden": "hidden_dim",
+    "positions": ("max_position_embeddings", 512),
+    "activation": ("activation", "gelu"),
+    "dropout": ("dropout", 0.1),
+    "attention_dropout": ("attention_dropout", 0.1),
+    "pad": ("pad_token_id", 0),
+    "bos": ("bos_token_id", None),
+}
+_RATE = "seq_classif_dropout"  # of the classifier of texts; that of tokens has the common one
+_ARCHITECTURES = {
+    "DistilBertModel": None,
+    "DistilBertForMaskedLM": "masked",
+    "DistilBertForSequenceClassification": "classification",
+    "DistilBertForTokenClassification": "tokens",
+}
+_LETTERS = {"q": "q_lin", "k": "k_lin", "v": "v_lin", "o": "out_lin"}
+
+
+def read_distilbert(settings: dict[str, Any]) -> dict[str, Any]:
+    defaults = {**defaults_of(_FIELDS), "eos_token_id": None, _RATE: 0.2}
+    only = {"tie_word_embeddings": (True,), "tie_weights_": (True,)}
+    # The positions of a file are those of its table, whatever they were initialised with.
+    c = read_settings(settings, defaults, only, ("sinusoidal_pos_embds",))
+    head = read_architecture(settings, _ARCHITECTURES, "DistilBertModel")
+    fields = read_fields(c, _FIELDS) | {"kind": "distilbert", "types": 1, "head": head}
+    fields |= read_labels(settings) if head in LABELLED else {}
+    return fields | {"head_dropout": c[_RATE] if head == "classification" else None}
+
+
+def write_distilbert(config: BertConfig) -> dict[str, Any]:
+    name = next(name for name, head in _ARCHITECTURES.items() if head == config.head)
+    settings = write_fields(config, _FIELDS) | write_labels(config) | {_RATE: config.head_rate}
+    return settings | {"architectures": [name], "model_type": "distilbert"}
+
+
+def distilbert_tensors(config: BertConfig) -> dict[str, Tensor]:
+    """Maps each array to its published tensors."""
+    base = "distilbert." if config.head else ""
+    layer = base + "transformer.layer.{layer}."
+    kept, fixed = "rows width -> rows width", {"heads": config.heads}
+    tables = {
+        "embed": Tensor(base + "embeddings.word_embeddings.weight", kept),
+        "position_embed": Tensor(base + "embeddings.position_embeddings.weight", kept),
+        **norm("norm", base + "embeddings.LayerNorm"),
+        **attention("layers/", layer + "attention.", _LETTERS, biases="qkvo", **fixed),
+        **norm("layers/attention_norm", layer + "sa_layer_norm"),
+        **dense("layers/up", layer + "ffn.lin1"),
+        **dense("layers/down", layer + "ffn.lin2"),
+        **norm("layers/mlp_norm", layer + "output_layer_norm"),
+    }
+    if config.head in LABELLED:
+        tables |= linear("head", "classifier")
+    if config.head == "classification":
+        tables |= linear("pooler", "pre_classifier")
+    if config.head == "masked":
+        tables |= linear("head", "vocab_transform") | norm("head/norm", "vocab_layer_norm")
+        tables["head/vocab_bias"] = Tensor("vocab_projector.bias", "vocab -> vocab")
+    return tables

@@ -19,7 +19,7 @@ from redcoast.serve._connections import timed
 from redcoast.serve._load_served import Server
 from redcoast.serve._openai import Limits, read_request
 from redcoast.serve._refused import Refused
-from redcoast.serve._replies import Choice, Reply, speller
+from redcoast.serve._replies import Choice, Reply, Speller
 
 LIMITS = Limits("tiny", 256, 64, 4, 16, Decoding(temperature=1.0), characters=1000, eos=(3, 4))
 
@@ -124,9 +124,9 @@ def test_tokens_that_the_model_does_not_have_are_refused_in_chats_too():
 
 def test_token_texts_of_log_probabilities():
     """Parts of characters have the names of the tokenizer, so that no two have the same text."""
-    spell = speller(byte_level())
+    speller = Speller(byte_level())
     scored = [Scored(97, None, ()), Scored(98, -1.0, ((98, -1.0), (200, -2.0), (201, -3.0)))]
-    reply = Reply.to("tiny", spell, chat=False, scored=True)
+    reply = Reply.to("tiny", speller, chat=False, scored=True)
     choice, streamed = Choice(), Choice()
     choice.add(Piece(0, "xy", "stop", 1, tuple(scored)))
     body = reply.whole([choice], {})["choices"][0]["logprobs"]
@@ -136,6 +136,15 @@ def test_token_texts_of_log_probabilities():
     piece = Piece(0, "z", None, 2, tuple(scored))
     _, chunk = (reply.chunk(piece, streamed, first=False)["choices"][0] for _ in range(2))
     assert chunk["logprobs"]["text_offset"][0] == sum(map(len, body["tokens"]))
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text():
+    tokenizer = byte_level()
+    tokens = tokenizer.encode("naïve 🎈\n").ids
+    speller = Speller(tokenizer)
+    joined = bytes(byte for token in tokens for byte in speller.encoded(token) or [])
+    assert joined.decode() == "naïve 🎈\n"
+    assert len({*map(speller.text, range(256))}) == 256
 
 
 class NoQueue(Queue):
@@ -151,7 +160,7 @@ class NoQueue(Queue):
 def application(tokenizer=None, **options):
     tokenizer = tokenizer or byte_level()
     queue = NoQueue(4, 4, 64)
-    server = Server(LIMITS, queue, tokenizer, None, 0, speller(tokenizer))
+    server = Server(LIMITS, queue, tokenizer, None, 0, Speller(tokenizer))
     return make_app(Served(None, tokenizer, 4, 4, 64), server, wait=0.0, **options)
 
 

@@ -141,7 +141,7 @@ async def answer(request: Request, server: Server, ask: Ask, *, chat: bool) -> R
     if not server.queue.put(job):
         return await too_many(request, server)
     scored = ask.extras.logprobs is not None
-    reply = Reply.to(server.limits.name, server.spell, chat=chat, scored=scored)
+    reply = Reply.to(server.limits.name, server.speller, chat=chat, scored=scored)
     if ask.stream:
         return StreamingResponse(events(job, ask, reply, pieces), media_type="text/event-stream")
     collecting = asyncio.create_task(collect(job, ask, reply, pieces))

@@ -14,7 +14,7 @@ from ..pretrained import load_pretrained
 from ._batching import Queue, Served, shared_request
 from ._grammar import grammars_of
 from ._openai import Limits
-from ._replies import speller
+from ._replies import Speller
 from ._tokenizer_files import find_template_of, naming_file, read_tokenizer_of
 
 # The most characters of a prompt, for each token of the context. Vocabularies have runs of 128
@@ -31,7 +31,7 @@ class Server:
     tokenizer: Any
     render: Callable[..., str] | None
     created: int
-    spell: Callable[[int], str]
+    speller: Speller
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         # One text alone would keep all other threads of Python from running.
@@ -81,7 +81,7 @@ def load_served(
         grammars=grammars_of(tokenizer, model.config.vocab, eos),
     )
     queue = Queue(max(waiting, rows), rows, context)
-    return served, Server(limits, queue, tokenizer, render, int(time.time()), speller(tokenizer))
+    return served, Server(limits, queue, tokenizer, render, int(time.time()), Speller(tokenizer))
 
 
 def default_decoding(model: Any) -> Decoding:

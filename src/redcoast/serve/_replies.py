@@ -1,8 +1,10 @@
 """Responses of OpenAI's API, as a whole and in parts."""
 
+import functools as ft
+import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -30,22 +32,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Reply:
-    """The fields that all parts of one response share. `spell` returns the text of a token;
-    `scored` says that the tokens have log-probabilities."""
+    """The fields that all parts of one response share. `scored` says that the tokens have
+    log-probabilities."""
 
     chat: bool
     model: str
     id: str
     created: int
-    spell: Callable[[int], str]
+    speller: "Speller"
     scored: bool = False
 
     @staticmethod
-    def to(name: str, spell: Callable[[int], str], *, chat: bool, scored: bool = False) -> "Reply":
+    def to(name: str, speller: "Speller", *, chat: bool, scored: bool = False) -> "Reply":
         """A new response of the model `name`."""
         kind = "chatcmpl" if chat else "cmpl"
         response_id = f"{kind}-{uuid.uuid4().hex}"
-        return Reply(chat, name, response_id, int(time.time()), spell, scored)
+        return Reply(chat, name, response_id, int(time.time()), speller, scored)
 
     def whole(self, choices: Sequence[Choice], usage: Any) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -64,7 +66,7 @@ class Reply:
         delta |= {"content": piece.text} if piece.text or first else {}
         content = {"delta": delta} if self.chat else {"text": piece.text}
         logprobs = self.logprobs(piece.scored, before.length)
-        before.length += sum(len(self.spell(scored.token)) for scored in piece.scored)
+        before.length += sum(len(self.speller.text(scored.token)) for scored in piece.scored)
         end = {"logprobs": logprobs, "finish_reason": piece.finish}
         return self._body(".chunk", [{"index": piece.row, **content, **end}])
 
@@ -78,7 +80,7 @@ class Reply:
             return None
         if self.chat:
             return {"content": [self._of_chat(token) for token in scored], "refusal": None}
-        texts = [self.spell(token.token) for token in scored]
+        texts = [self.speller.text(token.token) for token in scored]
         ends = accumulate(map(len, texts), initial=offset)
         offsets = [*ends][: len(texts)]
         return {
@@ -94,14 +96,14 @@ class Reply:
             return None
         top: dict[str, float] = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
-            top.setdefault(self.spell(token), logprob)
+            top.setdefault(self.speller.text(token), logprob)
         return top
 
     def _of_chat(self, scored: Scored) -> dict[str, Any]:
         entry = lambda token, logprob: {
-            "token": self.spell(token),
+            "token": self.speller.text(token),
             "logprob": logprob,
-            "bytes": [*self.spell(token).encode()],
+            "bytes": self.speller.encoded(token),
         }
         top = [entry(*pair) for pair in scored.top]
         return entry(scored.token, scored.logprob) | {"top_logprobs": top}
@@ -112,28 +114,50 @@ class Reply:
         return head | {"choices": choices}
 
 
-def speller(tokenizer: Any) -> Callable[[int], str]:
-    """Returns the function from a token to its text. A token that is no text, such as a part of a
-    character, has the name that the tokenizer gives it."""
-    known: dict[int, str] = {}
+class Speller:
+    """The texts of the tokens of a tokenizer."""
 
-    def spell(token: int) -> str:
-        if token not in known:
-            known[token] = _spelled(tokenizer, token)
-        return known[token]
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.known: dict[int, str] = {}
 
-    return spell
+    def text(self, token: int) -> str:
+        """A token's text. A token that is no text, such as a part of a character, has the name that
+        the tokenizer gives it."""
+        if token not in self.known:
+            self.known[token] = self._decoded(token) or self._name(token)
+        return self.known[token]
+
+    def encoded(self, token: int) -> list[int] | None:
+        """The bytes of a token, of which those of several may be one character; None if it is no
+        text."""
+        if text := self._decoded(token):
+            return [*text.encode()]
+        name = self._name(token)
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):  # of SentencePiece
+            return [int(found[1], 16)]
+        table = _bytes_of_signs()
+        return [table[sign] for sign in name] if all(sign in table for sign in name) else None
+
+    def _name(self, token: int) -> str:
+        return self.tokenizer.id_to_token(token) or f"<{token}>"
+
+    def _decoded(self, token: int) -> str:
+        """The text of a token, empty if it is none."""
+        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        # SentencePiece's decoders leave out the first space of a text.
+        if self._name(token).startswith("\u2581") and not text.startswith(" "):
+            text = f" {text}"
+        return "" if REPLACEMENT in text else text
 
 
-def _spelled(tokenizer: Any, token: int) -> str:
-    name = tokenizer.id_to_token(token)
-    if name is None:
-        return f"<{token}>"
-    text = tokenizer.decode([token], skip_special_tokens=False)
-    # SentencePiece's decoders leave out the first space of a text.
-    if name.startswith("\u2581") and not text.startswith(" "):
-        text = f" {text}"
-    return text if text and REPLACEMENT not in text else name
+@ft.cache
+def _bytes_of_signs() -> dict[str, int]:
+    """The bytes that byte-level tokenizers write as signs: those that can be seen as themselves,
+    and the others, in order, as signs from 256 on."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def usage_body(prompt: int, new: int) -> dict[str, int]:

@@ -239,7 +239,8 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Returns calls of tools, whose arguments are objects, as templates expect them."""
     read = []
-    for call in calls if isinstance(calls, list) else [None]:
+    entries: list[Any] = calls if isinstance(calls, list) else [None]
+    for call in entries:
         function: Any = call.get("function") if isinstance(call, dict) else None
         arguments = read_arguments(function) if isinstance(function, dict) else None
         if arguments is None or not isinstance(function.get("name"), str):

@@ -17,7 +17,7 @@ from redcoast.data._stack import stack_examples
 
 class Pair(NamedTuple):
     left: np.ndarray
-    right: float
+    right: Any
 
 
 EXAMPLES = {

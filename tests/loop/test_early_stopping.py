@@ -31,7 +31,7 @@ def values(losses):
     return rc.Evaluation(examples, every=2, predict_fn=predict_fn, metric_fn=metric_fn)
 
 
-def train(losses, patience=2, mode="min", log=QUIET, mesh=None, **options):
+def train(losses, patience=2, mode: Any = "min", log: Any = QUIET, mesh=None, **options):
     given: Any = OPTIONS | options
     early = rc.EarlyStopping(patience, metric="value", mode=mode)
     mesh = mesh or rc.make_mesh(devices=jax.devices()[:1])

@@ -45,7 +45,7 @@ def test_average_is_the_debiased_exponential_mean_of_the_weights():
     for got, want in zip(arrays(state.averaged_model), wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     ema = optax.ema(DECAY, debias=True)
-    kept = ema.init(eqx.filter(models[0], eqx.is_inexact_array))
+    kept = found = ema.init(eqx.filter(models[0], eqx.is_inexact_array))
     with jax.numpy_dtype_promotion("standard"):
         for model in models:
             found, kept = ema.update(eqx.filter(model, eqx.is_inexact_array), kept)
@@ -68,6 +68,7 @@ def test_average_of_frozen_leaves_is_not_kept():
     )
     model = make_model()
     _, state = models_of(2, DECAY, trainable=first(model))
+    assert state.average is not None
     assert len(jax.tree.leaves(state.average.weights)) == 2
     averaged = state.averaged_model
     np.testing.assert_array_equal(averaged.layers[1].weight, model.layers[1].weight)

@@ -202,7 +202,8 @@ def _refuse_columns(examples: Any, name: str) -> None:
         )
     table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
     if isinstance(examples, Mapping) or table:
-        advice = " or `datasets.Dataset(table)` for Arrow's tables" if table else ""
+        arrays = f"; or pass a tuple of arrays, such as `tuple({name}.values())`"
+        advice = " or `datasets.Dataset(table)` for Arrow's tables" if table else arrays
         raise TypeError(
             f"`{name}` is a {type(examples).__name__}, whose items are columns. Its items must be "
             f"examples, as in a list of dicts or a dataset{advice}."

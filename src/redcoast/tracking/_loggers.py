@@ -51,6 +51,7 @@ class _Stop:
 
 
 STOP = _Stop()
+"""What a function in `log` of [`redcoast.fit`][] returns to stop the run after the current step."""
 
 
 @dataclasses.dataclass(frozen=True)

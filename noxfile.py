@@ -22,6 +22,11 @@ README = Path("README.md").resolve()
 PROJECT = nox.project.load_toml("pyproject.toml")
 # What the tests import, in one order for `pip install` and for the lower bounds.
 EXTRAS = ("experiments", "gguf", "privacy", "rl", "serve", "text")
+THREE_LINES = """import jax.numpy as jnp, numpy as np, optax, redcoast as rc
+loss_fn = lambda model, batch, key: jnp.mean((batch @ model["w"]) ** 2)
+rc.fit({"w": jnp.ones(8)}, optax.sgd(0.1), np.ones((64, 8), np.float32), collate_fn=np.stack, \\
+       loss_fn=loss_fn, batch_size=16, epochs=2)
+"""
 TESTED = runpy.run_path("src/redcoast/core/_versions.py")["TESTED"]
 
 
@@ -254,23 +259,31 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-def package(session: nox.Session) -> None:
-    """The wheel and the sdist, and the README's first example in an environment without a clone."""
-    session.install("build")
+def release(session: nox.Session) -> None:
+    """The wheel and the sdist as they would be published, and an environment without a clone that
+    runs a fit and the README's first example with each. `-- --final` before a release."""
+    session.install("build", "twine")
     out = Path(session.create_tmp()).resolve()
     shutil.rmtree(out / "dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(out / "dist"))
+    session.run("python", "tests/release_check.py", str(out / "dist"), *session.posargs)
+    (wheel,), (source,) = (out / "dist").glob("*.whl"), (out / "dist").glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(wheel), str(source))
     example = README.read_text("utf-8").split("```python\n")[1].split("```")[0]
     (out / "example.py").write_text(example, "utf-8")
+    (out / "three_lines.py").write_text(THREE_LINES, "utf-8")
     session.chdir(out)  # so that nothing of the clone is found
-    (wheel,) = (out / "dist").glob("*.whl")
-    session.install(str(wheel))
-    session.run("redcoast", "--help")
-    session.run("redcoast", "doctor")
-    session.run("python", "example.py")
-    (source,) = (out / "dist").glob("*.tar.gz")
-    session.install("--force-reinstall", "--no-deps", str(source))
-    session.run("redcoast", "plan", "--model", "gpt2-small", "--mesh", "2x4")
+    for package in (wheel, source):
+        environment = out / f"with_{package.suffix.strip('.')}"
+        shutil.rmtree(environment, ignore_errors=True)
+        session.run("python", "-m", "venv", str(environment))
+        python, command = (str(environment / "bin" / name) for name in ("python", "redcoast"))
+        session.run(python, "-m", "pip", "install", str(package), external=True)
+        session.run(python, "three_lines.py", external=True)
+        session.run(python, "example.py", external=True)
+        session.run(command, "--help", external=True)
+        session.run(command, "doctor", external=True)
+        session.run(command, "plan", "--model", "gpt2-small", "--mesh", "2x4", external=True)
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""Trees on disk: Orbax checkpoints that are complete or not there, checksums, and what is kept."""

@@ -1,3 +1,9 @@
+"""Compiles a training step for devices that are not there, and reads memory and traffic off it.
+
+`hlo/` is a parser of the compilers' text: it finds collectives, their devices and their bytes, and
+how often loops run them.
+"""
+
 from ._dry_run import dry_run as dry_run
 from ._mesh_search import suggest_mesh as suggest_mesh
 from ._mesh_table import MeshSuggestion as MeshSuggestion

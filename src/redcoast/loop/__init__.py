@@ -1,0 +1,1 @@
+"""`fit`, `evaluate` and `predict_examples`: the loops, what they check, and when they stop."""

@@ -1,3 +1,5 @@
+"""Plans: how the arrays of a model are divided over a mesh, read off the program that uses them."""
+
 from ._plan import Plan as Plan
 from ._plan import batch_faults as batch_faults
 from ._plan import examples_coupled as examples_coupled

@@ -1,3 +1,5 @@
+"""Casts a model and a batch to the dtype that a loss is computed in."""
+
 from typing import Any
 
 import jax

@@ -1,0 +1,1 @@
+"""Hugging Face's names: for each family, its settings and its tensors, in both directions."""

@@ -1,0 +1,1 @@
+"""Chooses shardings: candidates are sets of linked dimensions; the cheapest that fit are taken."""

@@ -4,9 +4,10 @@
     python experiments/benchmarks/install.py --requirements . ".[experiments]"
 
 Each requirement is installed with pip in a new virtual environment: the number of packages, their
-size, the time (downloads included, unless pip has cached them), and how much of it only one of the
-direct dependencies needs. The import is that of the first requirement: processor time, the smallest
-of five, beside those of JAX alone, and of the libraries that redcoast always imports.
+size without compiled Python files, the time (downloads included, unless pip has cached them), and
+how much of it only one of the direct dependencies needs. The import is that of the first
+requirement: processor time, the smallest of five, beside those of JAX alone, and of the libraries
+that redcoast always imports.
 """
 
 import json
@@ -33,7 +34,8 @@ import importlib.metadata as metadata, json, os, re
 packages = {}
 for package in metadata.distributions():
     name = re.sub("[-_.]+", "-", package.metadata["Name"]).lower()
-    files = [package.locate_file(file) for file in package.files or ()]
+    # Installers differ in whether they compile Python files.
+    files = [package.locate_file(x) for x in package.files or () if x.suffix != ".pyc"]
     size = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     needs = [x for x in package.requires or () if "extra ==" not in x]
     names = [re.sub("[-_.]+", "-", re.match(r"[\\w.-]+", x)[0]).lower() for x in needs]
@@ -118,6 +120,7 @@ def reachable(packages: dict[str, Any], start: set[str]) -> set[str]:
 def print_imports(python: Path) -> None:
     """The processor time and the modules of imports."""
     print("\nImports: processor time, and modules\n")
+    runs: list[list[str]] = []
     for name, code in IMPORTS.items():
         runs = [output(python, TIME.format(code)).splitlines() for _ in range(5)]
         seconds = min(float(figures.split()[0]) for figures, _ in runs)

@@ -15,7 +15,7 @@ normal = lambda name: re.sub(r"[-_.]+", "-", name).lower()
 
 
 def names(requirements):
-    return {normal(re.match(r"[\w.-]+", text)[0]) for text in requirements}
+    return {normal(re.split(r"[^\w.-]", text)[0]) for text in requirements}
 
 
 def installed_by(requirements):
@@ -41,7 +41,9 @@ def imports(file):
     extras = {}
     for block in ast.walk(tree):
         if isinstance(block, ast.With) and "from_extra" in ast.unparse(block.items[0]):
-            extra = ast.literal_eval(block.items[0].context_expr.args[0])
+            call = block.items[0].context_expr
+            assert isinstance(call, ast.Call)
+            extra = ast.literal_eval(call.args[0])
             extras |= {id(node): extra for node in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 import types
+from typing import Any
 
 import pytest
 from paths import ROOT
@@ -19,7 +20,7 @@ ADDRESS = "https://example.org/owner/redcoast"
 @pytest.fixture
 def hook(monkeypatch):
     """`hatch_build.py`, without hatchling, which only builds have."""
-    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface: Any = types.ModuleType("hatchling.metadata.plugin.interface")
     interface.MetadataHookInterface = type("MetadataHookInterface", (), {})
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
     for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):

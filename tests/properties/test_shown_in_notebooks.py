@@ -4,6 +4,7 @@ import re
 import sys
 import types
 from html.parser import HTMLParser
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,9 +37,9 @@ def shown(monkeypatch):
         displays.append(Shown(obj))
         return displays[-1]
 
-    ipython = types.ModuleType("IPython")
+    ipython: Any = types.ModuleType("IPython")
     ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
-    module = types.ModuleType("IPython.display")
+    module: Any = types.ModuleType("IPython.display")
     module.display = display
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
@@ -77,7 +78,8 @@ def test_no_bar_where_none_is_asked_for(shown):
 
 
 def test_ipython_in_a_terminal_is_a_terminal(shown, capsys):
-    sys.modules["IPython"].get_ipython = lambda: types.SimpleNamespace()
+    ipython: Any = sys.modules["IPython"]
+    ipython.get_ipython = lambda: types.SimpleNamespace()
     train()
     assert shown == []
     assert "step 4/4" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def runs(monkeypatch):
         made.append(Run(**arguments))
         return made[-1]
 
-    module = types.ModuleType("trackio")
+    module: Any = types.ModuleType("trackio")
     module.init = init
     monkeypatch.setitem(sys.modules, "trackio", module)
     return made

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..core._train_state import AbstractTrainState
@@ -47,7 +48,7 @@ def _size(arrays: list[Any]) -> str:
 
 
 def _step(step: Any) -> str:
-    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+    if not isinstance(step, jax.Array) or isinstance(step, Tracer):
         return "abstract"
     if step.is_deleted():
         return "whose arrays were donated to a step"

@@ -150,7 +150,9 @@ ROWS = {
         (lambda d: generate(np.ones(3, np.int32)), ValueError, r"shape \(3,\)"),
         (lambda d: generate(np.ones((1, 3), np.float32)), ValueError, "float32"),
         (lambda d: generate(np.full((1, 3), 99)), ValueError, "99"),
-        (lambda d: generate([[1, 2]]), TypeError, "`tokens`.*list"),
+        (lambda d: generate([["a", "b"]]), TypeError, "`tokens`.*list"),
+        (lambda d: generate([1, 2]), ValueError, r"For one prompt, pass `\[tokens\]`"),
+        (lambda d: generate([[1, 2], [3]]), ValueError, "from 1 to 2 tokens. Pad them"),
         (lambda d: generate(mask=np.ones((1, 2), bool)), ValueError, r"`mask`.*\(1, 2\)"),
         (lambda d: generate(eos=(99,)), ValueError, "`eos` has 99"),
         (

@@ -25,20 +25,22 @@ def as_compute_dtype(dtype: Any) -> Any:
 
     **Raises:**
 
-    `ValueError` if it is not floating.
+    `ValueError` if it is not floating, and `TypeError` if it is no dtype.
     """
     if dtype is None:
         return None
     found = _NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    try:
-        if jnp.issubdtype(jnp.dtype(found), jnp.floating):
-            return jnp.dtype(found) if isinstance(dtype, str) else dtype
-    except TypeError:
-        pass
-    raise ValueError(
-        f"`compute_dtype` must be a floating dtype such as jnp.bfloat16, or its name, but is "
+    wrong = (
+        "`compute_dtype` must be a floating dtype such as jnp.bfloat16, or its name, but is "
         f"{dtype!r}."
     )
+    try:
+        kind = jnp.dtype(found)
+    except TypeError as error:
+        raise TypeError(wrong) from error
+    if not jnp.issubdtype(kind, jnp.floating):
+        raise ValueError(wrong)
+    return kind if isinstance(dtype, str) else dtype
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:

@@ -27,7 +27,7 @@ def formula(name: str, shape: Sequence[int]) -> np.ndarray:
     x = uniform(name, int(np.prod(shape))).reshape(shape)
     if len(shape) > 1:
         return (x * np.sqrt(6 / np.prod(shape[1:]))).astype(np.float32)
-    return (x / 3 + name.endswith("weight")).astype(np.float32)
+    return np.asarray(x / 3 + name.endswith("weight"), np.float32)
 
 
 def write_weights(directory: Path, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -110,6 +110,9 @@ PUBLISHED = {
     "dinov3_huge_plus": 840_592_640,
     "dinov3_7b": 6_716_035_072,
     "siglip_base": 203_155_970,
+    "clip_base_32": 151_277_313,
+    "clip_base_16": 149_620_737,
+    "clip_large_14": 427_616_513,
     "siglip_large": 652_150_786,
     "siglip_so400m": 877_960_498,
 }

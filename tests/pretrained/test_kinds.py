@@ -2,12 +2,24 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from redcoast.models import Bert, BertConfig, DeepseekV3Config, GPTNeoXConfig, LlamaConfig, Yarn
+from redcoast.models import (
+    Bert,
+    BertConfig,
+    ClipConfig,
+    DeepseekV3Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Yarn,
+)
 from redcoast.pretrained._registry import find_family, read_config, write_config
+from redcoast.pretrained._safetensors import read_safetensors, write_safetensors
 
 SIZES = {
     "vocab_size": 48,
@@ -124,16 +136,16 @@ def test_distilbert_has_no_token_types_and_pools_for_a_classifier_alone():
     for options, message in (
         ({"types": 2}, "1 token type, but `types` is 2"),
         ({"head": None, "pooler": True}, "only with the head 'classification'"),
-        ({"head": "pretraining"}, "Only BERT has the head 'pretraining'"),
+        ({"head": "pretraining"}, "DistilBERT has no head 'pretraining'"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(config, **options)
     settings = write_config(config)
     assert read_config(BertConfig, settings).head_dropout == 0.1
     tokens = jnp.zeros((1, 3), jnp.int32)
-    model = Bert(config, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(Bert, config, key=jax.random.key(0))
     with pytest.raises(ValueError, match="no token types, but `types` are given"):
-        jax.eval_shape(lambda model: model(tokens, types=tokens), model)
+        eqx.filter_eval_shape(lambda model: model(tokens, types=tokens), model)
 
 
 def test_camembert_is_a_roberta():
@@ -141,3 +153,31 @@ def test_camembert_is_a_roberta():
     settings = write_config(config)
     names = {"model_type": "camembert", "architectures": ["CamembertForMaskedLM"]}
     assert read_config(BertConfig, settings | names) == read_config(BertConfig, settings)
+
+
+def test_what_the_first_files_of_clip_have_twice_is_that_of_the_second():
+    settings = {
+        "model_type": "clip",
+        "architectures": ["CLIPModel"],
+        "projection_dim": 768,
+        "text_config": {"hidden_size": 512, "eos_token_id": 2},
+        "text_config_dict": {"hidden_size": 768, "num_attention_heads": 12},
+        "vision_config": {"patch_size": 14, "image_size": 336},
+        "vision_config_dict": None,
+    }
+    config = read_config(ClipConfig, settings)
+    assert (config.text.width, config.text.heads, config.text.eos) == (768, 12, (2,))
+    assert (config.image.patch, config.image.image, config.outputs) == (14, 336, 768)
+    assert read_config(ClipConfig, write_config(config)) == config
+    with pytest.raises(ValueError, match="`eos` must be one token"):
+        dataclasses.replace(config.text, eos=())
+    with pytest.raises(ValueError, match="`outputs` must be at least 1"):
+        dataclasses.replace(config, outputs=0)
+
+
+def test_a_tensor_that_is_a_single_number_keeps_its_shape(tmp_path):
+    path = tmp_path / "one.safetensors"
+    number = np.asarray(2.5, np.float32)
+    write_safetensors(path, {"x": ((), number.dtype)}, iter([number]))
+    assert read_safetensors(path)["x"].shape == ()
+    assert load_file(path)["x"] == number

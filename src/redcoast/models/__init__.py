@@ -12,6 +12,10 @@ from .bert import Bert as Bert
 from .bert import BertConfig as BertConfig
 from .captioner import Captioner as Captioner
 from .captioner import CaptionerConfig as CaptionerConfig
+from .clip import Clip as Clip
+from .clip import ClipConfig as ClipConfig
+from .clip import ClipImageConfig as ClipImageConfig
+from .clip import ClipTextConfig as ClipTextConfig
 from .deepseek_v3 import DeepseekV3 as DeepseekV3
 from .deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from .dinov2 import Dinov2 as Dinov2
@@ -48,6 +52,9 @@ from .sizes import bart_base as bart_base
 from .sizes import bart_large as bart_large
 from .sizes import bert_base as bert_base
 from .sizes import bert_large as bert_large
+from .sizes import clip_base_16 as clip_base_16
+from .sizes import clip_base_32 as clip_base_32
+from .sizes import clip_large_14 as clip_large_14
 from .sizes import deepseek_v3_671b as deepseek_v3_671b
 from .sizes import dinov2_base as dinov2_base
 from .sizes import dinov2_giant as dinov2_giant

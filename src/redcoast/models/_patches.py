@@ -21,7 +21,7 @@ from ._scan_layers import scan_layers
 def embed_patches(
     pixels: Float[Array, "batch channels height width"],
     kernel: Any,
-    bias: Float[Array, " features"],
+    bias: Float[Array, " features"] | None,
 ) -> Float[Array, "batch patches features"]:
     """Returns the embeddings of all patches, row by row. `kernel` has the shape
     `"channels rows columns features"`."""

@@ -92,7 +92,8 @@ class BertConfig(HeadSizes):
         if self.kind == "roberta" and self.pad is None:
             raise ValueError("RoBERTa needs `pad`: its first position is `pad + 1`.")
         if self.kind != "bert" and self.head == "pretraining":
-            raise ValueError("Only BERT has the head 'pretraining'. Use 'masked'.")
+            name = {"roberta": "RoBERTa", "distilbert": "DistilBERT"}[self.kind]
+            raise ValueError(f"{name} has no head 'pretraining'. Use 'masked'.")
         if self.kind == "distilbert" and self.pooler and self.head != "classification":
             raise ValueError("DistilBERT has a pooler only with the head 'classification'.")
         if self.kind == "distilbert" and self.types != 1:

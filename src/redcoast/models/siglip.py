@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from ._attention import AllReal, attend, full_view, real_tokens, wide
+from ._attention import AllReal, attend, full_view, real_tokens
 from ._basic import layer_norm, look_up, small_normal
 from ._check_config import HeadSizes, check_config, check_heads, check_length
 from ._dropout import split_key
@@ -15,12 +15,12 @@ from ._einsum import feed_forward, product
 from ._encoder import EncoderLayers, pre_norm_layers
 from ._heads import Linear
 from ._inputs import AnyArray, Mask
-from ._patches import embed_patches
+from ._pairs import PairImageConfig, embed_square, of_length_one
 from ._scan_layers import Remat
 
 
 @dataclass(frozen=True)
-class SiglipImageConfig(HeadSizes):
+class SiglipImageConfig(PairImageConfig):
     """The configuration of the image encoder of a `Siglip`.
 
     **Arguments:**
@@ -44,29 +44,6 @@ class SiglipImageConfig(HeadSizes):
     `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
     an integer.
     """
-
-    width: int
-    layers: int
-    heads: int
-    hidden: int
-    image: int = 224
-    patch: int = 16
-    channels: int = 3
-    activation: str = "gelu_pytorch_tanh"
-    norm_eps: int | float = 1e-6
-    attention_dropout: int | float = 0.0
-    remat: Remat = "none"
-    unroll: int | None = None
-
-    dropout = 0.0  # of the residual stream
-
-    def __post_init__(self):
-        check_config(self, "image", "patch", "channels")
-        check_heads(self)
-        if self.image < self.patch:
-            raise ValueError(
-                f"`image` must be at least `patch`, but {self.image} is less than {self.patch}."
-            )
 
 
 @dataclass(frozen=True)
@@ -279,8 +256,8 @@ class Siglip(eqx.Module):
         than its positions.
         """
         image_key, text_key = split_key(key, 2)
-        images = _unit(self.encode_images(pixels, key=image_key))
-        texts = _unit(self.encode_texts(tokens, mask=mask, key=text_key))
+        images = of_length_one(self.encode_images(pixels, key=image_key))
+        texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
         scale, bias = jnp.exp(self.logit_scale)[None], self.logit_bias[None]
         return jnp.einsum("id,td->it", images, texts) * scale + bias
 
@@ -311,13 +288,7 @@ class Siglip(eqx.Module):
     ) -> Float[Array, "images patches features"]:
         """Returns the hidden states of the patches after the final norm, row by row."""
         c, part = self.config.image, self.image
-        if pixels.shape[1:] != (c.channels, c.image, c.image):
-            raise ValueError(
-                f"The images have shape {pixels.shape[1:]}, but the model takes "
-                f"{(c.channels, c.image, c.image)}: channels, height and width. Resize them."
-            )
-        side = c.image // c.patch * c.patch
-        x = embed_patches(pixels[..., :side, :side], part.patch_embed, part.patch_bias)
+        x = embed_square(c, pixels, part.patch_embed, part.patch_bias)
         x = x + part.position_embed[None]
         visible = full_view(AllReal(x.shape[1]))
         return pre_norm_layers(part, x, visible, c, key)
@@ -347,8 +318,3 @@ class Siglip(eqx.Module):
         x = product("bshk,hkd->bsd", x, w.wo, w.bo)
         y = layer_norm(x, pooler.norm, pooler.norm_shift, c.norm_eps)
         return (x + feed_forward(pooler, y, c.activation))[:, 0]
-
-
-def _unit(x: Float[Array, "rows outputs"]) -> Float[Array, "rows outputs"]:
-    y = x.astype(wide(x.dtype))
-    return (y / jnp.linalg.norm(y, axis=-1, keepdims=True)).astype(x.dtype)

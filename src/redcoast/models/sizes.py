@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 from ._rotary import RopeScaling, Yarn
 from .bart import Bart
 from .bert import Bert
+from .clip import Clip, ClipImageConfig, ClipTextConfig
 from .deepseek_v3 import DeepseekV3
 from .dinov2 import Dinov2
 from .dinov3 import Dinov3
@@ -49,6 +50,7 @@ def _named(model: type[Model], *sizes: Any, **more: Any) -> Named[Model]:
     return lambda *, key, **changes: make(dataclasses.replace(config, **changes), key=key)
 
 
+_CLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 49407}
 _SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
 _LLAMA1: dict[str, Any] = {"norm_eps": 1e-6, "bos": 1, "eos": (2,)}
 _LLAMA3: dict[str, Any] = {"rope_base": 5e5, "context": 8192, "bos": 128000, "eos": (128001,)}
@@ -271,6 +273,19 @@ dinov3_huge_plus = _named(Dinov3, 1280, 32, 20, 5120, gated=True, activation="si
 dinov3_7b = _named(
     Dinov3, 4096, 40, 32, 8192,
     gated=True, activation="silu", q_bias=False, v_bias=False,
+)
+
+clip_base_32 = _named(
+    Clip, ClipImageConfig(768, 12, 12, 3072),
+    ClipTextConfig(49408, 512, 12, 8, 2048, **_CLIP),
+)
+clip_base_16 = _named(
+    Clip, ClipImageConfig(768, 12, 12, 3072, patch=16),
+    ClipTextConfig(49408, 512, 12, 8, 2048, **_CLIP),
+)
+clip_large_14 = _named(
+    Clip, ClipImageConfig(1024, 24, 16, 4096, patch=14),
+    ClipTextConfig(49408, 768, 12, 12, 3072, **_CLIP), 768,
 )
 
 siglip_base = _named(

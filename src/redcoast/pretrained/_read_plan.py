@@ -78,7 +78,8 @@ def read_window(window: Window, dtype: np.dtype, stored: Mapping[str, Stored]) -
     shape = [part.stop - part.start for part in window.slices]
     dtype = dtypes.pop() if len(dtypes) == 1 else dtype
     out = aligned_empty([len(window.names), *shape], dtype)
-    for row, name in zip(out, window.names, strict=True):
+    for i, name in enumerate(window.names):
+        row = out[i, ...]  # an array also if the tensor is a single number
         if stored[name].dtype == dtype:
             stored[name].read(window.slices, row)
         else:

@@ -115,6 +115,10 @@ def write_safetensors(
     - `shapes`: the shape and dtype of each array, by its name.
     - `arrays`: the arrays, in the same order.
     """
-    found = {name: np.ascontiguousarray(x) for name, x in zip(shapes, arrays, strict=True)}
+    # NumPy makes a contiguous array of a single number one of one dimension.
+    found = {
+        name: np.ascontiguousarray(x).reshape(shape)
+        for (name, (shape, _)), x in zip(shapes.items(), arrays, strict=True)
+    }
     save_file(found, path, metadata={"format": "pt"})  # required by `transformers`
     sync(path)

@@ -17,7 +17,6 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "blenderbot": ("bart", "normalisation before each sublayer"),
     "bloom": ("gpt2", "biases of positions (ALiBi) and normalised embeddings"),
     "chatglm": ("llama", "rotation of a part of each head, and fused projections"),
-    "clip": ("siglip", "class tokens, causal texts, and normalisation before the first layer"),
     "codegen": ("gptj", "fused projections of queries, keys and values"),
     "cohere": ("llama", "attention and feed-forward in parallel, and scaled logits"),
     "cohere2": ("llama", "attention and feed-forward in parallel, and scaled logits"),

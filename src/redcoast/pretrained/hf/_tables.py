@@ -31,6 +31,7 @@ LLAMA_FIELDS = {
 
 VECTOR = "width -> width"
 EMBED = "vocab width -> vocab width"
+KERNEL = "width channels rows columns -> channels rows columns width"
 TURNED = "outputs inputs -> inputs outputs"
 INTO_HEADS = "(heads head_dim) width -> width heads head_dim"
 OUT_OF_HEADS = "width (heads head_dim) -> heads head_dim width"
@@ -60,8 +61,7 @@ def dense(leaf: str, name: str, pattern: str = TURNED) -> dict[str, Tensor]:
 
 def patches(leaf: str, name: str) -> dict[str, Tensor]:
     """Returns the weight and the bias of the embedding of patches."""
-    kernel = "width channels rows columns -> channels rows columns width"
-    weight, bias = Tensor(name + ".weight", kernel), Tensor(name + ".bias", VECTOR)
+    weight, bias = Tensor(name + ".weight", KERNEL), Tensor(name + ".bias", VECTOR)
     return {leaf + "patch_embed": weight, leaf + "patch_bias": bias}
 
 

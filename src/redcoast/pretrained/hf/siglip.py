@@ -84,12 +84,12 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     return {
         **patches("image/", image + "embeddings.patch_embedding"),
         "image/position_embed": Tensor(image + positions, kept),
-        **_layers("image/layers/", image, config.image.heads),
+        **encoder_layers("image/layers/", image, config.image.heads),
         **norm("image/norm", image + "post_layernorm"),
         **_pooler("image/pooler/", image + "head.", config.image.heads),
         "text/embed": Tensor(text + "embeddings.token_embedding.weight", EMBED),
         "text/position_embed": Tensor(text + positions, kept),
-        **_layers("text/layers/", text, config.text.heads),
+        **encoder_layers("text/layers/", text, config.text.heads),
         **norm("text/norm", text + "final_layer_norm"),
         **linear("text/head", text + "head"),
         "logit_scale": Tensor("logit_scale", "1 -> 1"),
@@ -97,7 +97,8 @@ def tensors(config: SiglipConfig) -> dict[str, Tensor]:
     }
 
 
-def _layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
+def encoder_layers(leaf: str, part: str, heads: int) -> dict[str, Tensor]:
+    """Returns the layers of either encoder."""
     layer = part + "encoder.layers.{layer}."
     return {
         **norm(leaf + "attention_norm", layer + "layer_norm1"),

@@ -1,0 +1,263 @@
+"""CLIP: an encoder of images and one of texts, whose outputs are compared."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from ._attention import AllReal, causal_view, full_view, real_tokens
+from ._basic import layer_norm, look_up, small_normal
+from ._check_config import HeadSizes, check_config, check_heads, check_length
+from ._dropout import split_key
+from ._einsum import product
+from ._encoder import EncoderLayers, pre_norm_layers
+from ._inputs import AnyArray, Mask
+from ._pairs import PairImageConfig, embed_square, of_length_one
+from ._scan_layers import Remat
+
+# Files of the first version have this in place of the token that ends a text: the output is then
+# that of the token with the largest id.
+_OLD_END = 2
+
+
+@dataclass(frozen=True)
+class ClipImageConfig(PairImageConfig):
+    """The configuration of the image encoder of a `Clip`.
+
+    Its arguments are those of [`SiglipImageConfig`][redcoast.models.SiglipImageConfig], with other
+    defaults.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    patch: int = 32
+    activation: str = "quick_gelu"
+    norm_eps: int | float = 1e-5
+
+
+@dataclass(frozen=True)
+class ClipTextConfig(HeadSizes):
+    """The configuration of the text encoder of a `Clip`.
+
+    **Arguments:**
+
+    - `vocab`: the vocabulary size.
+    - `width`, `layers`, `heads`, `hidden`: as in `ClipImageConfig`.
+    - `positions`: the maximum length in tokens (position embeddings are learned).
+    - `activation`, `norm_eps`, `attention_dropout`, `remat`, `unroll`: as in `ClipImageConfig`.
+    - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
+
+    **Raises:**
+
+    `ValueError` if a value is out of range or conflicts with another; `TypeError` if a size is not
+    an integer.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    positions: int = 77
+    activation: str = "quick_gelu"
+    norm_eps: int | float = 1e-5
+    attention_dropout: int | float = 0.0
+    remat: Remat = "none"
+    unroll: int | None = None
+    eos: tuple[int, ...] = (49407,)
+    bos: int | None = None
+    pad: int | None = None
+
+    dropout = 0.0  # of the residual stream
+
+    def __post_init__(self):
+        check_config(self, "positions")
+        check_heads(self)
+        if len(self.eos) != 1:
+            raise ValueError(
+                f"`eos` must be one token, whose output is that of a text, but is {self.eos}."
+            )
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """The configuration of a `Clip`.
+
+    **Arguments:**
+
+    - `image`, `text`: the configurations of the two encoders.
+    - `outputs`: the size of the outputs that are compared.
+
+    **Raises:**
+
+    `ValueError` if `outputs` is less than 1.
+    """
+
+    image: ClipImageConfig
+    text: ClipTextConfig
+    outputs: int = 512
+
+    def __post_init__(self):
+        if self.outputs < 1:
+            raise ValueError(f"`outputs` must be at least 1, but is {self.outputs}.")
+
+
+class ClipImageEncoder(eqx.Module):
+    """The image encoder of a `Clip`. Its first position is that of the class token."""
+
+    patch_embed: Float[Array, "channels rows columns width"]
+    class_embed: Float[Array, " width"]
+    position_embed: Float[Array, "positions width"]
+    first_norm: Float[Array, " width"]
+    first_norm_shift: Float[Array, " width"]
+    layers: EncoderLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    head: Float[Array, "width outputs"]
+
+    def __init__(self, config: ClipImageConfig, outputs: int, *, key: PRNGKeyArray):
+        c = config
+        patch, first, positions, layers, head = jax.random.split(key, 5)
+        self.patch_embed = small_normal(patch, (c.channels, c.patch, c.patch, c.width))
+        self.class_embed = small_normal(first, (c.width,))
+        self.position_embed = small_normal(positions, ((c.image // c.patch) ** 2 + 1, c.width))
+        self.first_norm, self.first_norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        self.layers = EncoderLayers(c, key=layers)
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        self.head = small_normal(head, (c.width, outputs))
+
+
+class ClipTextEncoder(eqx.Module):
+    """The text encoder of a `Clip`."""
+
+    embed: Float[Array, "vocab width"]
+    position_embed: Float[Array, "positions width"]
+    layers: EncoderLayers
+    norm: Float[Array, " width"]
+    norm_shift: Float[Array, " width"]
+    head: Float[Array, "width outputs"]
+
+    def __init__(self, config: ClipTextConfig, outputs: int, *, key: PRNGKeyArray):
+        c = config
+        embed, positions, layers, head = jax.random.split(key, 4)
+        self.embed = small_normal(embed, (c.vocab, c.width))
+        self.position_embed = small_normal(positions, (c.positions, c.width))
+        self.layers = EncoderLayers(c, key=layers)
+        self.norm, self.norm_shift = jnp.ones(c.width), jnp.zeros(c.width)
+        self.head = small_normal(head, (c.width, outputs))
+
+
+class Clip(eqx.Module):
+    """CLIP (Radford et al., 2021, <https://arxiv.org/abs/2103.00020>).
+
+    ```python
+    image = ClipImageConfig(width=64, layers=2, heads=4, hidden=256, image=32, patch=8)
+    text = ClipTextConfig(256, width=32, layers=2, heads=4, hidden=128, positions=16, eos=(255,))
+    model = Clip(ClipConfig(image, text, outputs=48), key=jax.random.key(0))
+    pixels, tokens = jnp.zeros((8, 3, 32, 32)), jnp.full((5, 16), 255)
+    logits = model(pixels, tokens)  # (8, 5)
+    ```
+    """
+
+    image: ClipImageEncoder
+    text: ClipTextEncoder
+    logit_scale: Float[Array, "1"]
+    config: ClipConfig = eqx.field(static=True)
+
+    def __init__(self, config: ClipConfig, *, key: PRNGKeyArray):
+        """Initialises the parameters: weights normal with standard deviation 0.02, truncated at
+        three standard deviations; biases 0 and norm scales 1. Logits begin with a factor of 1 /
+        0.07, as in the publication."""
+        image, text = jax.random.split(key)
+        self.image = ClipImageEncoder(config.image, config.outputs, key=image)
+        self.text = ClipTextEncoder(config.text, config.outputs, key=text)
+        self.logit_scale = jnp.log(jnp.full(1, 1 / 0.07))
+        self.config = config
+
+    def __call__(
+        self,
+        pixels: Float[Array, "images channels height width"],
+        tokens: Integer[AnyArray, "texts seq"],
+        *,
+        mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "images texts"]:
+        """Returns the logits of each image and each text: the probability that a text is that of an
+        image is the softmax over the texts.
+
+        **Arguments:**
+
+        - `pixels`: images with the channels first, normalised as the weights were trained with.
+        - `tokens`: token ids from 0 to `vocab - 1`. A larger id gives NaN. The output for a text is
+          that of its first token `config.text.eos`.
+        - `mask`: 1 at real tokens and 0 at padding tokens, which must be on the right.
+        - `key`: PRNG key for dropout. Without it, dropout is disabled.
+
+        **Raises:**
+
+        `ValueError` if the images do not have the size of the configuration, or if a text is longer
+        than its positions.
+        """
+        image_key, text_key = split_key(key, 2)
+        images = of_length_one(self.encode_images(pixels, key=image_key))
+        texts = of_length_one(self.encode_texts(tokens, mask=mask, key=text_key))
+        return jnp.einsum("id,td->it", images, texts) * jnp.exp(self.logit_scale)[None]
+
+    def encode_images(
+        self,
+        pixels: Float[Array, "images channels height width"],
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "images outputs"]:
+        """Returns the outputs for images, before they are normalised."""
+        x = self.hidden_of_images(pixels, key=key)[:, 0]
+        return product("bd,do->bo", x, self.image.head)
+
+    def encode_texts(
+        self,
+        tokens: Integer[AnyArray, "texts seq"],
+        *,
+        mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "texts outputs"]:
+        """Returns the outputs for texts, before they are normalised."""
+        hidden = self.hidden_of_texts(tokens, mask=mask, key=key)
+        eos = self.config.text.eos[0]
+        ends = jnp.asarray(tokens) if eos == _OLD_END else jnp.asarray(tokens) == eos
+        last = jnp.argmax(ends, axis=1)
+        x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        return product("bd,do->bo", x, self.text.head)
+
+    def hidden_of_images(
+        self,
+        pixels: Float[Array, "images channels height width"],
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "images positions features"]:
+        """Returns the hidden states of the class token and of the patches, row by row, after the
+        final norm."""
+        c, part = self.config.image, self.image
+        x = embed_square(c, pixels, part.patch_embed, None)
+        first = jnp.broadcast_to(part.class_embed[None, None], (x.shape[0], 1, x.shape[2]))
+        x = jnp.concatenate([first, x], axis=1) + part.position_embed[None]
+        x = layer_norm(x, part.first_norm, part.first_norm_shift, c.norm_eps)
+        return pre_norm_layers(part, x, full_view(AllReal(x.shape[1])), c, key)
+
+    def hidden_of_texts(
+        self,
+        tokens: Integer[AnyArray, "texts seq"],
+        *,
+        mask: Mask | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "texts seq width"]:
+        """Returns the hidden states of tokens after the final norm."""
+        c, part = self.config.text, self.text
+        check_length(c, tokens.shape[1])
+        x = look_up(part.embed, tokens) + part.position_embed[None, : tokens.shape[1]]
+        visible = causal_view(real_tokens(tokens.shape, mask))
+        return pre_norm_layers(part, x, visible, c, key)

@@ -16,6 +16,8 @@ from redcoast.models import (
     DeepseekV3Config,
     GPTNeoXConfig,
     LlamaConfig,
+    LongRope,
+    Phi3Config,
     Yarn,
 )
 from redcoast.pretrained._registry import find_family, read_config, write_config
@@ -96,6 +98,8 @@ def test_options_go_to_files_and_back(kind):
         ({"kind": "granitemoehybrid", "qkv_bias": True}, "combination of options: `qkv_bias=True`"),
         ({"kind": "gpt"}, "`kind` must be one of llama, mistral"),
         ({"embed_scale": 2.0, "window": 3}, "Granite has none of them, and may have"),
+        ({"experts": 4}, "combination of options: `experts=4`"),
+        ({"rope_scaling": LongRope((1.0,) * 4, (2.0,) * 4, 8)}, "only files of Phi-3 can say"),
     ],
 )
 def test_options_of_no_type_are_not_saved(options, message):
@@ -115,6 +119,14 @@ def test_options_of_no_type_are_not_saved(options, message):
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LLAMA, **options)
+
+
+def test_what_a_file_of_phi3_cannot_say_is_refused():
+    config = Phi3Config(48, 32, 2, 4, 2, 40)
+    with pytest.raises(ValueError, match="combination of options: `qkv_bias=True`"):
+        write_config(dataclasses.replace(config, qkv_bias=True))
+    with pytest.raises(ValueError, match="must be a `LongRope`"):
+        write_config(dataclasses.replace(config, rope_scaling=Yarn(2.0, 8)))
 
 
 def test_what_a_file_of_gpt_neox_cannot_say_is_refused():

@@ -13,18 +13,15 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 from ..core._decoding import GREEDY, Decoding
 from ._attention import Visible, causal_view, count_positions, real_tokens
 from ._cache import Cache, admit, cached_view, empty_cache
-from ._check_config import HeadSizes, check_length
+from ._check_config import check_length
 from ._einsum import product
 from ._inputs import AnyArray, Mask
 from ._moe import router_loss
 from ._scan_layers import Remat
 
-# How many tokens were routed to each expert, and the sum of its probabilities.
-ExpertUse = tuple[Float[Array, " experts"], Float[Array, " experts"]]
-
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(HeadSizes):
+class DecoderConfig:
     """The options that change no result of a decoder, and those of decoding.
 
     **Arguments:**
@@ -88,9 +85,10 @@ class Decoder(eqx.Module):
         see: Callable[..., Visible],
         cache: Cache | None,
         key: PRNGKeyArray | None,
-    ) -> tuple[Float[Array, "batch seq width"], Cache | None, ExpertUse | None]:
-        """Returns the final hidden states, the cache if there is one, and the use of experts if
-        there are any. `see(window=...)` returns which keys each token sees."""
+    ) -> tuple[Float[Array, "batch seq width"], Any, Any]:
+        """Returns the final hidden states; the cache, or None without one; and for each expert how
+        many tokens were routed to it and the sum of its probabilities, or None without experts.
+        `see(window=...)` returns which keys each token sees."""
 
     def __call__(
         self,

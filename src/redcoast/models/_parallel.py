@@ -13,7 +13,7 @@ from ._attention import attend, wide
 from ._basic import layer_norm, look_up, output_scale
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_config, check_heads
+from ._check_config import HeadSizes, check_config, check_heads
 from ._decoder import Decoder, DecoderConfig, TableHead
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, outputs, product, queries
@@ -22,7 +22,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class ParallelConfig(DecoderConfig):
+class ParallelConfig(DecoderConfig, HeadSizes):
     """The sizes and the options of a `ParallelDecoder`. A family describes those that it has.
 
     - `mlp_norm`: whether the feed-forward network has a norm of its own.
@@ -121,8 +121,6 @@ class ParallelDecoder(TableHead, Decoder):
     config: AbstractVar[Any]
 
     def __init__(self, config: ParallelConfig, *, key: PRNGKeyArray):
-        """Initialises the parameters: normal with standard deviation 0.02. The output projections
-        of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         self.embed = _normal(embed, (config.vocab, config.width))
         self.layers = ParallelLayers(config, key=layers)

@@ -17,7 +17,7 @@ from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
-from ._check_config import check_chosen, check_config, check_heads, check_local
+from ._check_config import HeadSizes, check_chosen, check_config, check_heads, check_local
 from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, keys_values, product, queries
@@ -36,7 +36,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class TransformerConfig(DecoderConfig):
+class TransformerConfig(DecoderConfig, HeadSizes):
     """The sizes and the options of a `Transformer`. A family describes those that it has.
 
     `experts` is None if there are none, and `residual_dropout` if a family has no such dropout.
@@ -166,8 +166,6 @@ class Transformer(Decoder):
     config: AbstractVar[Any]
 
     def __init__(self, config: TransformerConfig, *, key: PRNGKeyArray):
-        """Initialises the parameters: normal with variance 1 / fan-in, truncated at three standard
-        deviations. The output projections of the layers are divided by sqrt(2 * layers)."""
         embed, layers, head = jax.random.split(key, 3)
         self.embed, self.head = initial_tables(config, embed, head)
         self.layers = TransformerLayers(config, key=layers)

@@ -12,7 +12,7 @@ from ._attention import attend, causal_view, count_positions, full_view, real_to
 from ._basic import layer_norm, look_up, output_scale, small_normal
 from ._by_layer import StackedLayers
 from ._cache import Cache, admit, cached_view, empty_cache, extend
-from ._check_config import check_config, check_heads, check_length
+from ._check_config import HeadSizes, check_config, check_heads, check_length
 from ._cross_cache import CrossCache, Memory, MemoryMask, read_memory
 from ._decoder import DecoderConfig, TableHead
 from ._dropout import dropout, split_key
@@ -22,7 +22,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class GPT2Config(DecoderConfig):
+class GPT2Config(DecoderConfig, HeadSizes):
     """The configuration of a `GPT2`.
 
     **Arguments:**

@@ -22,7 +22,7 @@ from ._basic import (
 )
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_chosen, check_config, check_heads, check_local
+from ._check_config import HeadSizes, check_chosen, check_config, check_heads, check_local
 from ._decoder import DecoderConfig, RoutedDecoder, TableHead
 from ._einsum import keys_values, outputs, product, queries
 from ._moe import mix_experts
@@ -34,7 +34,7 @@ _GAIN = 1.702
 
 
 @dataclass(frozen=True)
-class GptOssConfig(DecoderConfig):
+class GptOssConfig(DecoderConfig, HeadSizes):
     """The configuration of a `GptOss`.
 
     **Arguments:**

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._basic import layer_norm, look_up, output_scale
 from ._by_layer import StackedLayers
 from ._cache import extend
-from ._check_config import check_config, check_heads
+from ._check_config import HeadSizes, check_config, check_heads
 from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import feed_forward, keys_values, product, queries
@@ -19,7 +19,7 @@ from ._scan_layers import scan_layers
 
 
 @dataclass(frozen=True)
-class OPTConfig(DecoderConfig):
+class OPTConfig(DecoderConfig, HeadSizes):
     """The configuration of an `OPT`.
 
     **Arguments:**

@@ -30,7 +30,7 @@ WINDOW_FIELDS = TRANSFORMER_FIELDS | {"window": ("sliding_window", None)}
 # some, such as a dropout rate of attention.
 _OPTIONS = """
     head_size rotary_dim rope_layers query_growth window local local_rope_base qkv_bias qk_norm
-    output_norms embed_scale residual_scale score_factor logit_divisor weights_sum_to_one
+    output_norms embed_scale residual_scale score_factor logit_divisor experts weights_sum_to_one
 """.split()  # noqa: SIM905
 _DEFAULTS = {f.name: f.default for f in fields(TransformerConfig) if f.name in _OPTIONS}
 

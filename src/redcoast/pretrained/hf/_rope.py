@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...models._rotary import RopeScaling, Yarn
+from ...models._rotary import LongRope, RopeScaling, Yarn
 from .._neutral import is_neutral
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -48,10 +48,8 @@ def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
 
 def kind_of_rope(rope: Mapping[str, Any]) -> str:
     # Of a token, the three positions of Qwen's images are one and the same.
-    same = {None: "default", "mrope": "default"}
-    kinds = (rope.get(name) for name in ("rope_type", "type"))
-    kinds = [same.get(kind, kind) for kind in kinds]
-    return next((kind for kind in kinds if kind != "default"), "default")
+    kinds = {rope.get(name) for name in ("rope_type", "type")} - {None, "mrope", "default"}
+    return next(iter(kinds), "default")
 
 
 def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> RopeScaling | None:
@@ -93,8 +91,10 @@ def read_rope_settings(c: dict[str, Any]) -> dict[str, Any]:
     return read_yarn(c | {"rope_scaling": rope}, {}, ("mscale", "mscale_all_dim"), scores=False)
 
 
-def write_rope(scaling: RopeScaling | Yarn | None, context: int) -> dict[str, Any]:
+def write_rope(scaling: RopeScaling | Yarn | LongRope | None, context: int) -> dict[str, Any]:
     """Returns the setting `rope_scaling` of a `config.json`, if embeddings are scaled."""
+    if isinstance(scaling, LongRope):
+        raise ValueError("`rope_scaling` is a `LongRope`, which only files of Phi-3 can say.")
     if scaling is None:
         return {}
     if isinstance(scaling, Yarn):

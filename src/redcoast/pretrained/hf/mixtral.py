@@ -19,7 +19,7 @@ _FIELDS = {
 KINDS = {
     "mixtral": Kind(
         architecture="Mixtral",
-        free=("head_size", "window"),
+        free=("head_size", "window", "experts"),
         fields=_FIELDS,
         defaults={
             "num_key_value_heads": 8,
@@ -36,7 +36,7 @@ KINDS = {
     "qwen3_moe": Kind(
         architecture="Qwen3Moe",
         options={"qk_norm": True},
-        free=("head_size", "window", "weights_sum_to_one"),
+        free=("head_size", "window", "experts", "weights_sum_to_one"),
         fields={
             **_FIELDS,
             "hidden": "moe_intermediate_size",

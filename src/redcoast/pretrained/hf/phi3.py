@@ -7,7 +7,7 @@ from ...models._rotary import LongRope
 from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._kinds import transformer_tensors
+from ._kinds import Kind, kind_of, transformer_tensors
 from ._rope import rope_of, unread
 from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
 
@@ -23,6 +23,7 @@ _FIELDS = {
     "bos": ("bos_token_id", 1),
     "pad": ("pad_token_id", 32000),
 }
+_KINDS = {"phi3": Kind(architecture="Phi3", free=("rotary_dim", "window"))}
 _FACTORS = {"short": "short_factor", "long": "long_factor"}
 
 
@@ -87,6 +88,9 @@ def _long_rope(rope: dict[str, Any], c: dict[str, Any]) -> LongRope:
 
 def write(config: Phi3Config) -> dict[str, Any]:
     c = config
+    kind_of(c, _KINDS)  # refuses options that the files have no setting for
+    if c.rope_scaling is not None and not isinstance(c.rope_scaling, LongRope):
+        raise ValueError("`rope_scaling` must be a `LongRope`: files of Phi-3 can say no other.")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.rope_base}
     if s := c.rope_scaling:
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}

@@ -309,6 +309,7 @@ def fragments(session: nox.Session) -> None:
     install(session, "tests")
     session.install("redco==0.4.23", "flax==0.12.8", "transformers==4.57.6", REFERENCE[0])
     session.install("accelerate>=1.0", "jax2onnx>=0.17", "onnxruntime", "openai>=1.60")
+    session.install("datasets", "pyarrow", "torchdata", "trackio", "webdataset")
     tests = ("tests/properties/test_fragments.py", "tests/properties/test_docs.py")
     session.run("pytest", *tests, "-m", "integration", *session.posargs)
 

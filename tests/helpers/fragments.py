@@ -80,6 +80,11 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>")
 tokenizer.chat_template = "{{ messages[0].content }}"
 tokenizer.save_pretrained("model")
 """
+PARQUET = """
+import numpy as np, pyarrow as pa, pyarrow.parquet as pq
+table = pa.table({"x": np.zeros((64, 8), np.float32).tolist()})
+pq.write_table(table, "data.parquet")
+"""
 ONNX = """
 import equinox as eqx, jax
 model = eqx.nn.MLP(8, 8, 32, depth=2, key=jax.random.key(0))
@@ -96,6 +101,7 @@ class Fragment:
     - `page`: the page, in `docs/`.
     - `line`: a part of a line that only this block has.
     - `setup`: what the block takes for granted.
+    - `after`: the number of the page's own programs (```python blocks) that run before it.
     - `needs`: packages that the project's tests do without (`nox -s fragments` installs them).
     - `elsewhere`: what the block needs that no test has, or which test runs it.
     """
@@ -103,6 +109,7 @@ class Fragment:
     page: str
     line: str
     setup: str = ""
+    after: int = 0
     needs: tuple[str, ...] = ()
     elsewhere: str = ""
 
@@ -117,7 +124,13 @@ FRAGMENTS = (
     Fragment("training.md", "jax_compilation_cache_dir", setup="import jax"),
     Fragment("howto/hugging_face.md", "load_dataset", elsewhere="Hugging Face's hub"),
     Fragment("howto/hugging_face.md", "AutoTokenizer", CHAT, needs=("transformers",)),
-    Fragment("howto/serving.md", "OpenAI(", elsewhere="tests/experiments/test_serve.py"),
+    Fragment("howto/serving.md", "OpenAI(", elsewhere="tests/serve/test_server.py"),
+    Fragment("howto/sources.md", "pq.write_table", after=1, needs=("datasets",)),
+    Fragment("howto/sources.md", "import pyarrow.dataset", PARQUET, after=1, needs=("pyarrow",)),
+    Fragment("howto/sources.md", "from_list(rows)", "import datasets", 1, needs=("datasets",)),
+    Fragment("howto/sources.md", "StatefulDataLoader", after=1, needs=("torchdata",)),
+    Fragment("howto/sources.md", "import webdataset", after=1, needs=("webdataset",)),
+    Fragment("tracking.md", "trackio_logger(project", after=1, needs=("trackio",)),
     Fragment("howto/export.md", "to_onnx", ONNX, needs=("jax2onnx",)),
     Fragment("models.md", "decoder_start", WHISPER),
     Fragment("migration/flax.md", "# Flax NNX", FLAX, needs=("flax",)),

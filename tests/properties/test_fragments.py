@@ -54,7 +54,8 @@ def test_fragment_runs(fragment, tmp_path):
     if missing:
         pytest.skip(f"needs {', '.join(missing)} (nox -s fragments)")
     program = tmp_path / "program.py"
-    program.write_text(f"{fragment.setup}\n{code_of(fragment)}")
+    own = [body for language, body in blocks(PAGES[fragment.page]) if language == "python"]
+    program.write_text("\n".join([fragment.setup, *own[: fragment.after], code_of(fragment)]))
     environment = {k: v for k, v in os.environ.items() if k != "NPROC"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     result = subprocess.run(

@@ -1,102 +1,121 @@
-"""Why a type of published models cannot be loaded."""
+"""Why a type of published models cannot be loaded: what of its architecture is not implemented."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
 from ..core._errors import short_repr
 
-# The nearest supported type of well-known types, and what they have beyond it.
-_NEAREST: dict[str, tuple[str, str]] = {
-    "albert": ("bert", "weights that all layers share and a narrow embedding"),
-    "apertus": ("llama", "an activation with learned numbers (xIELU), without a gate"),
-    "arcee": ("llama", "a squared ReLU without a gate"),
-    "aria_text": ("mixtral", "shared experts"),
-    "bamba": ("mamba2", "layers of attention between those of states"),
-    "beit": ("vit", "relative biases of positions and a scale of each layer"),
-    "blenderbot": ("bart", "normalisation before each sublayer"),
-    "bloom": ("gpt2", "biases of positions (ALiBi) and normalised embeddings"),
-    "chatglm": ("llama", "rotation of a part of each head, and fused projections"),
-    "codegen": ("gptj", "fused projections of queries, keys and values"),
-    "cohere": ("llama", "attention and feed-forward in parallel, and scaled logits"),
-    "cohere2": ("llama", "attention and feed-forward in parallel, and scaled logits"),
-    "dbrx": ("mixtral", "fused projections, and clipped queries, keys and values"),
-    "deberta": ("bert", "attention with separate contents and positions"),
-    "deberta-v2": ("bert", "attention with separate contents and positions"),
-    "deepseek_v2": ("deepseek_v3", "routing by the softmax of the scores"),
-    "deepseek_v32": ("deepseek_v3", "attention to tokens that an indexer chooses"),
-    "deit": ("vit", "a token for distillation"),
-    "dinov3_convnext": ("dinov3_vit", "convolutions in place of attention"),
-    "electra": ("bert", "an embedding narrower than the layers"),
-    "ernie4_5": ("llama", "rotation of neighbouring pairs of features"),
-    "ernie4_5_moe": ("mixtral", "shared experts, and rotation of neighbouring pairs of features"),
-    "exaone4": ("llama", "normalisation after each sublayer, and layers without rotation"),
-    "falcon": ("gptj", "fused projections with few keys and values, or biases of positions"),
-    "falcon_h1": ("mamba2", "attention beside the states of each layer"),
-    "falcon_mamba": ("mamba2", "states with a decay of each feature (Mamba-1)"),
-    "gemma3n": ("gemma3_text", "encoders of images and sounds, and embeddings for each layer"),
-    "gemma3n_text": ("gemma3_text", "embeddings for each layer and alternating updates"),
-    "gemma4": ("gemma3_text", "encoders of images and sounds, and embeddings for each layer"),
-    "glm": ("llama", "rotation of a part of each head, and fused projections"),
-    "glm4": ("llama", "rotation of a part of each head, and normalisation after sublayers"),
-    "glm4_moe": ("qwen3_moe", "shared experts, rotation of a part of each head, and its routing"),
-    "gpt_bigcode": ("gpt2", "one head of keys and values for all queries"),
-    "gpt_neo": ("gpt2", "attention within a window in every other layer, without a scale"),
-    "granitemoe": ("mixtral", "multipliers of embeddings, residuals, attention and logits"),
-    "hunyuan_v1_dense": ("qwen3", "normalisation of queries and keys after their rotation"),
-    "idefics3": ("llama", "the encoder of images before the language model"),
-    "internvl": ("qwen2", "the encoder of images before the language model"),
-    "led": ("bart", "attention within a window, and global tokens"),
-    "lfm2": ("llama", "short convolutions in place of attention in most layers"),
-    "llama4": ("mixtral", "the encoder of images, a shared expert, and layers without rotation"),
-    "llama4_text": ("mixtral", "a shared expert, and layers without rotation"),
-    "longt5": ("t5", "local attention, and global attention of blocks"),
-    "m2m_100": ("bart", "sinusoidal positions and normalisation before each sublayer"),
-    "mamba": ("mamba2", "states with a decay of each feature (Mamba-1)"),
-    "marian": ("bart", "sinusoidal positions"),
-    "mbart": ("bart", "normalisation before each sublayer and after the last"),
-    "minimax": ("mixtral", "linear attention in most layers"),
-    "minimax_m2": ("mixtral", "normalisation of all queries and keys, and routing by sigmoids"),
-    "mllama": ("llama", "cross-attention to images"),
-    "mpnet": ("bert", "relative biases of positions"),
-    "mpt": ("gpt2", "biases of positions (ALiBi), without biases of projections"),
-    "nemotron": ("llama", "LayerNorm with biases, and a squared ReLU without a gate"),
-    "nemotron_h": ("mamba2", "layers of attention and of feed-forward between those of states"),
-    "olmo": ("llama", "LayerNorm without weights, and clipped projections"),
-    "olmoe": ("mixtral", "normalisation of all queries and keys"),
-    "paligemma": ("gemma", "the encoder of images before the language model"),
-    "pegasus": ("bart", "sinusoidal positions and normalisation before each sublayer"),
-    "phi": ("gptj", "biases of attention, and rotation of halves of a head"),
-    "phi4_multimodal": ("phi3", "encoders of images and sounds, and their adapters"),
-    "phimoe": ("mixtral", "its routing, and LayerNorm with biases"),
-    "qwen2_moe": ("mixtral", "a shared expert beside the routed ones"),
-    "qwen3_5": ("qwen3", "linear attention in most layers, and the encoder of images"),
-    "qwen3_next": ("qwen3_moe", "linear attention in most layers, and a shared expert"),
-    "qwen3_vl_moe": ("qwen3_moe", "the encoder of images before the language model"),
-    "siglip2": ("siglip", "images of any shape, with a mask of their patches"),
-    "siglip_vision_model": ("siglip", "its encoder of texts, which this type lacks"),
-    "stablelm": ("llama", "rotation of a part of each head, and LayerNorm with biases"),
-    "starcoder2": ("llama", "a feed-forward without a gate, and LayerNorm with biases"),
-    "swin": ("vit", "attention within windows that are shifted and merged"),
-    "umt5": ("t5", "biases of positions in each layer"),
+# What is not implemented, and the types that have it. One feature of each type is enough.
+_FEATURES: dict[str, str] = {
+    # Layers in place of attention.
+    "layers of Gated DeltaNet (linear attention)": """
+        lara_mini olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
+        qwen4_exp_text""",
+    "layers of Kimi Delta Attention (linear attention)": "bailing_hybrid kimi_linear",
+    "layers of lightning attention (linear attention)": "minimax",
+    "layers of Mamba-1 (state spaces with a decay of each feature)": """
+        falcon_mamba jamba mamba zamba""",
+    "layers of attention between or beside those of Mamba-2": "bamba falcon_h1 nemotron_h zamba2",
+    "recurrences (RWKV)": "rwkv",
+    "recurrences (RG-LRU)": "recurrent_gemma",
+    "recurrences (xLSTM)": "xlstm",
+    "short convolutions between or within layers": """
+        inkling2_loop_text inkling2_text inkling_text lfm2 lfm2_moe lfm3 zaya""",
+    # Attention.
+    "attention to tokens that an indexer or a router chooses (sparse attention)": """
+        axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4
+        minimax_m3_vl_text""",
+    "sparse attention in blocks": "big_bird bigbird_pegasus led longt5",
+    "attention within hashes, and reversible layers": "reformer",
+    "attention of permuted tokens with relative positions": "xlnet",
+    "causal attention in the layers of an encoder": "modernbert-decoder",
+    "differential attention": "diffllama",
+    "attention with masks that are computed from the values": "doge",
+    "experts of attention": "jetmoe",
+    "gates of the outputs of attention": "afmoe beam dory hrm_text laguna",
+    "sinks of attention in layers with experts that are chosen by sigmoids": "flint mimo_v2_flash",
+    "sinks of attention, and multipliers of embeddings, residuals, scores and logits": """
+        granite_swa granitemoe_swa""",
+    "biases of positions (ALiBi)": "bloom mpt",
+    "relative biases of positions": "beit cpmant mpnet",
+    "attention with separate contents and positions": "deberta deberta-v2",
+    "attention within windows that are shifted and merged": "swin",
+    "windows of attention in every other layer, without a scale of the scores": "gpt_neo",
+    "windows of attention in some layers": "cwm mellum ministral",
+    "one head of keys and values for all queries": "falcon gpt_bigcode",
+    "norms of queries and keys after their rotation": "hunyuan_v1_dense hunyuan_v1_moe",
+    "norms of all queries and keys in layers of experts": "flex_olmo minimax_m2 olmoe",
+    "layers without rotation of positions, with norms after each sublayer": "exaone4 exaone_moe",
+    "rotation of neighbouring features of queries and keys": "ernie4_5 helium",
+    "rotation of a part of each head in this order, and fused projections": "chatglm glm glm4",
+    "rotation of a part of each head in layers with biases": "persimmon phi stablelm",
+    "rotation of queries and keys in layers of an encoder with norms after them": "roformer",
+    "queries, keys and values that are fused in blocks": "codegen",
+    "latent attention in layers without experts": "minicpm3 youtu",
+    "heads of another size, or keys that are also values, in some layers": """
+        gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text""",
+    # Experts.
+    "experts that are shared by all tokens": """
+        aria_text deepseek_v2 dots1 ernie4_5_moe hy_v3 kolibri1 llama4 llama4_text qwen2_moe
+        sarvam_moe solar_open""",
+    "a norm of the outputs of experts": "axk1",
+    "experts that compute nothing, and two sublayers of attention in each layer": "longcat_flash",
+    "experts that are chosen by sparse mixing": "phimoe",
+    "experts with clipped queries, keys and values": "dbrx",
+    # Norms, activations and multipliers.
+    "attention beside the feed-forward network, with scaled logits": """
+        cohere cohere2 cohere2_moe cohere_compass_text""",
+    "biases of attention in the last layer only": "gpt_neox_japanese",
+    "multipliers of embeddings, residuals, scores and logits": """
+        granitemoe granitemoeshared hyperclovax""",
+    "LayerNorm without weights": "olmo",
+    "a layer without norms after its sublayers": "vaultgemma",
+    "norms after each sublayer of a decoder with learned positions": "openai-gpt",
+    "norms within sublayers, and ternary weights": "bitnet",
+    "norms before each sublayer": """
+        blenderbot m2m_100 mbart megatron-bert roberta-prelayernorm xlm-roberta-xl""",
+    "squared ReLU without a gate": "arcee jais2 nanochat nemotron",
+    "a feed-forward network without a gate": "starcoder2",
+    "an activation with learned numbers (xIELU)": "apertus apertus1p5_text",
+    # Embeddings.
+    "embeddings for each layer": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "embeddings that are narrower than the layers": "albert electra rembert",
+    "embeddings of tasks, languages, shapes or sounds": "ernie roc_bert xlm xmod",
+    "embeddings of patches of bytes": "blt",
+    "sinusoidal positions": "ctrl marian pegasus trocr xglm",
+    "biases of positions in each layer": "umt5",
+    "embeddings that are scaled": "biogpt plbart",
+    "embeddings without types of tokens": "bert-generation",
+    "prompts in each layer": "mvp",
+    "streams that predict several tokens": "prophetnet",
+    "class tokens, causal texts, and a norm before the first layer": "clip",
+    "a token for distillation": "deit",
+    "convolutions in place of attention": "dinov3_convnext",
+    "images of any shape, with a mask of their patches": "siglip2",
+    "encoder of images without one of texts": "siglip_vision_model",
+    # Other inputs.
+    "parts for images": """
+        emu3 fuyu git got_ocr2 mllama paligemma phi4_multimodal qwen3_vl_moe""",
+    "parts for sounds": "moshi moss_transcribe_diarize musicgen musicgen_melody",
 }
-# Recurrences that no family has, or that alternate with attention.
-_OTHER = ("jamba", "recurrent_gemma", "rwkv", "zamba2")
+# Types with the arithmetic of another one.
+OTHER_NAMES = frozenset(
+    """
+    blenderbot-small data2vec-text exaone glm4_moe_lite gpt-sw3 internlm3 iquestcoder sarvam_mla
+    seed_oss
+    """.split()  # noqa: SIM905
+)
+FEATURE_OF = {kind: feature for feature, kinds in _FEATURES.items() for kind in kinds.split()}
 
 
 def refuse_type(kind: Any, supported: Iterable[str], where: Any) -> ValueError:
     """The error for a type of model that no family supports."""
-    names = sorted(supported)
     reason = ""
-    text = kind if isinstance(kind, str) else ""
-    if text in _NEAREST:
-        near, missing = _NEAREST[text]
-        reason = f" The nearest supported type is {near}; what is missing: {missing}."
-    elif text in _OTHER:
-        reason = " It has recurrences that no supported type has."
-    elif close := difflib.get_close_matches(text, names, n=1):
-        reason = f" The supported type with the most similar name is {close[0]}."
+    if isinstance(kind, str) and kind in FEATURE_OF:
+        reason = f" redcoast has no implementation of its {FEATURE_OF[kind]}."
+    elif isinstance(kind, str) and kind in OTHER_NAMES:
+        reason = " Its settings and tensors have names that redcoast does not read."
     return ValueError(
         f"{where} holds a model of type {short_repr(kind)}, which is not supported.{reason} "
-        f"Supported types: {', '.join(names)}."
+        f"Supported types: {', '.join(sorted(supported))}."
     )

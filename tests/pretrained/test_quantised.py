@@ -20,7 +20,7 @@ from redcoast.models import GptOss, GptOssConfig, Llama, LlamaConfig
 from redcoast.pretrained import _load as loading
 from redcoast.pretrained._lazy_tensor import Source, Stored
 from redcoast.pretrained._match import layout_of, needed_shapes
-from redcoast.pretrained._quantised import dequantised, split_quantisation
+from redcoast.pretrained._quantised import dequantised
 from redcoast.pretrained._read_to_device import fill_device
 from redcoast.pretrained._read_to_host import fill_host
 from redcoast.pretrained._registry import find_family, write_config
@@ -348,13 +348,24 @@ def test_other_methods_are_refused_with_what_to_do(quantisation, words):
         find_family(settings, "here")
 
 
-def test_settings_of_a_part_about_texts_are_found():
-    part = {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}
-    with pytest.raises(ValueError, match="AWQ"):
-        split_quantisation({"text_config": part}, "here")
-    part["quantization_config"] = MXFP4
-    assert split_quantisation({"text_config": part}, "here") == (
-        {"text_config": {"model_type": "llama"}},
-        MXFP4,
-    )
-    assert split_quantisation({"quantization_config": None}, "here") == ({}, None)
+@pytest.mark.parametrize("part", [True, False])
+def test_language_models_in_others_are_dequantised(part, saved, tmp_path):
+    """Whether the quantisation is described for all of the file, or for this part."""
+    form = FORMS["one number"]
+    wrapped = lambda name: "model.language_model." + name.removeprefix("model.")
+
+    def change(name, x):
+        own = in_fp8("one number")(name, x) or {name: x}
+        return {wrapped(name) if "lm_head" not in name else name: x for name, x in own.items()}
+
+    requantised(saved / "llama", tmp_path / "fp8", change, **form[-1])
+    requantised(saved / "llama", tmp_path / "plain", in_fp8("one number"), **form[-1])
+    file = tmp_path / "fp8/config.json"
+    text = json.loads(file.read_text())
+    outer = {"quantization_config": text["quantization_config"], "model_type": "llava"}
+    if not part:
+        del text["quantization_config"]
+    settings = {"model_type": "llava"} if part else outer
+    file.write_text(json.dumps(settings | {"text_config": text}))
+    found, expected = (rc.load_pretrained(tmp_path / name) for name in ("fp8", "plain"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

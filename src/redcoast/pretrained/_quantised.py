@@ -17,9 +17,8 @@ from ..core._errors import several, short_repr
 from ._dequantise import EXPONENTS, FP8, read_mxfp4, read_scaled
 from ._lazy_tensor import Box, Source, Stored
 
-# The settings that describe a quantisation, in a `config.json` or in its part about texts.
-_SETTINGS = ("quantization_config", "compression_config")
-_PARTS = ("text_config", "language_config", "llm_config")
+# The settings that describe a quantisation.
+QUANTISATION = ("quantization_config", "compression_config")
 # Methods whose weights are in FP8, each with the settings that have to be as they are here.
 _FP8_METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3", "e5m2", None), "expert_dtype": ("fp8", None)},
@@ -75,19 +74,12 @@ def split_quantisation(
 
     `ValueError` if the method is not implemented.
     """
-    quantisation, rest = None, {}
-    for name, value in settings.items():
-        if name in _SETTINGS:
-            quantisation = quantisation or value
-        elif name in _PARTS and isinstance(value, dict):
-            rest[name], of_part = split_quantisation(value, where)
-            quantisation = quantisation or of_part
-        else:
-            rest[name] = value
-    if not quantisation:
+    rest = {name: value for name, value in settings.items() if name not in QUANTISATION}
+    given = [settings[name] for name in QUANTISATION if settings.get(name)]
+    if not given:
         return rest, None
-    _check_method(quantisation, where)
-    return rest, quantisation
+    _check_method(given[0], where)
+    return rest, given[0]
 
 
 def _check_method(quantisation: Any, where: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core._frames import warn
 from ._lazy_tensor import Source, Stored
+from ._quantised import QUANTISATION
 
 # The types of model around a language model, and the type of this if the file does not say.
 WRAPPERS = {
@@ -46,7 +47,7 @@ _SIZES = {
     "qwen3": (151936, 4096, 22016, 32, 32, 32),
 }
 # Settings that a file may have for the entire model and not again for its language model.
-_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", *QUANTISATION)
 _TIED = "tie_word_embeddings"
 _HEAD = "lm_head."
 # How the names of a language model's tensors begin, and how they would begin by itself.

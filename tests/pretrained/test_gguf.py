@@ -1,6 +1,8 @@
 """GGUF files: against the package's own reader, and the perplexity of a real model."""
 
+import shutil
 import sys
+from math import ceil
 
 import equinox as eqx
 import gguf
@@ -21,6 +23,7 @@ from redcoast.pretrained.hf._rope import read_rope
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q6_K]
 WIDTH, HEADS, KV_HEADS, LAYERS, HIDDEN, VOCAB = 64, 4, 2, 3, 96, 80
+TENSORS = 3 + 9 * LAYERS
 METADATA = {
     "block_count": LAYERS,
     "context_length": 128,
@@ -119,8 +122,9 @@ def interleave(x, heads):
 
 
 def write_llama(path, *, tied=False, architecture="llama", more=(), parts=1, metadata=()):
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_uint16("split.count", parts)
+    path.parent.mkdir(exist_ok=True)
+    each = ceil(TENSORS / parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=each)
     for name, value in (METADATA | dict(metadata)).items():
         if value is not None:
             add = {str: writer.add_string, list: writer.add_array}.get(
@@ -236,9 +240,10 @@ def test_scaled_rotary_embeddings_are_read(tmp_path):
     config = rc.load_pretrained(write_llama(tmp_path / "linear.gguf", metadata=linear)).config
     assert config.rope_scaling == RopeScaling("linear", 4)
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4}
-    yarn |= {"rope.scaling.original_context_length": 32}
+    yarn |= {"rope.scaling.original_context_length": 32, "rope.scaling.yarn_beta_fast": 16}
     config = rc.load_pretrained(write_llama(tmp_path / "yarn.gguf", metadata=yarn)).config
-    assert (config.rope_scaling.factor, config.rope_scaling.original) == (4, 32)
+    found = config.rope_scaling
+    assert (found.factor, found.original, found.fast, found.slow) == (4, 32, 16, 1)
     more = {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
     with pytest.raises(ValueError, match="differ from Llama 3's scaling"):
         rc.load_pretrained(write_llama(tmp_path / "odd.gguf", more=more))
@@ -248,7 +253,6 @@ def test_scaled_rotary_embeddings_are_read(tmp_path):
     ("changes", "words"),
     [
         ({"architecture": "qwen2"}, "architecture 'qwen2', but for GGUF files only 'llama'"),
-        ({"parts": 3}, "`split.count` is 3"),
         ({"metadata": {"expert_count": 8}}, "`llama.expert_count` is 8"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "`llama.rope.scaling.type` is 'yarn'"),
         ({"metadata": {"attention.head_count": [2, 1, 2]}}, r"head_count` \[2, 1, 2\], but only"),
@@ -281,6 +285,29 @@ def test_a_directory_of_several_files(tmp_path):
     for name in ("a", "b"):
         write_llama(tmp_path / f"{name}.gguf")
     with pytest.raises(ValueError, match="several `.gguf` files: pass the path of one"):
+        rc.load_pretrained(tmp_path)
+
+
+def test_a_model_that_is_split_into_files(tmp_path):
+    """The other files hold only their numbers and their tensors. Any of them names the model."""
+    write_llama(tmp_path / "model.gguf", parts=4)
+    names = [f"model-{i:05}-of-00004.gguf" for i in range(1, 5)]
+    assert sorted(x.name for x in tmp_path.iterdir()) == names
+    whole = rc.load_pretrained(write_llama(tmp_path / "whole" / "model.gguf"))
+    for path in (tmp_path / names[0], tmp_path / names[2]):
+        jax.tree.map(np.testing.assert_array_equal, rc.load_pretrained(path), whole)
+    shutil.rmtree(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, rc.load_pretrained(tmp_path), whole)
+    shutil.copy(tmp_path / names[1], tmp_path / "second.gguf")
+    with pytest.raises(ValueError, match="second.gguf is one of 4 files.*found by their names"):
+        rc.load_pretrained(tmp_path / "second.gguf")
+    with pytest.raises(ValueError, match="several `.gguf` files: pass the path of one"):
+        rc.load_pretrained(tmp_path)
+    shutil.move(tmp_path / "second.gguf", tmp_path / names[2])
+    with pytest.raises(ValueError, match="00003-of-00004.gguf is not part 3 .* `split.no` is 1"):
+        rc.load_pretrained(tmp_path / names[0])
+    (tmp_path / names[2]).unlink()
+    with pytest.raises(ValueError, match="lacks model-00003-of-00004.gguf. Download"):
         rc.load_pretrained(tmp_path)
 
 

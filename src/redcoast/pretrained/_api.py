@@ -29,7 +29,8 @@ def load_pretrained(
 
     - `path`: a directory in Hugging Face's layout (`config.json` and `model.safetensors`, or
         several files and their `model.safetensors.index.json`); a `.gguf` file of the LLaMA
-        architecture, which needs the package `gguf`; or a directory with exactly one such file.
+        architecture, which needs the package `gguf`, or one of the files that such a model is split
+        into; or a directory with exactly one such model.
     - `mesh`: the devices to shard the model over. [`redcoast.infer_shardings`][] plans the
         shardings by tracing the model's forward pass.
     - `shardings`: the shardings of the arrays, in place of planned ones: a tree such as

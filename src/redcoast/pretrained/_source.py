@@ -92,8 +92,8 @@ def open_source(path: Path) -> Source:
 def _open_directory(path: Path) -> Source:
     files = tensor_files(path)
     ggufs = sorted(path.glob("*.gguf"))
-    if not files and len(ggufs) == 1:
-        return _open_gguf(file_inside(path, ggufs[0].name))
+    if not files and ggufs and (gguf := _gguf_of(ggufs)):
+        return _open_gguf(file_inside(path, gguf.name))
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         many = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
@@ -158,6 +158,13 @@ def tensor_files(path: Path) -> list[Path]:
     if pickles := [file for file in files if file.suffix in PICKLES]:
         raise ValueError(_pickled(pickles))
     return files
+
+
+def _gguf_of(files: list[Path]) -> Path | None:
+    """Returns the file, or the first file, of the only model in a directory of `.gguf` files."""
+    from .gguf._file import first_part
+
+    return files[0] if len(files) == 1 else first_part(files)
 
 
 def _open_gguf(path: Path) -> Source:

@@ -2,6 +2,7 @@
 (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>)."""
 
 import functools as ft
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ...core._errors import several
 from ...core._regular_file import open_regular
+from .._files import file_inside
 from .._lazy_tensor import Box, Stored
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -110,12 +113,74 @@ class GGUF:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the metadata of a file and the locations of its tensors.
+    """Reads the metadata of a file and the locations of its tensors; of a model in several files,
+    those of all of them.
 
     **Raises:**
 
-    `ValueError` if the file is damaged, or has tensors with an unknown quantisation.
+    `ValueError` if a file is damaged, is missing, or has tensors with an unknown quantisation.
     """
+    whole = _read_file(path)
+    count = whole.metadata.get(COUNT, 1)
+    if count in (0, 1):
+        return whole
+    metadata, stored = {}, {}
+    for number, part in enumerate(parts_of(path, count)):
+        file = whole if part == path else _read_file(part)
+        if (file.metadata.get(COUNT), file.metadata.get(NUMBER)) != (count, number):
+            raise ValueError(
+                f"{part} is not part {number + 1} of the {count} of {path}: its `{COUNT}` is "
+                f"{file.metadata.get(COUNT)!r} and its `{NUMBER}` is {file.metadata.get(NUMBER)!r}."
+            )
+        if twice := stored.keys() & file.stored.keys():
+            raise ValueError(f"{part} holds {min(twice)}, but so does another part of {path}.")
+        stored |= file.stored
+        metadata = file.metadata | metadata  # the first part has those of the model
+    if (tensors := metadata.get(TENSORS, len(stored))) != len(stored):
+        raise ValueError(
+            f"The parts of {path} hold {len(stored)} tensors, but should hold {tensors}. Download "
+            "them again."
+        )
+    return GGUF(metadata, stored)
+
+
+COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
+_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def parts_of(path: Path, count: int) -> list[Path]:
+    """Returns the paths of the files of a model, one of which is `path`.
+
+    **Raises:**
+
+    `ValueError` if the name does not tell those of the others, or if one is missing.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise ValueError(
+            f"{path} is one of {count} files of a model. They are found by their names, which must "
+            f"be such as model-00001-of-{count:05}.gguf."
+        )
+    names = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, count + 1)]
+    parts = [file_inside(path.parent, name) for name in names]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ValueError(
+            f"{path} is one of {count} files of a model, of which {path.parent} lacks "
+            f"{several(missing)}. Download them to the same directory."
+        )
+    return parts
+
+
+def first_part(files: list[Path]) -> Path | None:
+    """Returns the first of several files if, by their names, they are those of one model."""
+    matches = [_NAME.fullmatch(file.name) for file in files]
+    if not files or any(match is None for match in matches):
+        return None
+    models = {(match[1], match[3]) for match in matches if match}
+    return min(files) if len(models) == 1 else None
+
+
+def _read_file(path: Path) -> GGUF:
     gguf = _import_gguf(path)
     try:
         check_header(path)

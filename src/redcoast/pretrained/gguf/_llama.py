@@ -25,7 +25,11 @@ _SETTINGS = {
 _ROPE = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+_NEEDED = {"none": set(), "linear": {"factor"}}
+_NEEDED["yarn"] = {"factor", "original_max_position_embeddings"}
 # The factors by which frequencies of rotary embeddings are divided.
 _FACTORS = "rope_freqs.weight"
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
@@ -79,8 +83,6 @@ def _settings(path: Path, file: GGUF) -> dict[str, Any]:
         for name, value in given.items()
         if (name not in _SETTINGS and only.get(name) != value) or isinstance(value, list)
     ]
-    if (parts := file.metadata.get("split.count", 1)) > 1:
-        odd.append(f"`split.count` is {parts}")
     if odd:
         raise ValueError(f"{path} has settings that are not implemented: {', '.join(odd)}.")
     vocab = file.stored.get("token_embd.weight")
@@ -99,9 +101,8 @@ def _scaling(path: Path, file: GGUF, given: dict[str, Any], head_dim: int) -> di
     linear = given.pop("rope.scale_linear", 1.0)  # of older files
     if kind == "none" and linear != 1:
         kind, found = "linear", {"factor": linear}
-    needed = {"none": set(), "linear": {"factor"}, "yarn": {*_ROPE.values()}}
-    missing = sorted(needed.get(kind, set()) - found.keys())
-    if kind not in needed or missing:
+    missing = sorted(_NEEDED.get(kind, set()) - found.keys())
+    if kind not in _NEEDED or missing:
         without = f", without {', '.join(missing)}" if missing else ""
         raise ValueError(
             f"{path} has settings that are not implemented: `llama.rope.scaling.type` is {kind!r}"

@@ -40,6 +40,12 @@ def windows(texts: Iterable[Iterable[int]], seq: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]
 
 
+def beginning_of_text(tokenizer: Any) -> list[int]:
+    """Returns the tokens that a tokenizer puts before each text, such as `<s>`, if it does."""
+    encoded = tokenizer.encode("a")
+    return encoded.ids[: encoded.special_tokens_mask.index(0)]
+
+
 def read_chats(path: Path) -> tuple[list[Any], list[Any]]:
     """Reads a .jsonl file with one chat on each line, `{"messages": [{"role": ..., "content":
     ...}, ...]}`. Returns the training chats and the validation chats (every twentieth)."""

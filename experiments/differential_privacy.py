@@ -135,7 +135,7 @@ def language_model(c):
     path = smollm2() if c.weights == "smollm2" else Path(c.weights)
     tokenizer, model = read_tokenizer(path), rc.load_pretrained(path, dtype=jnp.float32)
     model = lora.add_adapters(model, 8, targets="layers/w[qkvo]", key=jax.random.key(c.run.seed))
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    encode = lambda text: tokenizer.encode(text).ids
     rows = lambda texts: windows(map(encode, texts), c.seq)[:-1]  # the last one has padding
     train, test = ([(x[:-1], x[1:], True) for x in rows(part)] for part in read_texts(c.text))
     return model, lambda model, x: model(x[None])[0], lora.trainable(model), train, test[:64]

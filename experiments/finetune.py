@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _common import end_training, make_optimizer, print_once, report, start
-from _corpus import chat_windows, read_chats, read_texts, windows
+from _corpus import beginning_of_text, chat_windows, read_chats, read_texts, windows
 from _published import chat_template, read_tokenizer, save_gguf_tokenizer, smollm2
 
 import redcoast as rc
@@ -89,18 +89,23 @@ def main(c: Config) -> None:
 
 def read_examples(c: Config, weights: Path, tokenizer) -> tuple[list, list]:
     """Returns the training examples and the validation examples."""
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     if c.text is not None and c.text.suffix == ".jsonl":
         render = chat_template(weights)
+        # Templates have the special tokens.
+        encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         train, valid = (chat_windows(p, render, encode, c.seq) for p in read_chats(c.text))
         return train, valid
+    # Each text begins with the token of its beginning, if the tokenizer has one. The windows within
+    # a text do not: models have seen that token at beginnings alone.
+    encode = lambda text: tokenizer.encode(text).ids
     train, valid = (windows(map(encode, part), c.seq) for part in read_texts(c.text))
     return [(x, x >= 0) for x in train], [(x, x >= 0) for x in valid[:64]]
 
 
 def show_sample(when: str, model, tokenizer, directory: Path, c: Config) -> None:
     """Prints how the model continues the prompt, and writes it to a file of the run."""
-    tokens = tokenizer.encode(c.prompt, add_special_tokens=False).ids
+    prompt = tokenizer.encode(c.prompt, add_special_tokens=False).ids
+    tokens = [*beginning_of_text(tokenizer), *prompt]
     new = rc.generate(model, np.array([tokens]), max_new_tokens=c.new_tokens)[0]
     text = tokenizer.decode([*tokens, *new.tolist()])
     print_once(f"Sample {when}:\n{text}\n")

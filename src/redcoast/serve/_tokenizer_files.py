@@ -111,7 +111,7 @@ def gguf_special(read: Callable[[str], Any]) -> dict[str, str]:
 
 def _gguf_tokenizer(path: Path) -> Any:
     """Rebuilds a byte-level BPE tokenizer from the metadata of a .gguf file."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     read = gguf_metadata(path)
     kind = read("tokenizer.ggml.pre")
@@ -128,6 +128,14 @@ def _gguf_tokenizer(path: Path) -> Any:
     kinds = zip(words, read("tokenizer.ggml.token_type"), strict=True)
     control = [AddedToken(w, normalized=False, special=True) for w, k in kinds if k == _CONTROL]
     tokenizer.add_special_tokens(control)
+    ends = [read(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")]
+    added = [read(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")]
+    begin, end = ([x] if add and x is not None else [] for add, x in zip(added, ends, strict=True))
+    if begin or end:
+        names = {token: words[token] for token in (*begin, *end)}
+        form = [*(names[x] for x in begin), "$0", *(names[x] for x in end)]
+        special = [(word, token) for token, word in names.items()]
+        tokenizer.post_processor = processors.TemplateProcessing(form, special_tokens=special)
     return tokenizer
 
 

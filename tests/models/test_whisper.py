@@ -1,6 +1,7 @@
 """Whisper: its convolutions and positions against NumPy, its cache, and its `config.json` files."""
 
 import dataclasses
+import json
 
 import equinox as eqx
 import jax
@@ -171,14 +172,61 @@ def test_settings_that_are_not_implemented_are_refused(change, message):
         read_config(WhisperConfig, SETTINGS | change)
 
 
-def test_the_language_is_given_or_asked_for():
-    with pytest.warns(UserWarning, match="the detection of the language"):
-        decoding = read_decoding(FILE, "there")
-    assert decoding == rc.Decoding(suppress=[1, 2], begin_suppress=[220, 50257])
-    german = rc.Decoding(suppress=[1, 2], begin_suppress=[220, 50257], prefix=(50261, 50358, 50363))
-    assert read_decoding(FILE | {"language": "de", "task": "translate"}, "there") == german
-    with pytest.warns(UserWarning, match="the detection of the language"):
-        read_decoding(FILE | {"language": "xx"}, "there")
+SILENT = {"suppress": [1, 2], "begin_suppress": [220, 50257]}
+WITHOUT = {name: x for name, x in FILE.items() if not name.endswith("_to_id")}
+FORCED = {"forced_decoder_ids": [[2, 50358], [1, 50261]]}
+
+
+@pytest.mark.parametrize(
+    ("given", "prefix"),
+    [
+        (FILE | {"language": "de", "task": "translate"}, (50261, 50358, 50363)),
+        (FILE | {"language": "German"}, (50261, 50359, 50363)),
+        (FILE | {"language": "<|de|>"}, (50261, 50359, 50363)),
+        (FILE | {"language": "de", "return_timestamps": False} | FORCED, (50261, 50359, 50363)),
+        (FILE | FORCED, (50261, 50358, 50363)),
+        (WITHOUT | {"forced_decoder_ids": [[1, 50362]]}, (50362, 50363)),
+        (WITHOUT | {"forced_decoder_ids": None}, (50363,)),
+        (
+            {**WITHOUT, "task_to_id": FILE["task_to_id"], "task": "translate"},
+            (50358, 50363),
+        ),
+    ],
+)
+def test_the_language_and_the_task_are_those_of_the_file(given, prefix):
+    assert read_decoding(given, "there") == rc.Decoding(**SILENT, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (FILE, "the detection of the language"),
+        (FILE | {"task": "translate"}, "the detection of the language"),
+        (FILE | {"language": "xx"}, "`language`, which is 'xx' and not in `lang_to_id`"),
+        (FILE | {"language": ["de", "en"]}, "`language`, which is .'de', 'en'. and not in"),
+        (FILE | {"language": "de", "task": "sing"}, "`task`, which is 'sing' and not in"),
+        (WITHOUT | {"language": "de"}, "`language`, which is 'de' and not in `lang_to_id`"),
+        (WITHOUT, "`forced_decoder_ids`, .* and leaves a token open"),
+        (WITHOUT | {"forced_decoder_ids": [[2, 7]]}, "`forced_decoder_ids`, .* not begin at 1"),
+    ],
+)
+def test_what_is_open_or_unknown_is_warned_of_by_name(given, words):
+    """And no part of the tokens is used: the others would be at wrong positions."""
+    with pytest.warns(UserWarning, match=words):
+        decoding = read_decoding(given, "there")
+    assert decoding == rc.Decoding(**SILENT)
+
+
+def test_files_of_whisper_may_have_the_forced_tokens_in_either_file(tmp_path):
+    rc.save_pretrained(make_model(Whisper, CONFIG), tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(
+        json.dumps(settings | {"forced_decoder_ids": [[1, 4], [2, 7]]})
+    )
+    file = tmp_path / "model/generation_config.json"
+    for own, prefix in (({}, (4, 7)), ({"forced_decoder_ids": [[1, 5]]}, (5,))):
+        file.write_text(json.dumps(own))
+        assert rc.load_pretrained(tmp_path / "model").config.decoding.prefix == prefix
 
 
 @pytest.mark.parametrize(

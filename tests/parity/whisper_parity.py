@@ -71,6 +71,16 @@ OPTIONS = [
         "begin_suppress_tokens": [2, 20, 21, 22, 23, 24, 25],
     },
     {
+        "lang_to_id": {"<|en|>": 7, "<|de|>": 8},
+        "task_to_id": {"transcribe": 9, "translate": 10},
+        "is_multilingual": True,
+        "no_timestamps_token_id": 39,
+        "language": "German",
+        "task": "translate",
+        "forced_decoder_ids": [[1, 7], [2, 9]],
+        "suppress_tokens": [0],
+    },
+    {
         "forced_decoder_ids": [[1, 7]],
         "no_timestamps_token_id": 39,
         "min_length": 7,

@@ -173,6 +173,26 @@ def test_options_that_are_not_implemented_are_warned_of(saved):
     assert not [*saved.glob("*none*")]
 
 
+def test_options_that_are_not_known_are_warned_of_by_name(saved):
+    """Except those that change no token: of Whisper's longer recordings, here, and of caches."""
+    known = {
+        "_from_model_config": True,
+        "transformers_version": "5.24.0",
+        "cache_implementation": "hybrid",
+        "max_length": 448,
+        "num_assistant_tokens": 20,
+        "alignment_heads": [[3, 1]],
+        "is_multilingual": False,
+        "max_initial_timestamp_index": 50,
+        "prev_sot_token_id": 7,
+        "logit_magic": None,
+    }
+    assert config_of(saved / "llama", known).decoding == rc.Decoding()
+    odd = {"logprob_threshold": -1.0, "logit_magic": 2, "min_length": 3}
+    with pytest.warns(UserWarning, match="`logprob_threshold`, which is -1.0; `logit_magic`"):
+        assert config_of(saved / "llama", odd).decoding == rc.Decoding(min_length=3)
+
+
 def test_the_files_of_a_tokenizer_are_copied(saved, tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()

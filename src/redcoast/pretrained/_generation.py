@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ..core._decoding import GREEDY, Decoding, as_integer, as_tuple
-from ..core._errors import short_repr
+from ..core._errors import several, short_repr
 from ..core._frames import warn
+from ._neutral import is_neutral
 from ._settings import published_ids
 from ._source import GENERATION, SETTINGS
+from ._whisper_prompt import read_prompt
 
 # Options with the same meaning, and their names in the file.
 _NAMES = {
@@ -24,10 +26,14 @@ _NAMES = {
     "forced_bos": "forced_bos_token_id",
     "suppress": "suppress_tokens",
     "begin_suppress": "begin_suppress_tokens",
+    "forced_eos": "forced_eos_token_id",
+    "bad_words": "bad_words_ids",
 }
+_FORCED = "forced_decoder_ids"
 _FILTERS = ("top_k", "top_p", "min_p")
 _OF_SAMPLING = ("temperature", *_FILTERS)
 _SAMPLING = {name: name for name in _OF_SAMPLING}
+_READ = frozenset((*_NAMES.values(), *_OF_SAMPLING))
 # The defaults of `transformers`.
 _DEFAULTS = {"temperature": 1.0, "top_k": 50}
 # What options of another type than expected raise.
@@ -54,15 +60,28 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "stop_strings": ([], ""),
     "watermarking_config": (),
     "token_healing": (False,),
+    "max_time": (),
 }
+# What else files have. Lengths are no options: those of a file are defaults of `transformers`, and
+# `generate` is given `max_new_tokens`. Faster ways to the same tokens change none of them.
+_OTHERS = frozenset(
+    """
+    max_length max_new_tokens do_sample num_beams remove_invalid_values low_memory
+    prefill_chunk_size prompt_lookup_num_tokens max_matching_ngram_size assistant_lookbehind
+    target_lookbehind num_assistant_tokens num_assistant_tokens_schedule is_assistant use_mtp
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight speculation_type
+    continuous_batching_config forced_decoder_ids lang_to_id task_to_id language task
+    is_multilingual no_timestamps_token_id max_initial_timestamp_index alignment_heads
+    prev_sot_token_id median_filter_width
+    """.split()  # noqa: SIM905
+)
 
 
-def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
+def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True) -> Decoding:
     """Returns the options that a parsed file sets.
 
-    Warns of options that are not implemented or not valid; the others are used. Lengths are no
-    options: those of a file are defaults of `transformers`, and `generate` is given
-    `max_new_tokens`.
+    Warns of options that are not implemented or not valid; the others are used. With `alone`, the
+    file has no other settings than those of decoding, and unknown ones are warned of, too.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     unserved = [
@@ -70,21 +89,17 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
         for name, off in _OFF.items()
         if name in given and given[name] not in off
     ]
+    if alone:
+        known = {*_OFF, *_READ, *_OTHERS}
+        unserved += [
+            f"`{short_repr(name)[1:-1]}`, which is {short_repr(value)}"
+            for name, value in given.items()
+            if name not in known and not is_neutral(name, value)
+        ]
     options = {field: (name, given[name]) for field, name in _NAMES.items() if name in given}
-    for field, name in (("forced_eos", "forced_eos_token_id"), ("bad_words", "bad_words_ids")):
-        if name in given:
-            options[field] = (name, given[name])
-    for name in ("lang_to_id", "task_to_id"):
-        if not isinstance(given.get(name, {}), dict):
-            unserved.append(f"`{name}`, which is {short_repr(given.pop(name))} and has no names")
-    forced = _forced(given, unserved)
-    prefix, unknown = _prefix(given, forced)
+    prefix, odd = read_prompt(given)
     options["prefix"] = ("forced_decoder_ids", prefix)
-    if unknown:
-        unserved.append(
-            "the detection of the language (pass the tokens of the language, of the task and "
-            "of the absence of timestamps as `prefix`)"
-        )
+    unserved += odd
     if given.get("num_beams", 1) == 1:
         for name in ("length_penalty", "early_stopping"):
             options.pop(name, None)  # has no effect
@@ -95,7 +110,7 @@ def read_decoding(settings: Mapping[str, Any], where: Any) -> Decoding:
     if unserved:
         warn(
             f"{where} sets options of decoding that `redcoast.generate` does not implement, and "
-            f"that are ignored: {'; '.join(unserved)}."
+            f"that are ignored: {several(unserved, separator='; ')}."
         )
     if invalid:
         warn(
@@ -134,40 +149,6 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _forced(given: Mapping[str, Any], unserved: list[str]) -> list[Any]:
-    """Returns the tokens that the file forces at the first positions."""
-    pairs, forced = given.get("forced_decoder_ids", ()), []
-    try:
-        forced = sorted((position, token) for position, token in pairs)
-        valid = [position for position, _ in forced] == list(range(1, len(forced) + 1))
-    except _ERRORS:
-        valid = False
-    if not valid:
-        unserved.append(
-            f"`forced_decoder_ids`, which is {short_repr(pairs)} and does not begin at 1"
-        )
-    return [token for _, token in forced] if valid else []
-
-
-def _prefix(given: Mapping[str, Any], forced: list[Any]) -> tuple[tuple[int, ...], bool]:
-    """Returns the tokens before the first new one that Whisper's files describe, and whether they
-    leave the language open, which `transformers` then detects."""
-    languages, tasks = given.get("lang_to_id", {}), given.get("task_to_id", {})
-    language, task = given.get("language"), given.get("task")
-    found = []
-    if language is None and task is None:
-        found = [*forced]
-    elif language is not None:
-        token = language if language in languages else f"<|{language}|>"
-        found = [languages.get(token), tasks.get(task or "transcribe")]
-    if languages and (not found or found[0] is None):
-        return (), True
-    last = given.get("no_timestamps_token_id")
-    silent = last is not None and not given.get("return_timestamps")
-    found += [last] if silent and found[-1:] != [last] else []
-    return tuple(token for token in found if token is not None), False
-
-
 def _sampling(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     if not given.get("do_sample"):
         return {}
@@ -199,8 +180,10 @@ def with_generation(
         older = {**(decoder if isinstance(decoder, dict) else {}), **settings}
         if older.get("force_bos_token_to_be_generated"):
             older["forced_bos_token_id"] = older.get("bos_token_id")
-        found = decoding or read_decoding(older, path / SETTINGS)
+        found = decoding or read_decoding(older, path / SETTINGS, alone=False)
         return dataclasses.replace(config, decoding=found)
+    if settings.get("model_type") == "whisper" and generation.get(_FORCED) is None:
+        generation = {**generation, _FORCED: settings.get(_FORCED)}
     found = decoding or read_decoding(generation, path / GENERATION)
     config, invalid = dataclasses.replace(config, decoding=found), []
     ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id", "eos": "eos_token_id"}
@@ -234,8 +217,7 @@ def write_decoding(config: Any) -> dict[str, Any]:
             "The configuration's `decoding` has `eos=()`, but a file cannot say that no token ends "
             "a row. Pass `eos=()` to `generate`, or save a configuration without `eos`."
         )
-    fields = {**_NAMES, "forced_eos": "forced_eos_token_id", "bad_words": "bad_words_ids"}
-    fields |= _SAMPLING
+    fields = _NAMES | _SAMPLING
     options = {
         name: getattr(d, field)
         for field, name in fields.items()

@@ -1,0 +1,120 @@
+"""The tokens between the first one and the text, as Whisper's files describe them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..core._errors import short_repr
+
+# Codes of languages, and their names.
+_LANGUAGES = """
+    en=english zh=chinese,mandarin de=german es=spanish,castilian ru=russian ko=korean fr=french
+    ja=japanese pt=portuguese tr=turkish pl=polish ca=catalan,valencian nl=dutch,flemish
+    ar=arabic sv=swedish it=italian id=indonesian hi=hindi fi=finnish vi=vietnamese he=hebrew
+    uk=ukrainian el=greek ms=malay cs=czech ro=romanian,moldavian,moldovan da=danish
+    hu=hungarian ta=tamil no=norwegian th=thai ur=urdu hr=croatian bg=bulgarian lt=lithuanian
+    la=latin mi=maori ml=malayalam cy=welsh sk=slovak te=telugu fa=persian lv=latvian bn=bengali
+    sr=serbian az=azerbaijani sl=slovenian kn=kannada et=estonian mk=macedonian br=breton
+    eu=basque is=icelandic hy=armenian ne=nepali mn=mongolian bs=bosnian kk=kazakh sq=albanian
+    sw=swahili gl=galician mr=marathi pa=punjabi,panjabi si=sinhala,sinhalese km=khmer sn=shona
+    yo=yoruba so=somali af=afrikaans oc=occitan ka=georgian be=belarusian tg=tajik sd=sindhi
+    gu=gujarati am=amharic yi=yiddish lo=lao uz=uzbek fo=faroese ht=haitian_creole,haitian
+    ps=pashto,pushto tk=turkmen nn=nynorsk mt=maltese sa=sanskrit lb=luxembourgish,letzeburgesch
+    my=myanmar,burmese bo=tibetan tl=tagalog mg=malagasy as=assamese tt=tatar haw=hawaiian
+    ln=lingala ha=hausa ba=bashkir jw=javanese su=sundanese yue=cantonese
+"""
+_CODES = {
+    name.replace("_", " "): code
+    for code, names in (entry.split("=") for entry in _LANGUAGES.split())
+    for name in names.split(",")
+}
+_TASKS = ("transcribe", "translate")
+# What options of another type than expected raise.
+_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
+
+
+def read_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
+    """Returns the tokens of the language, of the task and of the absence of timestamps.
+
+    They are given by name (`language`, `task`) or by position (`forced_decoder_ids`), of which the
+    names count, as in `transformers`.
+
+    **Arguments:**
+
+    - `given`: the options that a file sets.
+
+    **Returns:**
+
+    The tokens, and descriptions of the options that are not implemented or not valid. There are no
+    tokens if one of them is unknown.
+    """
+    tables = {name: given.get(name, {}) for name in ("lang_to_id", "task_to_id")}
+    odd = [_show(given, name) for name, table in tables.items() if not isinstance(table, dict)]
+    if odd:
+        return (), odd
+    language, task = given.get("language"), given.get("task")
+    if language is None and task is None:
+        tokens, odd = _forced(given)
+    else:
+        tokens, odd = _named(given, tables["lang_to_id"], tables["task_to_id"])
+    if odd:
+        return (), odd
+    if tables["lang_to_id"] and tokens[:1] in ([], [None]):
+        return (), [
+            "the detection of the language (pass the tokens of the language, of the task and of "
+            "the absence of timestamps as `prefix`)"
+        ]
+    if None in tokens:
+        return (), [f"{_show(given, 'forced_decoder_ids')} and leaves a token open"]
+    last = given.get("no_timestamps_token_id")
+    if last is not None and not given.get("return_timestamps") and tokens[-1:] != [last]:
+        tokens = [*tokens, last]
+    return tuple(tokens), []
+
+
+def _named(
+    given: Mapping[str, Any], languages: Mapping[str, Any], tasks: Mapping[str, Any]
+) -> tuple[list[Any], list[str]]:
+    """Returns the tokens of the language and of the task that the file names."""
+    tokens, odd = [], []
+    language = given.get("language")
+    if language is not None:
+        token = _token_of(language, languages)
+        tokens.append(token)
+        if token is None:
+            odd.append(f"{_show(given, 'language')} and not in `lang_to_id`")
+    elif languages:
+        return [], []
+    task = given.get("task") or "transcribe"
+    if given.get("task") is not None or tasks:
+        known = isinstance(task, str) and task in _TASKS and task in tasks
+        tokens.append(tasks[task] if known else None)
+        if not known:
+            odd.append(f"`task`, which is {short_repr(task)} and not in `task_to_id`")
+    return tokens, odd
+
+
+def _token_of(language: Any, languages: Mapping[str, Any]) -> Any:
+    """Returns the token of a language by its token's word, its code or its English name."""
+    if not isinstance(language, str):  # one for each row
+        return None
+    word = language.lower()
+    if word in languages:
+        return languages[word]
+    return languages.get(f"<|{_CODES.get(word, word)}|>")
+
+
+def _forced(given: Mapping[str, Any]) -> tuple[list[Any], list[str]]:
+    """Returns the tokens that the file forces at the first positions."""
+    try:
+        forced = sorted((position, token) for position, token in given["forced_decoder_ids"])
+    except KeyError:
+        return [], []
+    except _ERRORS:
+        forced = [(0, 0)]
+    if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
+        return [], [f"{_show(given, 'forced_decoder_ids')} and does not begin at 1"]
+    return [token for _, token in forced], []
+
+
+def _show(given: Mapping[str, Any], name: str) -> str:
+    return f"`{name}`, which is {short_repr(given.get(name))}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -172,7 +173,7 @@ def test_settings_that_are_not_implemented_are_refused(change, message):
         read_config(WhisperConfig, SETTINGS | change)
 
 
-SILENT = {"suppress": [1, 2], "begin_suppress": [220, 50257]}
+SILENT: dict[str, Any] = {"suppress": [1, 2], "begin_suppress": [220, 50257]}
 WITHOUT = {name: x for name, x in FILE.items() if not name.endswith("_to_id")}
 FORCED = {"forced_decoder_ids": [[2, 50358], [1, 50261]]}
 

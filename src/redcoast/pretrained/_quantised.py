@@ -127,8 +127,12 @@ def _odd_settings(method: Any, quantisation: Mapping[str, Any]) -> list[str]:
 
 def _block_size(quantisation: Mapping[str, Any]) -> tuple[int, int] | None:
     size = quantisation.get("weight_block_size")
-    valid = isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
-    return (size[0], size[1]) if valid and min(size) > 0 else None
+    if not isinstance(size, list) or len(size) != 2:
+        return None
+    rows, columns = size
+    if not all(isinstance(n, int) and n > 0 for n in (rows, columns)):
+        return None
+    return rows, columns
 
 
 def _dtype_of_others(stored: Mapping[str, Stored]) -> np.dtype:

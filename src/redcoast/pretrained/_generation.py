@@ -11,7 +11,7 @@ from ..core._frames import warn
 from ._neutral import is_neutral
 from ._settings import published_ids
 from ._source import GENERATION, SETTINGS
-from ._whisper_prompt import read_prompt
+from ._whisper_prompt import read_whisper_prompt
 
 # Options with the same meaning, and their names in the file.
 _NAMES = {
@@ -97,7 +97,7 @@ def read_decoding(settings: Mapping[str, Any], where: Any, *, alone: bool = True
             if name not in known and not is_neutral(name, value)
         ]
     options = {field: (name, given[name]) for field, name in _NAMES.items() if name in given}
-    prefix, odd = read_prompt(given)
+    prefix, odd = read_whisper_prompt(given)
     options["prefix"] = ("forced_decoder_ids", prefix)
     unserved += odd
     if given.get("num_beams", 1) == 1:

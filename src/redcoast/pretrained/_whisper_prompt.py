@@ -32,7 +32,7 @@ _TASKS = ("transcribe", "translate")
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 
 
-def read_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
+def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
     """Returns the tokens of the language, of the task and of the absence of timestamps.
 
     They are given by name (`language`, `task`) or by position (`forced_decoder_ids`), of which the

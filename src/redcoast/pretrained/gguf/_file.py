@@ -125,7 +125,7 @@ def read_gguf(path: Path) -> GGUF:
     if count in (0, 1):
         return whole
     metadata, stored = {}, {}
-    for number, part in enumerate(parts_of(path, count)):
+    for number, part in enumerate(files_of_model(path, count)):
         file = whole if part == path else _read_file(part)
         if (file.metadata.get(COUNT), file.metadata.get(NUMBER)) != (count, number):
             raise ValueError(
@@ -148,7 +148,7 @@ COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def parts_of(path: Path, count: int) -> list[Path]:
+def files_of_model(path: Path, count: int) -> list[Path]:
     """Returns the paths of the files of a model, one of which is `path`.
 
     **Raises:**

@@ -88,7 +88,6 @@ _FEATURES: dict[str, str] = {
     "embeddings without types of tokens": "bert-generation",
     "prompts in each layer": "mvp",
     "streams that predict several tokens": "prophetnet",
-    "class tokens, causal texts, and a norm before the first layer": "clip",
     "a token for distillation": "deit",
     "convolutions in place of attention": "dinov3_convnext",
     "images of any shape, with a mask of their patches": "siglip2",

@@ -9,4 +9,4 @@ table with the rules of the installed XLA.
 from ._rule import Dimension as Dimension
 from ._rule import Factor as Factor
 from ._rule import Rule as Rule
-from ._table import rule_of as rule_of
+from ._rule_table import rule_of as rule_of

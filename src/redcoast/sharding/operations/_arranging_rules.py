@@ -8,21 +8,21 @@ from jax.extend.core import JaxprEqn
 from ._rule import Dimension, Factors, Rule, each_alone, shape_of, together
 
 
-def transpose(equation: JaxprEqn) -> Rule:
+def transpose_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operand = factors.of(shape_of(equation.invars[0]))
     result = [operand[d] for d in equation.params["permutation"]]
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
-def squeeze(equation: JaxprEqn) -> Rule:
+def squeeze_rule(equation: JaxprEqn) -> Rule:
     factors, gone = Factors(), equation.params["dimensions"]
     operand = factors.of(shape_of(equation.invars[0]))
     result = [dimension for d, dimension in enumerate(operand) if d not in gone]
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
-def expand_dims(equation: JaxprEqn) -> Rule:
+def expand_dims_rule(equation: JaxprEqn) -> Rule:
     factors, new = Factors(), equation.params["dimensions"]
     operand = factors.of(shape_of(equation.invars[0]))
     rest = iter(operand)
@@ -31,7 +31,7 @@ def expand_dims(equation: JaxprEqn) -> Rule:
     return factors.rule([operand], [result], linear=each_alone(0))
 
 
-def broadcast_in_dim(equation: JaxprEqn) -> Rule:
+def broadcast_in_dim_rule(equation: JaxprEqn) -> Rule:
     factors, before = Factors(), shape_of(equation.invars[0])
     operand = factors.of(before)
     places = {at: d for d, at in enumerate(equation.params["broadcast_dimensions"])}
@@ -44,7 +44,7 @@ def broadcast_in_dim(equation: JaxprEqn) -> Rule:
     return factors.rule([operand, *sizes], [result], linear=each_alone(0))
 
 
-def reshape(equation: JaxprEqn) -> Rule:
+def reshape_rule(equation: JaxprEqn) -> Rule:
     """Dimensions are merged from the factors of several, or taken apart into them."""
     factors, before = Factors(), shape_of(equation.invars[0])
     order = equation.params.get("dimensions") or range(len(before))
@@ -157,23 +157,26 @@ def along(
             if not carried(equation, d, before, after)
         ]
         results = [dimensions] * len(equation.outvars)
-        kind = {"moved": changed} if moved else {"whole": changed}
-        if indexed:
-            kind["indexed"] = changed
-        linear = each_alone(0) if is_linear else ()
-        return factors.rule(operands, results, linear=linear, **kind)
+        return factors.rule(
+            operands,
+            results,
+            moved=changed if moved else [],
+            whole=[] if moved else changed,
+            indexed=changed if indexed else [],
+            linear=each_alone(0) if is_linear else (),
+        )
 
     return rule
 
 
-def concatenate(equation: JaxprEqn) -> Rule:
+def concatenate_rule(equation: JaxprEqn) -> Rule:
     factors, axis = Factors(), equation.params["dimension"]
     result = factors.of(shape_of(equation.outvars[0]))
     operands = [result] * len(equation.invars)
     return factors.rule(operands, [result], whole=[result[axis]], linear=together(len(operands)))
 
 
-def stack(equation: JaxprEqn) -> Rule:
+def stack_rule(equation: JaxprEqn) -> Rule:
     factors, axis = Factors(), equation.params["axis"]
     result = factors.of(shape_of(equation.outvars[0]))
     operand = [*result[:axis], *result[axis + 1 :]]
@@ -181,7 +184,7 @@ def stack(equation: JaxprEqn) -> Rule:
     return factors.rule([operand] * count, [result], whole=[result[axis]], linear=together(count))
 
 
-def unstack(equation: JaxprEqn) -> Rule:
+def unstack_rule(equation: JaxprEqn) -> Rule:
     factors, axis = Factors(), equation.params["axis"]
     operand = factors.of(shape_of(equation.invars[0]))
     result = [*operand[:axis], *operand[axis + 1 :]]
@@ -190,7 +193,7 @@ def unstack(equation: JaxprEqn) -> Rule:
     return factors.rule([operand], results, whole=gone, indexed=gone, linear=each_alone(0))
 
 
-def bitcast(equation: JaxprEqn) -> Rule:
+def bitcast_rule(equation: JaxprEqn) -> Rule:
     """If the item sizes differ, the last dimension is added or removed."""
     factors = Factors()
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
@@ -199,7 +202,7 @@ def bitcast(equation: JaxprEqn) -> Rule:
     return factors.rule([operand], [result], whole=longer[min(len(before), len(after)) :])
 
 
-def reduction(equation: JaxprEqn) -> Rule:
+def reduction_rule(equation: JaxprEqn) -> Rule:
     """Sums, maxima and similar over the dimensions that a parameter names."""
     factors, params = Factors(), equation.params
     axes = params.get("axes", params.get("dimensions", ()))
@@ -217,7 +220,7 @@ def reduction(equation: JaxprEqn) -> Rule:
     )
 
 
-def named_reduction(equation: JaxprEqn) -> Rule:
+def named_reduction_rule(equation: JaxprEqn) -> Rule:
     """`psum` and similar: under `vmap`, the axis that they name is a dimension."""
     factors = Factors()
     axes = [axis for axis in equation.params.get("axes", ()) if isinstance(axis, int)]
@@ -228,7 +231,7 @@ def named_reduction(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, results, reduced=reduced, sums=sums)
 
 
-def fourier(equation: JaxprEqn) -> Rule:
+def fourier_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     count = len(equation.params["fft_lengths"])
@@ -237,7 +240,7 @@ def fourier(equation: JaxprEqn) -> Rule:
     return factors.rule([dimensions], [dimensions], whole=transformed, linear=each_alone(0))
 
 
-def window_scatter(equation: JaxprEqn) -> Rule:
+def window_scatter_rule(equation: JaxprEqn) -> Rule:
     """`select_and_scatter_add` and similar: the derivatives of pooling."""
     factors, after = Factors(), shape_of(equation.outvars[0])
     result = factors.of(after)

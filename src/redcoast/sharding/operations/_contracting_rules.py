@@ -5,7 +5,7 @@ from jax.extend.core import JaxprEqn
 from ._rule import Dimension, Factors, Rule, each_alone, shape_of
 
 
-def dot_general(equation: JaxprEqn) -> Rule:
+def dot_general_rule(equation: JaxprEqn) -> Rule:
     (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
     factors = Factors()
     left = factors.of(shape_of(equation.invars[0]))
@@ -20,7 +20,7 @@ def dot_general(equation: JaxprEqn) -> Rule:
     return factors.rule([left, right], [result], reduced=summed, sums=True, linear=both)
 
 
-def ragged_dot(equation: JaxprEqn) -> Rule:
+def ragged_dot_rule(equation: JaxprEqn) -> Rule:
     """Each group of rows is multiplied by its own matrix; the groups are needed as a whole."""
     factors = Factors()
     left, right, *rest = [factors.of(shape_of(atom)) for atom in equation.invars]
@@ -42,7 +42,7 @@ def ragged_dot(equation: JaxprEqn) -> Rule:
     )
 
 
-def fused_attention(equation: JaxprEqn) -> Rule:
+def fused_attention_rule(equation: JaxprEqn) -> Rule:
     """cuDNN's attention and its backward pass: the batch and the heads are carried.
 
     Queries, keys, values and results are (batch, sequence, heads, head_dim). A key head serves
@@ -70,7 +70,7 @@ def fused_attention(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, results, whole=whole)
 
 
-def convolution(equation: JaxprEqn) -> Rule:
+def convolution_rule(equation: JaxprEqn) -> Rule:
     """Space is moved, since each element depends on its neighbours. Groups are the slower factor
     of both channel dimensions."""
     factors, params = Factors(), equation.params

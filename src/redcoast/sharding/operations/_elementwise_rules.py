@@ -34,7 +34,7 @@ _LINEAR: dict[str, Linear] = {
 }
 
 
-def elementwise(equation: JaxprEqn) -> Rule:
+def elementwise_rule(equation: JaxprEqn) -> Rule:
     """Operands of the results' rank share their dimensions; those of size one are broadcast."""
     factors = Factors()
     result = shape_of(equation.outvars[0])
@@ -54,7 +54,7 @@ def elementwise(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, [dimensions] * len(equation.outvars), linear=linear)
 
 
-def pairwise(equation: JaxprEqn) -> Rule:
+def pairwise_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operands = [factors.of(shape_of(atom)) for atom in equation.invars]
     return factors.rule(operands, operands)

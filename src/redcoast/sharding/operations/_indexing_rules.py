@@ -5,7 +5,7 @@ from jax.extend.core import JaxprEqn
 from ._rule import Dimension, Factors, Rule, each_alone, shape_of, together
 
 
-def gather(equation: JaxprEqn) -> Rule:
+def gather_rule(equation: JaxprEqn) -> Rule:
     """An indexed dimension is reduced: each part contributes the elements that it has."""
     factors, numbers = Factors(), equation.params["dimension_numbers"]
     before = shape_of(equation.invars[0])
@@ -39,7 +39,7 @@ def gather(equation: JaxprEqn) -> Rule:
     )
 
 
-def scatter(equation: JaxprEqn) -> Rule:
+def scatter_rule(equation: JaxprEqn) -> Rule:
     """The dimensions that count the updates are summed over, or are needed as a whole where an
     update overwrites what was there."""
     factors, numbers = Factors(), equation.params["dimension_numbers"]
@@ -80,7 +80,7 @@ def scatter(equation: JaxprEqn) -> Rule:
     )
 
 
-def dynamic_update_slice(equation: JaxprEqn) -> Rule:
+def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     before, part = shape_of(equation.invars[0]), shape_of(equation.invars[1])
     operand = factors.of(before)

@@ -28,7 +28,7 @@ KEYED = frozenset(
 )
 
 
-def fresh(equation: JaxprEqn) -> Rule:
+def fresh_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operands = [factors.of(shape_of(atom)) for atom in equation.invars]
     results = [factors.of(shape_of(var)) for var in equation.outvars]
@@ -38,7 +38,7 @@ def fresh(equation: JaxprEqn) -> Rule:
     return factors.rule(operands, results, indexed=numbered)
 
 
-def keyed(equation: JaxprEqn) -> Rule:
+def keyed_rule(equation: JaxprEqn) -> Rule:
     """Raw keys are arrays of numbers, whose last dimension is removed or added."""
     factors = Factors()
     keys = factors.of(shape_of(equation.invars[0]))
@@ -48,7 +48,7 @@ def keyed(equation: JaxprEqn) -> Rule:
     return factors.rule([keys, *others], [result], whole=keys[len(after) :])
 
 
-def decomposition(equation: JaxprEqn) -> Rule:
+def decomposition_rule(equation: JaxprEqn) -> Rule:
     """Leading dimensions count matrices; each matrix is needed as a whole."""
     factors = Factors()
     first = shape_of(equation.invars[0])

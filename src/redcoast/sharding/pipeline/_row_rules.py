@@ -89,14 +89,14 @@ def _within(pair: Pair, rule: Rule, dimension: Dimension, rows: Rows) -> _Place:
     count = size // (rows.outer * rows.inner)
     before = 1
     for factor in dimension:
-        after = before * rule.sizes[factor]
-        if after > rows.outer:
+        own = rule.sizes[factor]
+        if before * own > rows.outer:
+            outer, torn = divmod(rows.outer, before)
+            if not torn and own % (outer * count) == 0:
+                return _Place(factor, outer, own // (outer * count))
             break
-        before = after
-    outer, torn = divmod(rows.outer, before)
-    if torn or rule.sizes[factor] % (outer * count):
-        raise Mixed(f"`{pair.name}` tears rows apart")
-    return _Place(factor, outer, rule.sizes[factor] // (outer * count))
+        before *= own
+    raise Mixed(f"`{pair.name}` tears rows apart")
 
 
 def _counted(pair: Pair, rule: Rule) -> Factor:

@@ -24,7 +24,7 @@ from ...core._control_flow import (
 from ...core._markers import gathered_dimension
 from ..operations._elementwise_rules import ELEMENTWISE, PAIRWISE
 from ..operations._made_rules import DECOMPOSITIONS, FRESH, KEYED
-from ..operations._table import REDUCTIONS
+from ..operations._rule_table import REDUCTIONS
 from . import _contractions as contractions
 from . import _indexing as indexing
 from . import _shaping as shaping

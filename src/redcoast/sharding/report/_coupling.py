@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
 from ...core._jaxpr import is_inexact, variables
-from ..operations._table import REDUCTIONS
+from ..operations._rule_table import REDUCTIONS
 from ..program._graph import Value
 from ..program._walk import Scope
 from ..solver._strategy import Program, batch_dims

@@ -1,0 +1,92 @@
+"""The table: which rule a primitive has."""
+
+from collections.abc import Callable
+
+from jax.extend.core import JaxprEqn
+
+from ...core._control_flow import primitive_name
+from ._arranging_rules import (
+    along,
+    bitcast_rule,
+    broadcast_in_dim_rule,
+    concatenate_rule,
+    expand_dims_rule,
+    fourier_rule,
+    named_reduction_rule,
+    not_along,
+    reduction_rule,
+    reshape_rule,
+    same_size,
+    squeeze_rule,
+    stack_rule,
+    transpose_rule,
+    unpadded,
+    unstack_rule,
+    untiled,
+    unwindowed,
+    window_scatter_rule,
+)
+from ._contracting_rules import dot_general_rule, fused_attention_rule, ragged_dot_rule
+from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
+from ._indexing_rules import gather_rule, scatter_rule
+from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
+from ._rule import Rule
+
+REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+    reduce_xor
+    """.split()  # noqa: SIM905
+)
+_NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
+    "approx_top_k": along(not_along("reduction_dimension"), indexed=True),
+    "bitcast_convert_type": bitcast_rule,
+    "broadcast_in_dim": broadcast_in_dim_rule,
+    "concatenate": concatenate_rule,
+    "conv_general_dilated": convolution_rule,
+    "cumlogsumexp cummax cummin cumprod": along(not_along("axis")),
+    "cumsum": along(not_along("axis"), is_linear=True),
+    "dot_general": dot_general_rule,
+    "dot_product_attention_bwd_wrapper": fused_attention_rule,
+    "dot_product_attention_fwd_wrapper": fused_attention_rule,
+    "dynamic_slice": along(same_size, indexed=True, is_linear=True),
+    "dynamic_update_slice": dynamic_update_slice_rule,
+    "expand_dims": expand_dims_rule,
+    "fft": fourier_rule,
+    "gather": gather_rule,
+    "pad": along(unpadded, moved=True),
+    "pmax pmin psum psum_invariant": named_reduction_rule,
+    "ragged_dot ragged_dot_general": ragged_dot_rule,
+    "reduce_window reduce_window_max reduce_window_min": along(unwindowed, moved=True),
+    "reduce_window_sum": along(unwindowed, moved=True, is_linear=True),
+    "reshape": reshape_rule,
+    "rev": along(not_along("dimensions"), moved=True, is_linear=True),
+    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": scatter_rule,
+    "scatter_add scatter_max scatter_min scatter_mul scatter_sub": scatter_rule,
+    "select_and_gather_add select_and_scatter select_and_scatter_add": window_scatter_rule,
+    "sharding_constraint": pairwise_rule,
+    "slice": along(same_size, moved=True, indexed=True, is_linear=True),
+    "sort": along(not_along("dimension")),
+    "split": along(not_along("axis"), moved=True, indexed=True),
+    "squeeze": squeeze_rule,
+    "stack": stack_rule,
+    "tile": along(untiled, moved=True),
+    "top_k": along(not_along("axis"), indexed=True),
+    "transpose": transpose_rule,
+    "unstack": unstack_rule,
+}
+_TABLE: dict[str, Callable[[JaxprEqn], Rule]] = {
+    **{name: rule for names, rule in _NAMED.items() for name in names.split()},
+    **dict.fromkeys(ELEMENTWISE, elementwise_rule),
+    **dict.fromkeys(PAIRWISE, pairwise_rule),
+    **dict.fromkeys(REDUCTIONS, reduction_rule),
+    **dict.fromkeys(FRESH, fresh_rule),
+    **dict.fromkeys(KEYED, keyed_rule),
+    **dict.fromkeys(DECOMPOSITIONS, decomposition_rule),
+}
+
+
+def rule_of(equation: JaxprEqn) -> Rule | None:
+    """The rule of an equation's primitive, or None if the table has none."""
+    make = _TABLE.get(primitive_name(equation))
+    return None if make is None else make(equation)

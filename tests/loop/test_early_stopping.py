@@ -153,7 +153,7 @@ def test_logger_with_a_parameter_state_gets_that_of_its_step():
     assert metrics == {k: v for m in logged for k, v in m.items() if k.startswith("eval/")}
 
 
-@pytest.mark.parametrize("takes_state", [False, True])
+@pytest.mark.parametrize("takes_state", [False, pytest.param(True, marks=pytest.mark.integration)])
 def test_logger_stops_the_run_with_its_state_saved(tmp_path, takes_state, capsys):
     def plain_logger(metrics, step):
         return rc.STOP if step == 3 else None

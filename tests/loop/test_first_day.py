@@ -28,7 +28,8 @@ def test_second_call_with_the_same_length_warns_and_says_what_to_pass(given, rem
     with pytest.warns(UserWarning, match=f"Nothing is left to train: 2 of 2 .*pass `{remedy}`"):
         state = rc.fit(state, optax.sgd(0.1), examples, **options, **given)
     name, number = remedy.split("=")
-    state = rc.fit(state, optax.sgd(0.1), examples, **options, **{name: int(number)})
+    more: Any = {name: int(number)}
+    state = rc.fit(state, optax.sgd(0.1), examples, **options, **more)
     assert int(state.step) == 4
 
 
@@ -41,6 +42,7 @@ def test_names_of_dtypes_are_taken(name):
     assert as_compute_dtype(name) == jnp.dtype(NAMES[name])
 
 
+@pytest.mark.integration
 def test_name_of_a_dtype_computes_as_the_dtype_everywhere():
     mesh, examples = rc.make_mesh(devices=jax.devices()[:1]), make_examples(8)
     common = {"collate_fn": collate_fn, "batch_size": 8, "mesh": mesh}

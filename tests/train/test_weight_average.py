@@ -53,6 +53,7 @@ def test_average_is_the_debiased_exponential_mean_of_the_weights():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.integration
 def test_average_does_not_change_the_training():
     _, with_average = models_of(3, DECAY)
     _, without = models_of(3, None)
@@ -91,6 +92,7 @@ def test_average_of_half_precision_is_kept_in_float32_and_of_a_skipped_step_left
     assert state.averaged_model["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.integration
 def test_average_with_float16_and_microbatches_is_of_the_same_weights():
     _, state = models_of(3, DECAY)
     _, parts = models_of(3, DECAY, compute_dtype=jnp.float16)

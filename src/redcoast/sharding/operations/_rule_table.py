@@ -26,9 +26,14 @@ from ._arranging_rules import (
     unwindowed,
     window_scatter_rule,
 )
-from ._contracting_rules import dot_general_rule, fused_attention_rule, ragged_dot_rule
+from ._contracting_rules import (
+    convolution_rule,
+    dot_general_rule,
+    fused_attention_rule,
+    ragged_dot_rule,
+)
 from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
-from ._indexing_rules import gather_rule, scatter_rule
+from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
 from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
 from ._rule import Rule
 

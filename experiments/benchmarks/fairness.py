@@ -45,8 +45,7 @@ def main(c: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = random_model(Path(folder) / "model")
         with started(c, weights) as address:
-            for _ in range(3):
-                small(c, address)  # compiles what small requests need
+            warm(c, address)
             lines = []
             others = {
                 "nobody": lambda: time.sleep(c.seconds),
@@ -59,6 +58,15 @@ def main(c: Config) -> None:
                 print(" | ".join(lines[-1]), file=sys.stderr, flush=True)
             print(markdown(HEAD, lines))
             print(f"(c) 8 temperatures at once: {mixed(c, address):.2f} requests/s")
+
+
+def warm(c: Config, address: str) -> None:
+    """Compiles what small requests need, also for two rows: alone, and beside another."""
+    for rows in (1, 2):
+        body = {"prompt": ["The mesh has a data"] * rows, "max_tokens": c.new}
+        for temperature in (0, 1):
+            with answered(address, body | {"temperature": temperature}) as response:
+                response.read()
 
 
 @contextlib.contextmanager

@@ -311,6 +311,7 @@ def fragments(session: nox.Session) -> None:
     session.install("accelerate>=1.0", "jax2onnx>=0.17", "onnxruntime", "openai>=1.60")
     session.install("datasets", "pyarrow", "torchdata", "trackio", "webdataset")
     tests = ("tests/properties/test_fragments.py", "tests/properties/test_docs.py")
+    tests += ("tests/data/test_source_libraries.py",)
     session.run("pytest", *tests, "-m", "integration", *session.posargs)
 
 

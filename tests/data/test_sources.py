@@ -323,3 +323,39 @@ def test_fit_evaluates_streams_and_resumes(own, tmp_path, caplog):
     before, _ = train(1, tmp_path / "stopped")
     after, _ = train(3, tmp_path / "stopped")
     assert [(s, v["loss"]) for s, v in before + after] == [(s, v["loss"]) for s, v in whole]
+
+
+def test_a_flat_array_of_tokens_is_told_of_windows():
+    tokens = np.arange(100, dtype=np.uint16)
+    loss = lambda model, batch, key: jax.numpy.mean(batch[:, :-1])
+    with pytest.raises(IndexError) as info:
+        rc.fit(
+            make_model(),
+            optax.sgd(0.1),
+            tokens,
+            collate_fn=np.stack,
+            loss_fn=loss,
+            batch_size=8,
+            steps=1,
+            log=False,
+        )
+    assert "`redcoast.token_windows(tokens, length)`" in "".join(info.value.__notes__)
+
+
+def test_a_table_and_a_name_are_no_examples():
+    class Table:
+        columns = ("x",)
+
+        def __arrow_c_stream__(self):
+            pass
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return [1, 2, 3]
+
+    with pytest.raises(TypeError, match="a Table, whose items are columns"):
+        read(Table())
+    with pytest.raises(TypeError, match="`examples` is a string, 'wikitext'"):
+        read("wikitext")

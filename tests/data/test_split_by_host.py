@@ -48,6 +48,16 @@ def test_processes_read_apart_and_resume_bitwise_after_a_kill(tmp_path):
     assert "split by host into 2 parts and cannot be resumed with 1" in alone.output
 
 
+@pytest.mark.integration
+def test_processes_divide_the_batches_of_a_source(tmp_path):
+    """A source that makes batches gives each process all of them; each uses its own rows."""
+    split = results(run(tmp_path / "split", batches=True))
+    (alone,) = results(run(tmp_path / "alone", processes=1, batches=True))
+    np.testing.assert_allclose(split[0]["metrics"], alone["metrics"], rtol=1e-5)
+    sums = [sum(range(i, min(i + 8, 50))) for i in range(0, 50, 8)]
+    assert [total for _, _, total in alone["metrics"]] == [*sums, sums[0]]
+
+
 def test_one_process_reads_all():
     source = rc.split_by_host(lambda part, parts: range(part, 10, parts).__iter__)
     data = rc.batches(source, np.array, batch_size=8, key=KEY, steps=2)

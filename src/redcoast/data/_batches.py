@@ -18,7 +18,7 @@ from ..core._iterate import with_next
 from ..distributed._kv_store import exchange, is_main
 from ..distributed._mesh import ambient_or_default
 from ._by_host import SplitByHost, read_part
-from ._collate import CollateFn, check_batching, collate, count_rows
+from ._collate import CollateFn, check_batching, collate, collate_own, count_rows
 from ._loading import (
     USUAL_THREADS,
     Collating,
@@ -152,6 +152,12 @@ class Batches:
         return self._own
 
     @property
+    def has_single_integers(self) -> bool:
+        """Whether an example is one integer, as of a flat array of tokens."""
+        leaves = jax.tree.leaves(self.spec)
+        return len(leaves) == 1 and leaves[0].ndim == 1 and leaves[0].dtype.kind in "iu"
+
+    @property
     def is_split(self) -> bool:
         """Whether other processes read other examples."""
         return self._parts > 1
@@ -188,8 +194,9 @@ class Batches:
         of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
         """
         if self._own:
-            batch = self._peek()
-            rows = count_rows(without_marks(batch))
+            (item,) = self._examples.peek(1)
+            batch = collate_own(self.collate_fn, item, 0)  # all rows, unlike `peek`
+            rows = count_rows(batch)
             chosen = np.array([i % rows for i in indices])
             return jax.tree.map(
                 lambda x: x if is_per_batch(x) else x[chosen], batch, is_leaf=is_per_batch
@@ -443,7 +450,8 @@ def batches(
         one NumPy `Generator` for each example, for augmentation. By default, the arrays and numbers
         of the examples, which may be any PyTrees, are stacked leaf by leaf.
     - `batch_size`: the number of examples in a batch, over all devices. `None` if the items of
-        `examples` are batches: each of them, or what `collate_fn` returns for it, is a batch.
+        `examples` are batches. A `collate_fn` is then called with a batch; without it, batches are
+        taken as they are.
     - `key`: a JAX key that determines the order of the examples; `fit` uses that of the state.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `epochs`, `steps`: the total length of the run, including the part before a resume. Pass

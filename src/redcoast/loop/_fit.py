@@ -117,8 +117,8 @@ def fit(
         by leaf.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch_size`: the number of examples in a step, over all devices. `None` if the items of
-        `examples` are batches, as those of a PyTorch `DataLoader` are; `collate_fn` is then called
-        with a batch, and may be `None`.
+        `examples` are batches, as those of a PyTorch `DataLoader` are. A `collate_fn` is then
+        called with a batch; without it, batches are taken as they are.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
         `"auto"` compares all meshes of the devices and uses the best, as
         [`redcoast.suggest_mesh`][] does, which compiles the step three times.

@@ -79,7 +79,13 @@ def plan_run(
         check_plan_fits(plan, state)
         return plan
     step = {"accumulate": accumulate, "compute_dtype": compute_dtype}
-    with noting("Raised while the step was planned, before the first step."):
+    note = "Raised while the step was planned, before the first step."
+    if data.has_single_integers:
+        note += (
+            " Each example is a single integer. Of a flat array of tokens, pass windows: "
+            "`redcoast.token_windows(tokens, length)`."
+        )
+    with noting(note):
         planned = {"trainable": trainable, "overrides": overrides, **step}
         found = plan_step(state, loss_fn, data.spec, data.mesh, **planned)
         check_coupling(found, state, data.spec, loss_fn=loss_fn, **step)

@@ -1,6 +1,6 @@
-"""A run in which each process reads its own part of a stream, for tests.
+"""A run in which each process reads its own part of a stream, or batches of a source, for tests.
 
-split.py '{"mesh": {"data": 2}, "directory": "...", "steps": 8, "kill_at": 5}'
+split.py '{"mesh": {"data": 2}, "directory": "...", "steps": 8, "kill_at": 5, "batches": false}'
 """
 
 import json
@@ -49,14 +49,22 @@ def loss_fn(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - x) ** 2), {"sum": jnp.sum(index)}
 
 
+def batches():
+    """Batches for all processes; the last of an epoch has two rows."""
+    for i in range(0, len(ROWS), 8):
+        read.extend(range(i, min(i + 8, len(ROWS))))
+        yield ROWS[i : i + 8], np.arange(i, min(i + 8, len(ROWS)), dtype=np.int32)
+
+
+own = asked.get("batches", False)
 metrics: list[tuple[int, float, float]] = []
 state = rc.fit(
     eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(1)),
     optax.adamw(0.01),
-    rc.split_by_host(make),
-    collate_fn=collate_fn,
+    batches if own else rc.split_by_host(make),
+    collate_fn=None if own else collate_fn,
     loss_fn=loss_fn,
-    batch_size=8,
+    batch_size=None if own else 8,
     steps=asked["steps"],
     mesh=rc.make_mesh(**asked["mesh"]),
     checkpoints=rc.Checkpoints(asked["directory"], every=2, keep=3),

@@ -3,6 +3,16 @@
 import dataclasses
 
 CLUSTER = "a cluster"
+PROCESSES = """
+import equinox as eqx, grain, jax, jax.numpy as jnp, numpy as np, optax, redcoast as rc
+rows = list(np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32))
+
+def train(examples):
+    model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    loss_fn = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
+    options = {"loss_fn": loss_fn, "batch_size": 16, "epochs": 2}
+    assert int(rc.fit(model, optax.sgd(0.1), examples, **options).step) == 8
+"""
 ROWS = """
 import numpy as np, optax, redcoast as rc
 inputs = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -130,6 +140,7 @@ FRAGMENTS = (
     Fragment("howto/sources.md", "from_list(rows)", "import datasets", 1, needs=("datasets",)),
     Fragment("howto/sources.md", "StatefulDataLoader", after=1, needs=("torchdata",)),
     Fragment("howto/sources.md", "import webdataset", after=1, needs=("webdataset",)),
+    Fragment("howto/sources.md", "mp_prefetch", PROCESSES),
     Fragment("tracking.md", "trackio_logger(project", after=1, needs=("trackio",)),
     Fragment("howto/export.md", "to_onnx", ONNX, needs=("jax2onnx",)),
     Fragment("models.md", "decoder_start", WHISPER),

@@ -248,7 +248,7 @@ ROWS = {
         (
             lambda d: rc.compile_evaluation(rc.Evaluation(EXAMPLES, loss_fn=len), other_plan()),
             ValueError,
-            "pass `collate_fn` and `batch_size`",
+            "needs batches: pass `batch_size`",
         ),
         (
             lambda d: rc.compile_evaluation(
@@ -312,7 +312,7 @@ ROWS = {
         (lambda d: fit(optimizer=None), TypeError, "`optimizer`"),
         (lambda d: fit(optimizer=optax.adam), TypeError, "`optimizer`"),
         (lambda d: fit(loss_fn=None), TypeError, "`loss_fn`"),
-        (lambda d: fit(collate_fn=None), TypeError, "`collate_fn`"),
+        (lambda d: fit(collate_fn=3), TypeError, "`collate_fn`"),
         (
             lambda d: fit(predict_fn=3, metric_fn=len, eval_examples=EXAMPLES),
             TypeError,

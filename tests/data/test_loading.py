@@ -21,7 +21,8 @@ from redcoast.data._loading import (
     stream_batches,
     training_batches,
 )
-from redcoast.data._sources import by_epoch, decode_stream_state, encode_stream_state
+from redcoast.data._sources import by_epoch
+from redcoast.data._stream_state import decode_stream_state, encode_stream_state
 
 SEED = np.array([1, 2], np.uint64)
 

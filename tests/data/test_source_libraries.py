@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,16 +22,16 @@ def test_every_source_of_the_page_is_trained_on_and_resumes_bitwise(tmp_path, mo
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     calls = []
-    found = re.findall(r"^( *)```pyt?h?o?n?\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
-    namespace = {"__name__": "page"}
-    for i, (_, body) in enumerate(found):
-        code = compile(textwrap.dedent(body), f"<block {i}>", "exec")
-        exec(code, namespace)
-        if i == 0:
-            fit = namespace["train"]
-            namespace["train"] = lambda *args, fit=fit, **options: calls.append(
-                (args, options, fit(*args, **options))
-            )
+    found = re.findall(r"^( *)```(?:py|python)\n(.*?)^\1```$", PAGE, re.MULTILINE | re.DOTALL)
+    setup, *blocks = (textwrap.dedent(body) for _, body in found)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(setup, namespace)
+    fit = namespace["train"]
+    namespace["train"] = lambda *args, **options: calls.append(
+        (args, options, fit(*args, **options))
+    )
+    for i, block in enumerate(blocks):
+        exec(compile(block, f"<block {i}>", "exec"), namespace)
     assert len(calls) >= 13
     for i, (args, options, expected) in enumerate(calls):
         checkpoints = rc.Checkpoints(tmp_path / f"run{i}")

@@ -356,7 +356,7 @@ class Batches:
         self._state |= {"step": step, "position": loaded.position, "stream": loaded.stream}
         return Batch(loaded.arrays, loaded.rows, step, last or epoch_end, last, self.get_state())
 
-    def _load(self) -> Iterator[tuple[Loaded, bool]]:
+    def _load(self) -> Iterator[tuple[Loaded, Loaded | None, bool]]:
         length = self.length
         if length is not None and min(self.batch_size, self.rows_left or 0) > length and is_main():
             logger.warning(
@@ -377,7 +377,7 @@ class Batches:
         }
         if length is None:
             options["parts"] = self._parts
-        load = stream_batches if length is None else training_batches
+        load: Any = stream_batches if length is None else training_batches
         loading = load(self._examples, self.collate_fn, **options)
         self._closing.callback(loading.close)
         left = None if self._steps is None else max(0, self._steps - self.step)

@@ -76,12 +76,18 @@ class IteratorWithState(Stream):
     """The stream of an iterator that has a state of its own."""
 
     def __init__(self, iterator: Any):
-        self._iterator, methods = iterator, state_methods(iterator)
+        methods = state_methods(iterator)
         assert methods is not None
-        self.get_state, self.set_state = methods
+        self._iterator, self._methods = iterator, methods
 
     def __next__(self) -> Any:
         return next(self._iterator)
+
+    def get_state(self) -> Any:
+        return self._methods.save()
+
+    def set_state(self, state: Any) -> None:
+        self._methods.load(state)
 
     def peek(self, count: int) -> list[Any]:
         state = encode_stream_state(self.get_state())
@@ -200,8 +206,9 @@ class RepeatedStream(Stream):
         if self._moved:
             self._state, self._moved = self._describe(), False
             # What was read ahead is not a part of the state of the source.
-            stored = self._methods and not self._ahead
-            anchor = encode_if_storable(self._methods.save()) if stored else None
+            anchor = None
+            if self._methods is not None and not self._ahead:
+                anchor = encode_if_storable(self._methods.save())
             if anchor is not None or self._anchor is None:
                 self._anchor, self._since = anchor, []
         return dict(self._state)
@@ -295,7 +302,7 @@ class RepeatedStream(Stream):
     def _start(self, state: Any) -> None:
         """Begins to read an epoch, from a state of the source or from its beginning."""
         self._iterator = None  # one that is read must not share the state of the source
-        source = self._begin(self._reading)
+        source: Any = self._begin(self._reading)
         if not isinstance(source, Iterable):
             raise TypeError(
                 f"`{self._name}({self._reading})` is of type {type(source).__name__}. It must be "
@@ -303,8 +310,9 @@ class RepeatedStream(Stream):
             )
         if state_methods(source) is not None and not is_iterator(source):
             source = _shallow_copy(source)  # what is restored stays in it
-        if self._sets_epoch and hasattr(source, "set_epoch"):
-            source.set_epoch(self._reading)  # such as one that shuffles with a buffer
+        set_epoch = getattr(source, "set_epoch", None)
+        if self._sets_epoch and set_epoch is not None:
+            set_epoch(self._reading)  # such as that of a dataset that shuffles with a buffer
         methods = state_methods(source)
         if methods is not None and self._initial is None:
             self._initial = copy.deepcopy(methods.save())

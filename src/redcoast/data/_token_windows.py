@@ -13,7 +13,7 @@ from ..core._errors import check_integer
 _Tokens = Integer[np.ndarray, " _"]  # of any length
 
 
-class TokenWindows(Sequence):
+class TokenWindows:
     """The examples that [`redcoast.token_windows`][] returns."""
 
     def __init__(self, parts: list[_Tokens], length: int, stride: int):
@@ -71,7 +71,7 @@ def token_windows(
     """
     check_integer("length", length)
     check_integer("stride", length if stride is None else stride)
-    parts = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+    parts: list[Any] = list(tokens) if isinstance(tokens, list | tuple) else [tokens]
     for part in parts:
         shape, dtype = getattr(part, "shape", None), getattr(part, "dtype", None)
         if shape is None or len(shape) != 1 or not np.issubdtype(np.dtype(dtype), np.integer):

@@ -75,6 +75,12 @@ def test_kimi_k2_is_a_deepseek_v3():
 
 GROWN = Yarn(16.0, 16384)
 KEPT = {
+    "llama": {},
+    "mistral": {"window": 3},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "window": 3},
+    "olmo2": {"qk_norm": True, "output_norms": True},
+    "smollm3": {"rope_layers": (True, False, True, True)},
     "olmo3": {"qk_norm": True, "output_norms": True, "local": (True, False) * 2, "window": 3}
     | {"local_rope_base": 300.0, "rope_scaling": Yarn(8.0, 32)},
     "ministral3": {"query_growth": 0.2, "rope_scaling": GROWN, "head_size": 16},
@@ -98,6 +104,7 @@ def test_options_go_to_files_and_back(kind):
         ({"kind": "granitemoehybrid", "qkv_bias": True}, "combination of options: `qkv_bias=True`"),
         ({"kind": "gpt"}, "`kind` must be one of llama, mistral"),
         ({"embed_scale": 2.0, "window": 3}, "Granite has none of them, and may have"),
+        ({"rope_layers": (False,) * 4, "embed_scale": 2.0}, "No published architecture"),
         ({"experts": 4}, "combination of options: `experts=4`"),
         ({"rope_scaling": LongRope((1.0,) * 4, (2.0,) * 4, 8)}, "only files of Phi-3 can say"),
     ],

@@ -42,6 +42,8 @@ class Kind:
     - `architecture`: the name of its class, without what it is for.
     - `options`: the options that all its models have.
     - `free`: the options that each of them may have.
+    - `named`: whether a configuration is of this type only if its `kind` says so, because another
+      type has the same options and other files.
     - `fields`: the names of the settings of its fields, and their default values.
     - `defaults`: further settings that are read, and default values that differ.
     - `only`, `ignored`: arguments of `read_settings`.
@@ -54,6 +56,7 @@ class Kind:
     architecture: str
     options: Mapping[str, Any] = field(default_factory=dict)
     free: tuple[str, ...] = ()
+    named: bool = False
     fields: Mapping[str, Any] = field(default_factory=lambda: TRANSFORMER_FIELDS)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -105,8 +108,10 @@ def kind_of(config: TransformerConfig, kinds: Kinds) -> str:
     """Returns the type of model that has these options."""
     if config.kind is not None and config.kind not in kinds:
         raise ValueError(f"`kind` must be one of {', '.join(kinds)}, but is {config.kind}.")
-    named = {config.kind: kinds[config.kind]} if config.kind else kinds
+    named = {name: kind for name, kind in kinds.items() if name == (config.kind or name)}
     for name, kind in named.items():
+        if kind.named and config.kind is None:
+            continue
         fixed = {**_DEFAULTS, **kind.options}
         if all(getattr(config, x) == fixed[x] for x in _OPTIONS if x not in kind.free):
             return name

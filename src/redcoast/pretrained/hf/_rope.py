@@ -48,8 +48,8 @@ def unread(rope: Mapping[str, Any], read: Iterable[str]) -> list[str]:
 
 def kind_of_rope(rope: Mapping[str, Any]) -> str:
     # Of a token, the three positions of Qwen's images are one and the same.
-    kinds = {rope.get(name) for name in ("rope_type", "type")} - {None, "mrope", "default"}
-    return next(iter(kinds), "default")
+    kinds = [rope.get(name) or "default" for name in ("rope_type", "type")]
+    return next((kind for kind in kinds if kind not in ("default", "mrope")), "default")
 
 
 def read_rope(rope: Mapping[str, Any] | None, *, context: int | None = None) -> RopeScaling | None:

@@ -212,6 +212,7 @@ KINDS = {
     "granitemoehybrid": Kind(
         architecture="GraniteMoeHybrid",
         free=(*_GRANITE_FREE, "rope_layers"),
+        named=True,
         fields=_GRANITE_FIELDS | {"hidden": ("shared_intermediate_size", 1024)},
         defaults={
             "bos_token_id": 1,

@@ -115,4 +115,6 @@ def test_special_tokens_may_stand_in_a_file_of_their_own(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
-    assert renderer(*read_template(tmp_path))([]) == "<s>|<end>|<unk>"
+    template, words = read_template(tmp_path)
+    assert template is not None
+    assert renderer(template, words)([]) == "<s>|<end>|<unk>"

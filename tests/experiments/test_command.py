@@ -14,7 +14,6 @@ import redcoast_cli
 from redcoast.core._versions import TESTED
 from redcoast.models import LlamaConfig
 from redcoast.pretrained._registry import write_config
-from redcoast.serve import _extra
 from redcoast_cli import _doctor_command
 
 
@@ -112,7 +111,7 @@ def test_invalid_options_of_serve_exit_with_2(options, words, capsys):
 
 
 def test_serve_says_which_packages_are_missing(capsys, monkeypatch):
-    monkeypatch.setattr(_extra.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         run("serve", "--weights", "nowhere")
     said = capsys.readouterr().err

@@ -14,6 +14,7 @@ _OF_SCALARS = ("reduce", "reduce_window", "scatter", "select_and_scatter", "sort
 def xla_rules(fn, *avals):
     """The names of the operations that have a rule, and the rule of each as `written` has it."""
     module = jax.jit(fn).lower(*avals).compiler_ir("stablehlo")
+    assert module is not None
     rules = []
     with module.context:
         PassManager.parse(_PASS).run(module.operation)

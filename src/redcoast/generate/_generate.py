@@ -97,16 +97,16 @@ def generate(
     from ._same_prompts import check_same_prompts
     from ._streaming import decode_streaming
 
-    tokens = as_prompts(tokens)
-    devices = explicit_mesh_of((tokens, model))
-    model, tokens, mask, key = on_auto_axes((model, tokens, mask, key))
+    prompts: Any = as_prompts(tokens)
+    devices = explicit_mesh_of((prompts, model))
+    model, prompts, mask, key = on_auto_axes((model, prompts, mask, key))
     with auto_ambient_mesh():
         check_count(max_new_tokens)
         check_model(model)
         chosen = choose_decoding(model.config, decoding, options, key)
-        check_prompt(model, tokens, mask)
-        check_positions(model, tokens, mask, chosen.prefix, max_new_tokens)
-        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, tokens, mask, key)))
+        check_prompt(model, prompts, mask)
+        check_positions(model, prompts, mask, chosen.prefix, max_new_tokens)
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, prompts, mask, key)))
         room = max_new_tokens if traced else bucket(max_new_tokens)
         request = make_request(
             model.config,
@@ -117,10 +117,10 @@ def generate(
             key=key,
         )
         if not traced:
-            check_same_prompts(model, tokens, mask, request)
+            check_same_prompts(model, prompts, mask, request)
         if stream is not None or stop is not None:
             check_stream(request.beams, traced=traced)
-            new = decode_streaming(model, tokens, mask, request, stream, stop)
+            new = decode_streaming(model, prompts, mask, request, stream, stop)
         else:
-            new = (decode if traced else decode_compiled)(model, tokens, mask, request)
+            new = (decode if traced else decode_compiled)(model, prompts, mask, request)
     return on_mesh(new, devices)

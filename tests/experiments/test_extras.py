@@ -75,7 +75,7 @@ def test_each_import_is_of_an_extra_that_the_script_names():
             there = ALWAYS if extra is None else installed_by(EXTRAS[extra]) | ALWAYS
             assert normal(package) in there, (file.name, module, extra)
             seen.add(extra)
-    assert {"gguf", "privacy", "rl", "text"} <= seen
+    assert {"privacy", "rl", "text"} <= seen
 
 
 def test_a_missing_extra_is_one_sentence(monkeypatch):

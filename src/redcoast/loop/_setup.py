@@ -80,7 +80,9 @@ def plan_run(
         return plan
     step = {"accumulate": accumulate, "compute_dtype": compute_dtype}
     note = "Raised while the step was planned, before the first step."
-    if data.has_single_integers:
+    with noting(note):
+        is_flat = data.has_single_integers
+    if is_flat:
         note += (
             " Each example is a single integer. Of a flat array of tokens, pass windows: "
             "`redcoast.token_windows(tokens, length)`."

@@ -36,6 +36,21 @@ SGD = optax.sgd(0.1)
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
+def formatted(model, batch, key):
+    loss = good(model, batch, key)
+    print(f"{loss:.3f}")
+    return loss
+
+
+def one_hot(model, batch, key):
+    labels = jax.nn.one_hot(batch["y"], 2)
+    return jnp.mean(cross_entropy(jax.vmap(model)(batch["x"]), labels))
+
+
+def swapped_arguments(batch, model, key):
+    return jnp.mean(jax.vmap(model)(batch["x"]))
+
+
 def model(inputs=4, outputs=2):
     return eqx.nn.Sequential([eqx.nn.Linear(inputs, outputs, key=KEY)])
 
@@ -175,6 +190,28 @@ VMAP = r"was called with the entire batch\..*`jax\.vmap\(model\)\(batch\[\"x\"\]
 
 # By name: what is done in a directory, the error (`None`: none), and the words at its end.
 ROWS = {
+    "formatted tracer": (lambda d: fit(formatted), TypeError, r"`jax\.debug\.print\("),
+    "one-hot labels": (lambda d: fit(one_hot), TypeError, "`optax.softmax_cross_entropy`"),
+    "loss of batch and model": (
+        lambda d: fit(swapped_arguments),
+        TypeError,
+        r"called as `loss_fn\(model, batch, key\)`, with the arguments in this order",
+    ),
+    "gradient of the loss": (
+        lambda d: fit(eqx.filter_value_and_grad(good)),
+        TypeError,
+        "If it is the gradient, pass the loss itself",
+    ),
+    "integer parameters": (
+        lambda d: fit(model={"w": np.arange(3)}),
+        ValueError,
+        "`fit`|its arrays are of int32, and only floating arrays are trained",
+    ),
+    "functions in place of parameters": (
+        lambda d: fit(model=(jnp.sin, jnp.cos)),
+        ValueError,
+        "has no arrays, but .*Pass the parameters as the model",
+    ),
     # The 32 of a newcomer.
     "key of the batch": (
         lambda d: fit(lambda m, b, k: jnp.mean(b["image"])),
@@ -184,7 +221,7 @@ ROWS = {
     "floating labels": (
         lambda d: fit(examples=[e | {"y": np.float32(e["y"])} for e in EXAMPLES]),
         TypeError,
-        r"The batch is x float32\[8, 4\], y float32\[8\]\.$",
+        r"y float32\[8\]\.\nLabels that are integers have the type int32\..*softmax_cross_entropy`",
     ),
     "text in a batch": (
         lambda d: fit(collate_fn=lambda e: collate(e) | {"name": ["a"] * len(e)}),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +92,16 @@ def test_prompts_may_be_lists_and_the_length_positional():
         rc.generate(model, [[1, 2], [3]], 2)
     with pytest.raises(ValueError, match=r"list of 3 integers.*For one prompt, pass `\[tokens\]`"):
         rc.generate(model, [1, 2, 3], 2)
+
+
+def test_a_run_is_no_part_of_a_transformed_function():
+    fit = lambda model: rc.fit(
+        model, optax.sgd(0.1), make_examples(8), loss_fn=loss_fn, batch_size=8, steps=1, log=False
+    )
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 8, key=key))(
+        jax.random.split(jax.random.key(0), 2)
+    )
+    with pytest.raises(
+        TypeError, match=r"`fit` was called inside of `jax\.vmap`.*To train several"
+    ):
+        eqx.filter_vmap(fit)(models)

@@ -209,7 +209,8 @@ def test_options_are_those_of_the_configuration(directory):
     assert (plain.config.remat, other.config.remat) == ("none", "full")
     assert other.config == dataclasses.replace(plain.config, remat="full")
     assert eqx.tree_equal(jax.tree.leaves(plain), jax.tree.leaves(other))
-    with pytest.raises(TypeError, match=r"LlamaConfig has no field rematerialise\. It has: remat, .* vocab"):
+    words = r"LlamaConfig has no field rematerialise\. It has: remat, .* vocab"
+    with pytest.raises(TypeError, match=words):
         rc.load_pretrained(directory, rematerialise=True)
     with pytest.raises(ValueError, match="does not hold the tensors of the model"):
         rc.load_pretrained(directory, width=48)

@@ -128,7 +128,9 @@ def test_fit_trains_them_as_one_device_does():
     np.testing.assert_allclose(losses(rc.make_mesh(data=2, model=4)), one, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("sizes", "wrong"), [({"data": 2, "model": 4}, True), ({"fsdp": 8, "data": 1}, False)])
+@pytest.mark.parametrize(
+    ("sizes", "wrong"), [({"data": 2, "model": 4}, True), ({"fsdp": 8, "data": 1}, False)]
+)
 def test_without_constraints_only_where_gradients_are_right(sizes, wrong, monkeypatch):
     def fail(call, *args):
         raise TypeError("This operation is not known.")

@@ -29,6 +29,15 @@ _CALLS = {
 }
 
 
+# Words of errors that arguments in another order lead to.
+_OF_ANOTHER_ORDER = (
+    "non-iterable",
+    "not callable",
+    "not subscriptable",
+    "Expected a callable value",
+)
+
+
 def takes_keyword(fn: Callable[..., Any], name: str) -> bool:
     """Returns whether a function has a parameter of this name."""
     code = getattr(fn, "__code__", None)
@@ -95,6 +104,8 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
             f"`{name}` is compiled before the values of its arrays are known. In place of `if`, "
             "`float(x)` and `x.item()`, use `jnp.where` or `jax.lax.cond`, and return arrays."
         ]
+    if hint := _known_words(str(error), name):
+        return [hint]
     if "pmap" in str(error) or "mesh passed to shard_map" in str(error):
         return [
             f"`{name}` is one program over all devices of the mesh, and its batch is split over "
@@ -134,6 +145,23 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         for names in layers[-1:]
         for x in [names["self"]]
     ]
+
+
+def _known_words(text: str, name: str) -> str:
+    """A hint for an error of a library, by words of its message; empty for all others."""
+    if "Tracer.__format__" in text:
+        return (
+            f"`{name}` is compiled before the values of its arrays are known, so they cannot be "
+            'formatted. `jax.debug.print("loss {x}", x=x)` prints them when they are computed.'
+        )
+    if any(words in text for words in _OF_ANOTHER_ORDER):
+        return f"It is called as `{_CALLS[name]}`, with the arguments in this order."
+    if "numpy.integer" in text:
+        return (
+            "Labels that are integers have the type int32. For probabilities or one-hot labels, "
+            "use `optax.softmax_cross_entropy`."
+        )
+    return ""
 
 
 def _inputs_of(batch: PyTree) -> str:

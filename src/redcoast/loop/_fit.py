@@ -48,6 +48,7 @@ from ._setup import (
     plan_run,
     prepare_evaluation,
     refuse_split,
+    refuse_traced,
     refuse_unresumable,
 )
 from ._steps import Step, training_steps
@@ -175,6 +176,7 @@ def fit(
         ```
     """
     refuse_after_signal("fit", trains=True)
+    refuse_traced((model_or_state, key))
     check_optimizer(optimizer)
     check_functions(loss_fn=loss_fn)
     collate_fn = check_batching(collate_fn, batch_size)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -130,6 +132,16 @@ def complete_evaluation(
         loss_fn=evaluation.loss_fn or loss_fn,
         batch_size=evaluation.batch_size or batch_size,
     )
+
+
+def refuse_traced(tree: PyTree) -> None:
+    """Raises `TypeError` if arrays that a run starts from are tracers."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            "`fit` was called inside of `jax.vmap`, `jax.jit` or `jax.grad`, but it is a loop over "
+            "compiled steps. To train several models at once, pass `fit` one model that holds all "
+            "of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
+        )
 
 
 def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:

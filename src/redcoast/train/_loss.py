@@ -59,7 +59,7 @@ def evaluate_loss(
         out = loss_fn(compute_model, given, key)
     loss, aux, new_model = _unpack(out, model)
     _check_loss(loss)
-    _check_aux(aux)
+    _check_aux(aux, model)
     _check_dependence(loss, model, updated=new_model is not model)
     if new_model is not model:
         new_model = _stored_dtypes(new_model, model)
@@ -124,9 +124,11 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
     )
 
 
-def _check_aux(aux: Any) -> None:
+def _check_aux(aux: Any, model: PyTree) -> None:
     if not isinstance(aux, dict):
         hint = f" {how_to_return(aux)}" if returns_state(aux) else ""
+        if type(aux) is type(model) and not layer_states(model):
+            hint = " If it is the gradient, pass the loss itself: redcoast differentiates it."
         raise TypeError(
             f"The second value that `loss_fn` returned is of type {type(aux).__name__}. It must "
             f"be a dict of scalar metrics.{hint}"

@@ -1,7 +1,10 @@
 """Says why a model has nothing to train."""
 
+import equinox as eqx
 import jax
 from jaxtyping import PyTree
+
+from ..core._errors import several
 
 # By the library that a class comes from: what would work in its place.
 _OTHERS = {
@@ -35,6 +38,13 @@ def refuse_untrainable(model: PyTree) -> None:
                 f"{where} is a {name}, which is not a PyTree. Make {name} a subclass of "
                 "`eqx.Module`, or pass a dict of its arrays."
             )
-    raise ValueError(
-        "The model has no trainable leaves: `trainable` selects none of its floating arrays."
-    )
+    leaves = jax.tree.leaves(model)
+    arrays = [x for x in leaves if hasattr(x, "dtype")]
+    reason = "`trainable` selects none of its floating arrays"
+    if not arrays:
+        kinds = sorted({type(x).__name__ for x in leaves})
+        reason = f"it has no arrays, but {several(kinds)}. Pass the parameters as the model"
+    elif not any(map(eqx.is_inexact_array, arrays)):
+        dtypes = sorted({str(x.dtype) for x in arrays})
+        reason = f"its arrays are of {several(dtypes)}, and only floating arrays are trained"
+    raise ValueError(f"The model has no trainable leaves: {reason}.")

@@ -19,8 +19,8 @@ from decoder_checks import (
 )
 
 from redcoast import lora
-from redcoast.models import Yarn
-from redcoast.models.deepseek_v3 import DeepseekV3, DeepseekV3Config, route
+from redcoast.models import DeepseekV3, DeepseekV3Config, Yarn
+from redcoast.models._shared_experts import route
 from redcoast.pretrained._registry import read_config, write_config
 from redcoast.pretrained._tensors import tensor_names, tensor_shape
 from redcoast.pretrained.hf import deepseek_v3 as hf_deepseek_v3

@@ -64,6 +64,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30_532_122_624,
     "deepseek_v3_671b": 671_026_404_352,
     "kimi_k2": 1_026_408_209_408,
+    "glm4_5": 352_797_814_784,
+    "glm4_5_air": 106_852_245_504,
     "mamba2_130m": 128_989_632,
     "mamba2_370m": 368_346_624,
     "mamba2_780m": 780_161_280,
@@ -154,7 +156,7 @@ def test_every_named_size_is_counted():
 @pytest.mark.parametrize("name", few_of(PUBLISHED, *FEW))
 def test_parameters_are_those_published(name):
     model = eqx.filter_eval_shape(getattr(sizes, name), key=jax.random.key(0))
-    # What BART adds to its logits, and DeepSeek-V3 to its scores of experts, is stored with the
+    # What BART adds to its logits, and routers to their scores of experts, is stored with the
     # parameters, but is none.
     extra = (
         getattr(model, "logits_bias", None),

@@ -16,6 +16,7 @@ import torch
 from agreement import record
 from deepseek_v3_parity import CASES as DEEPSEEK_CASES
 from dinov2_parity import CASES as DINOV2_CASES
+from glm4_moe_parity import CASES as GLM4_CASES
 from gpt2_parity import CASES as GPT2_CASES
 from gpt_oss_parity import CASES as GPT_OSS_CASES
 from harness import (
@@ -66,6 +67,7 @@ READ = {
     "qwen3 moe": (QWEN3_MOE, {"target_modules": ["q_proj", "o_proj"]}),
     "gpt oss": (GPT_OSS_CASES[0], {"target_modules": ["q_proj", "k_proj", "o_proj"]}),
     "deepseek v3": (DEEPSEEK_CASES[0], {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]}),
+    "glm4 moe": (GLM4_CASES[0], {"target_modules": ["q_proj", "v_proj", "o_proj"]}),
     "modernbert": (MODERNBERT_CASES[0], {"target_modules": ["Wqkv", "Wi", "Wo"]}),
     "dinov2": (DINOV2_CASES[2], {"target_modules": ["q_proj", "o_proj", "fc1"]}),
     "dinov2 gated": (DINOV2_CASES[1], {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
@@ -100,7 +102,7 @@ READ |= {
 TARGETS = r"/w[qkvo]$|gate$|up$|down$"
 # Types whose experts are not modules that PEFT adapts, one whose output projections it refuses, and
 # one with a pooler whose projections are not modules.
-OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3"), r"/w[qkvo]$")
+OTHER_TARGETS = dict.fromkeys(("gpt_oss", "deepseek_v3", "glm4_moe"), r"/w[qkvo]$")
 OTHER_TARGETS |= {"mamba2": "layers/(gate|x|steps)$", "siglip": r"layers/(w[qkvo]|up|down)$"}
 WRITTEN = {
     "llama": (LLAMA, "."),

@@ -24,6 +24,8 @@ from .dinov3 import Dinov3 as Dinov3
 from .dinov3 import Dinov3Config as Dinov3Config
 from .gemma import Gemma as Gemma
 from .gemma import GemmaConfig as GemmaConfig
+from .glm4_moe import Glm4Moe as Glm4Moe
+from .glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
 from .gpt_neox import GPTNeoX as GPTNeoX
@@ -75,6 +77,8 @@ from .sizes import gemma3_12b as gemma3_12b
 from .sizes import gemma3_27b as gemma3_27b
 from .sizes import gemma_2b as gemma_2b
 from .sizes import gemma_7b as gemma_7b
+from .sizes import glm4_5 as glm4_5
+from .sizes import glm4_5_air as glm4_5_air
 from .sizes import gpt2_large as gpt2_large
 from .sizes import gpt2_medium as gpt2_medium
 from .sizes import gpt2_small as gpt2_small

@@ -131,6 +131,22 @@ def check_heads(config: Any, *, even: bool = False) -> None:
         object.__setattr__(config, "head_size", None)
 
 
+def check_rotary_dim(config: Any) -> None:
+    """Raises if the number of rotated features is odd or larger than the head size.
+
+    Sets `rotary_dim` to None if all features are rotated, so that configurations of the same model
+    are equal.
+    """
+    size = config.rotated
+    if size % 2 or not 0 < size <= config.head_dim:
+        raise ValueError(
+            f"`rotary_dim` must be even, positive and at most the head size {config.head_dim}, but "
+            f"is {size}."
+        )
+    if config.rotary_dim == config.head_dim:
+        object.__setattr__(config, "rotary_dim", None)
+
+
 def check_local(config: Any) -> None:
     """Raises if `local` does not have one entry for each layer, or gives layers a window that has
     no size."""

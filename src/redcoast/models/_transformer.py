@@ -17,7 +17,14 @@ from ._attention import as_array, attend, attend_near, real_tokens, wide
 from ._basic import initial_attention, initial_mlp, initial_tables, look_up, normal, rms_norm
 from ._by_layer import StackedLayers
 from ._cache import Cache, extend
-from ._check_config import HeadSizes, check_chosen, check_config, check_heads, check_local
+from ._check_config import (
+    HeadSizes,
+    check_chosen,
+    check_config,
+    check_heads,
+    check_local,
+    check_rotary_dim,
+)
 from ._decoder import Decoder, DecoderConfig, tied_or_own_head
 from ._dropout import dropout, split_key
 from ._einsum import gated_feed_forward, keys_values, product, queries
@@ -99,17 +106,11 @@ class TransformerConfig(DecoderConfig, HeadSizes):
 
 
 def _check_rotary(c: TransformerConfig) -> None:
-    if c.rotated % 2 or not 0 < c.rotated <= c.head_dim:
-        raise ValueError(
-            f"`rotary_dim` must be even, positive and at most the head size {c.head_dim}, but is "
-            f"{c.rotated}."
-        )
+    check_rotary_dim(c)
     if c.query_growth and getattr(c.rope_scaling, "original", None) is None:
         raise ValueError(
             "`query_growth` needs a `rope_scaling` with an `original` context, such as `Yarn`."
         )
-    if c.rotary_dim == c.head_dim:
-        object.__setattr__(c, "rotary_dim", None)
     for name in ("short", "long") if isinstance(c.rope_scaling, LongRope) else ():
         count = len(getattr(c.rope_scaling, name))
         if count != c.rotated // 2:

@@ -18,6 +18,7 @@ from .deepseek_v3 import DeepseekV3
 from .dinov2 import Dinov2
 from .dinov3 import Dinov3
 from .gemma import Gemma
+from .glm4_moe import Glm4Moe
 from .gpt2 import GPT2
 from .gpt_neox import GPTNeoX
 from .gpt_oss import GptOss
@@ -54,6 +55,8 @@ _CLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 49407}
 _SIGLIP: dict[str, Any] = {"bos": 49406, "eos": (49407,), "pad": 1}
 _LLAMA1: dict[str, Any] = {"norm_eps": 1e-6, "bos": 1, "eos": (2,)}
 _LLAMA3: dict[str, Any] = {"rope_base": 5e5, "context": 8192, "bos": 128000, "eos": (128001,)}
+_GLM4: dict[str, Any] = {"kv_heads": 8, "head_size": 128, "rotary_dim": 64, "rope_base": 1e6}
+_GLM4 |= {"qkv_bias": True, "eos": (151329, 151336, 151338), "pad": 151329}
 _GPT2: dict[str, Any] = {"bos": 50256, "eos": (50256,)}
 _PYTHIA: dict[str, Any] = {"bos": 0, "eos": (0,)}
 _OPT: dict[str, Any] = {"pad": 1, "bos": 2, "eos": (2,)}
@@ -222,6 +225,12 @@ kimi_k2 = _named(
     rope_scaling=Yarn(32, 4096, fast=1, slow=1), score_scaling=1.0, context=131072, bos=163584,
     eos=(163585,),
 )
+
+glm4_5 = _named(
+    Glm4Moe, 151552, 5120, 92, 96, 12288, 1536,
+    dense_layers=3, experts=160, route_scale=2.5, qk_norm=True, **_GLM4,
+)
+glm4_5_air = _named(Glm4Moe, 151552, 4096, 46, 96, 10944, 1408, **_GLM4)
 
 t5_small = _named(T5, 32128, 512, 6, 6, 8, 2048, **_T5)
 t5_base = _named(T5, 32128, 768, 12, 12, 12, 3072, **_T5)

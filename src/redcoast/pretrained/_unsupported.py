@@ -56,7 +56,7 @@ _FEATURES: dict[str, str] = {
         gemma4_assistant gemma4_unified gemma4_unified_assistant gemma4_unified_text""",
     # Experts.
     "experts that are shared by all tokens": """
-        aria_text deepseek_v2 dots1 ernie4_5_moe glm4_moe hy_v3 kolibri1 llama4 llama4_text
+        aria_text deepseek_v2 dots1 ernie4_5_moe hy_v3 kolibri1 llama4 llama4_text
         qwen2_moe sarvam_moe solar_open""",
     "a norm of the outputs of experts": "axk1",
     "experts that compute nothing, and two sublayers of attention in each layer": "longcat_flash",

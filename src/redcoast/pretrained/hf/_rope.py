@@ -152,3 +152,14 @@ def read_yarn(
 def write_yarn(scaling: Yarn) -> dict[str, Any]:
     """The inverse of `read_yarn`, without the base."""
     return {"rope_type": "yarn"} | {name: getattr(scaling, x) for x, name in _YARN.items()}
+
+
+def rotated_part(rotated: int, head_dim: int) -> float:
+    """Returns `partial_rotary_factor`, the part of the features of a head that are rotated."""
+    part = rotated / head_dim
+    if int(head_dim * part) != rotated:
+        raise ValueError(
+            f"A `rotary_dim` of {rotated} cannot be saved: the file has its ratio to the head "
+            f"size {head_dim}, from which rounding gives {rotated - 1}."
+        )
+    return part

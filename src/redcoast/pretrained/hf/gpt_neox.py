@@ -5,7 +5,7 @@ from typing import Any
 from ...models.gpt_neox import GPTNeoXConfig
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
-from ._rope import read_rope, rope_of
+from ._rope import read_rope, rope_of, rotated_part
 from ._tables import EMBED, OUT_OF_HEADS, SIZES, TURNED, VECTOR, dense, norm
 
 BASE_PREFIX = "gpt_neox."
@@ -50,12 +50,7 @@ def read(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write(config: GPTNeoXConfig) -> dict[str, Any]:
     c = config
-    part = c.rotary_dim / c.head_dim
-    if int(c.head_dim * part) != c.rotary_dim:
-        raise ValueError(
-            f"A `rotary_dim` of {c.rotary_dim} cannot be saved: the file has its ratio to the head "
-            f"size {c.head_dim}, from which rounding gives {c.rotary_dim - 1}."
-        )
+    part = rotated_part(c.rotary_dim, c.head_dim)
     if c.embed_dropout != c.residual_dropout:
         raise ValueError(
             f"`embed_dropout` and `residual_dropout` are one setting of the file, but they are "

@@ -8,7 +8,7 @@ from ...models.phi3 import Phi3Config
 from .._settings import defaults_of, read_fields, read_settings, write_fields
 from .._tensors import Tensor
 from ._kinds import Kind, kind_of, transformer_tensors
-from ._rope import rope_of, unread
+from ._rope import rope_of, rotated_part, unread
 from ._tables import INTO_HEADS, LLAMA_FIELDS, LLAMA_LAYER, gate_and_up, tied_head
 
 BASE_PREFIX = "model."
@@ -96,12 +96,7 @@ def write(config: Phi3Config) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "attention_factor": s.factor}
         rope |= {name: list(getattr(s, field)) for field, name in _FACTORS.items()}
         rope["original_max_position_embeddings"] = s.original
-    rope["partial_rotary_factor"] = c.rotated / c.head_dim
-    if int(c.head_dim * rope["partial_rotary_factor"]) != c.rotated:
-        raise ValueError(
-            f"A `rotary_dim` of {c.rotated} cannot be saved: the file has its ratio to the head "
-            f"size {c.head_dim}, from which rounding gives {c.rotated - 1}."
-        )
+    rope["partial_rotary_factor"] = rotated_part(c.rotated, c.head_dim)
     settings = write_fields(c, _FIELDS)
     return settings | {
         "architectures": ["Phi3ForCausalLM"],

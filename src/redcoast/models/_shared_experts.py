@@ -1,0 +1,232 @@
+"""The decoder of DeepSeek-V3 and GLM-4's mixtures of experts: first layers with a feed-forward
+network, then layers with experts that each token passes and experts that it is routed to.
+
+What sets the families apart is attention, which is in the file of each.
+"""
+
+import functools as ft
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._attention import Visible, as_array, real_tokens, wide
+from ._basic import activate_gated, initial_tables, look_up, normal, output_scale, rms_norm
+from ._by_layer import StackedLayers
+from ._cache import Cache
+from ._check_config import check_config
+from ._decoder import Decoder, DecoderConfig, TableHead
+from ._dropout import split_key
+from ._einsum import gated_feed_forward, product
+from ._moe import dispatch, gated_experts
+from ._rotary import RopeScaling, Yarn, scaled_angles
+from ._scan_layers import scan_layers
+
+
+@dataclass(frozen=True)
+class SharedExpertsConfig(DecoderConfig):
+    """The sizes and the options of a `SharedExpertsDecoder`. A family describes them."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    expert_hidden: int
+    dense_layers: int = 3
+    experts: int = 256
+    chosen: int = 8
+    shared: int = 1
+    groups: int = 8
+    chosen_groups: int = 4
+    weights_sum_to_one: bool = True
+    route_scale: int | float = 2.5
+    _: KW_ONLY
+    rope_base: int | float = 10000.0
+    rope_scaling: RopeScaling | Yarn | None = None
+    norm_eps: int | float = 1e-6
+    tied: bool = False
+    attention_dropout: int | float = 0.0
+    context: int = 4096
+
+    def __post_init__(self):
+        check_config(self, "experts", "chosen", "shared", "groups", "chosen_groups")
+        if not self.route_scale > 0:
+            raise ValueError(f"`route_scale` must be positive, but is {self.route_scale}.")
+        if not 0 <= self.dense_layers < self.layers:
+            raise ValueError(
+                f"`dense_layers` must be at least 0 and less than `layers`, but they are "
+                f"{self.dense_layers} and {self.layers}."
+            )
+        _check_routing(self)
+
+
+def _check_routing(c: SharedExpertsConfig) -> None:
+    if c.experts % c.groups or c.experts // c.groups < 2:
+        raise ValueError(
+            f"`experts` must be a multiple of `groups` with at least two for each, but they are "
+            f"{c.experts} and {c.groups}."
+        )
+    if c.chosen_groups > c.groups:
+        raise ValueError(
+            f"`chosen_groups` must be at most `groups`, but they are {c.chosen_groups} and "
+            f"{c.groups}."
+        )
+    if c.chosen > (most := c.chosen_groups * (c.experts // c.groups)):
+        raise ValueError(
+            f"`chosen` must be at most {most}, the experts of `chosen_groups` groups, but is "
+            f"{c.chosen}."
+        )
+
+
+Make = Callable[..., Float[Array, "..."]]
+
+
+class SharedExpertsLayers(StackedLayers):
+    """The parameters of layers with experts or of layers without, stacked along their first
+    dimension. The feed-forward network of layers without experts has no dimension `experts`.
+
+    A family adds those of attention.
+    """
+
+    attention_norm: Float[Array, "layers width"]
+    mlp_norm: Float[Array, "layers width"]
+    router: Float[Array, "layers width experts"] | None
+    correction: Float[Array, "layers experts"] | None
+    gate: Float[Array, "layers *experts width hidden"]
+    up: Float[Array, "layers *experts width hidden"]
+    down: Float[Array, "layers *experts hidden width"]
+    shared_gate: Float[Array, "layers width shared_hidden"] | None
+    shared_up: Float[Array, "layers width shared_hidden"] | None
+    shared_down: Float[Array, "layers shared_hidden width"] | None
+
+    def __init__(self, config: SharedExpertsConfig, layers: int, *, routed: bool, make: Make):
+        """`make(fan_in, *shape, scale=1.0)` returns initial weights, stacked over the layers."""
+        c = config
+        out = output_scale(c.layers)
+        self.attention_norm, self.mlp_norm = (jnp.ones((layers, c.width)) for _ in range(2))
+        self.router = make(c.width, c.width, c.experts) if routed else None
+        self.correction = jnp.zeros((layers, c.experts)) if routed else None
+        many, hidden = ((c.experts,), c.expert_hidden) if routed else ((), c.hidden)
+        self.gate, self.up = (make(c.width, *many, c.width, hidden) for _ in range(2))
+        self.down = make(hidden, *many, hidden, c.width, scale=out)
+        size = c.shared * c.expert_hidden
+        into = lambda: make(c.width, c.width, size) if routed else None
+        self.shared_gate, self.shared_up = into(), into()
+        self.shared_down = make(size, size, c.width, scale=out) if routed else None
+
+
+def initial_stacks(layers: int, key: PRNGKeyArray) -> Make:
+    """Returns a function that returns initial weights, stacked over the layers."""
+    keys = iter(jax.random.split(key, 14))
+    return lambda fan_in, *shape, scale=1.0: normal(
+        next(keys), (layers, *shape), fan_in=fan_in, scale=scale
+    )
+
+
+class SharedExpertsDecoder(TableHead, Decoder):
+    """A decoder whose first layers have a feed-forward network, and all others experts."""
+
+    embed: Float[Array, "vocab width"]
+    dense: SharedExpertsLayers | None
+    layers: SharedExpertsLayers
+    norm: Float[Array, " width"]
+    head: Float[Array, "width vocab"] | None
+    config: AbstractVar[Any]
+
+    def __init__(self, config: SharedExpertsConfig, *, key: PRNGKeyArray):
+        c = config
+        embed, dense, layers, head = jax.random.split(key, 4)
+        self.embed, self.head = initial_tables(c, embed, head)
+        make = ft.partial(self._make_layers, c)
+        self.dense = make(c.dense_layers, routed=False, key=dense) if c.dense_layers else None
+        self.layers = make(c.layers - c.dense_layers, routed=True, key=layers)
+        self.norm = jnp.ones(c.width)
+        self.config = config
+
+    @staticmethod
+    @abstractmethod
+    def _make_layers(config: Any, layers: int, *, routed: bool, key: Any) -> SharedExpertsLayers:
+        """Returns the initial parameters of some layers."""
+
+    @staticmethod
+    @abstractmethod
+    def _attention(
+        layer: Any,
+        x: Float[Array, "batch seq width"],
+        angles: tuple[Array, Array],
+        visible: Visible,
+        cache: Cache | None,
+        index: Int[Array, ""],
+        key: PRNGKeyArray | None,
+        config: Any,
+    ) -> tuple[Float[Array, "batch seq width"], Cache | None]:
+        """Returns the outputs of the attention of a layer, and the cache."""
+
+    def _run(self, tokens, mask, positions, see, cache, key):
+        c, visible = self.config, see()
+        real = as_array(real_tokens(tokens.shape, mask))
+        x = look_up(self.embed, tokens)
+        angles = scaled_angles(positions, c.rotated, c.rope_base, c.rope_scaling, wide(x.dtype))
+
+        def layer_fn(first, x, cache, layer, index, key):
+            y = rms_norm(x, layer.attention_norm, c.norm_eps)
+            y, cache = self._attention(layer, y, angles, visible, cache, first + index, key, c)
+            x = x + y
+            y = rms_norm(x, layer.mlp_norm, c.norm_eps)
+            if layer.router is None:
+                return x + gated_feed_forward(layer, y, "silu"), cache
+            return x + _mix(layer, y, real, c), cache
+
+        first, stacks = 0, [stack for stack in (self.dense, self.layers) if stack is not None]
+        for stack, own in zip(stacks, split_key(key, len(stacks)), strict=True):
+            options: Any = {"key": own, "remat": c.remat, "unroll": c.unroll}
+            x, cache = scan_layers(ft.partial(layer_fn, first), x, stack, cache=cache, **options)
+            first = c.dense_layers
+        return rms_norm(x, self.norm, c.norm_eps), cache, None
+
+
+def _mix(layer, x, real, c):
+    """The sum of the shared and of the routed experts."""
+    full = wide(x.dtype)
+    router = jax.tree.map(lambda w: w.astype(full), layer.router)
+    scores = jax.nn.sigmoid(product("bsd,de->bse", x.astype(full), router))
+    weights = route(scores, layer.correction.astype(full), c)
+    weights = jnp.swapaxes(jnp.where(real[..., None], weights, 0), 1, 2)
+    routed = dispatch(ft.partial(gated_experts, layer), x, weights, c.chosen)
+    gate = product("bsd,dh->bsh", x, layer.shared_gate)
+    up = product("bsd,dh->bsh", x, layer.shared_up)
+    return routed + product("bsh,hd->bsd", activate_gated("silu", gate, up), layer.shared_down)
+
+
+def route(
+    scores: Float[Array, "batch seq experts"],
+    correction: Float[Array, " experts"],
+    config: SharedExpertsConfig,
+) -> Float[Array, "batch seq experts"]:
+    """Returns the weights of the experts for each token; 0 for those that are not chosen.
+
+    The correction is added for the choice alone. Groups are chosen by the sum of their two highest
+    scores, and experts within these groups.
+    """
+    c = config
+    choice = jax.lax.stop_gradient(scores + correction[None, None])
+    if c.chosen_groups < c.groups:
+        grouped = choice.reshape(*choice.shape[:2], c.groups, -1)
+        best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        choice = jnp.where(_highest(best, c.chosen_groups)[..., None], grouped, -jnp.inf)
+        choice = choice.reshape(scores.shape)
+    weights = jnp.where(_highest(choice, c.chosen), scores, 0)
+    if c.weights_sum_to_one:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return weights * c.route_scale
+
+
+def _highest(x: Float[Array, "batch seq many"], count: int) -> Bool[Array, "batch seq many"]:
+    which = jax.lax.top_k(x, count)[1]
+    return jnp.any(jax.nn.one_hot(which, x.shape[-1], dtype=bool), axis=-2)

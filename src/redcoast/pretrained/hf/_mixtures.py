@@ -1,0 +1,59 @@
+"""Names of settings and tensors of the decoders with shared experts, in Hugging Face's format."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ...models._shared_experts import SharedExpertsConfig
+from .._tensors import Tensor
+from ._tables import LLAMA_FIELDS, TURNED, VECTOR, llama_ends
+
+MIXTURE_FIELDS: dict[str, Any] = {
+    **LLAMA_FIELDS,
+    "expert_hidden": "moe_intermediate_size",
+    "experts": "n_routed_experts",
+    "chosen": "num_experts_per_tok",
+    "shared": "n_shared_experts",
+    "groups": "n_group",
+    "chosen_groups": "topk_group",
+    "weights_sum_to_one": ("norm_topk_prob", True),
+    "route_scale": ("routed_scaling_factor", 2.5),
+    "rope_base": ("rope_theta", 10000.0),
+}
+DENSE_LAYERS = "first_k_dense_replace"
+# Settings of the training loss, of the layers that predict further tokens, and of how experts are
+# distributed.
+OF_TRAINING = """
+    aux_loss_alpha seq_aux num_nextn_predict_layers num_mtp_layers ep_size output_router_logits
+""".split()  # noqa: SIM905
+
+
+def mixture_tensors(
+    config: SharedExpertsConfig, attention: Callable[[str, str], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Maps each array to its published tensors. Layers without experts come first.
+
+    `attention(leaf, name)` returns the tensors of attention, where arrays begin with `leaf`, and
+    tensors with `name`.
+    """
+    c = config
+    routed = f"model.layers.{{layer+{c.dense_layers}}}."
+    found = _norms("layers/", routed) | attention("layers/", routed + "self_attn.")
+    found["layers/router"] = Tensor(routed + "mlp.gate.weight", TURNED)
+    correction = routed + "mlp.gate.e_score_correction_bias"
+    found["layers/correction"] = Tensor(correction, "experts -> experts")
+    for part in ("gate", "up", "down"):
+        shared = f"{routed}mlp.shared_experts.{part}_proj.weight"
+        found[f"layers/shared_{part}"] = Tensor(shared, TURNED)
+        expert = f"{routed}mlp.experts.{{expert}}.{part}_proj.weight"
+        found[f"layers/{part}"] = Tensor(expert, TURNED)
+    if c.dense_layers:
+        dense = "model.layers.{layer+0}."
+        found |= _norms("dense/", dense) | attention("dense/", dense + "self_attn.")
+        for part in ("gate", "up", "down"):
+            found[f"dense/{part}"] = Tensor(f"{dense}mlp.{part}_proj.weight", TURNED)
+    return found | llama_ends(c)
+
+
+def _norms(leaf: str, layer: str) -> dict[str, Tensor]:
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {leaf + x: Tensor(f"{layer}{name}.weight", VECTOR) for x, name in names.items()}

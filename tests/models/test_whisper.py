@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -14,8 +15,9 @@ from decoder_checks import make_model
 import redcoast as rc
 from redcoast.models import sizes
 from redcoast.models.whisper import Whisper, WhisperConfig, _convolve, sinusoids
-from redcoast.pretrained._generation import read_decoding
+from redcoast.pretrained._generation import read_decoding, write_decoding
 from redcoast.pretrained._registry import read_config, write_config
+from redcoast.pretrained._whisper_prompt import speech_settings_of
 from redcoast.pretrained.hf import whisper as hf_whisper
 
 CONFIG = WhisperConfig(
@@ -218,6 +220,46 @@ def test_what_is_open_or_unknown_is_warned_of_by_name(given, words):
     assert decoding == rc.Decoding(**SILENT)
 
 
+OF_TRANSFORMERS = {"alignment_heads": [[1, 0], [1, 1]], "is_multilingual": True, "max_length": 448}
+
+
+def test_what_transformers_needs_of_a_file_is_saved_with_the_model(tmp_path):
+    """Without `lang_to_id`, it refuses `language=`; without `max_length`, it stops at 20 tokens."""
+    rc.save_pretrained(make_model(Whisper, CONFIG), tmp_path / "model")
+    given = FILE | FORCED | OF_TRANSFORMERS | {"language": "de", "task": "translate"}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(given))
+    model = rc.load_pretrained(tmp_path / "model")
+    rc.save_pretrained(model, tmp_path / "again")
+    saved = json.loads((tmp_path / "again/generation_config.json").read_text())
+    forced = [[1, 50261], [2, 50358], [3, 50363]]
+    assert saved.items() >= (given | {"forced_decoder_ids": forced}).items()
+    assert rc.load_pretrained(tmp_path / "again").config == model.config
+
+
+@pytest.mark.parametrize(
+    ("prefix", "left_out", "added"),
+    [
+        # Another language; and one after which there are timestamps.
+        ((50259, 50359, 50363), {"language", "task"}, {}),
+        ((50259, 50359), {"language", "task"}, {"return_timestamps": True}),
+        ((), {"language", "task"}, {}),  # which `transformers` detects
+    ],
+)
+def test_a_prefix_that_was_chosen_after_loading_is_what_a_file_says(prefix, left_out, added):
+    given = FILE | {"language": "de", "task": "translate"}
+    decoding = rc.Decoding(prefix=prefix)
+    config = dataclasses.replace(
+        CONFIG, decoding=decoding, speech_settings=speech_settings_of(given)
+    )
+    saved = write_decoding(config)
+    assert not saved.keys() & left_out
+    assert saved.items() >= added.items()
+    assert ("return_timestamps" in saved) == bool(added)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # timestamps and detection are warned of
+        assert read_decoding(saved, "there").prefix == prefix
+
+
 def test_files_of_whisper_may_have_the_forced_tokens_in_either_file(tmp_path):
     rc.save_pretrained(make_model(Whisper, CONFIG), tmp_path / "model")
     settings = json.loads((tmp_path / "model/config.json").read_text())
@@ -236,6 +278,7 @@ def test_files_of_whisper_may_have_the_forced_tokens_in_either_file(tmp_path):
         ({"frames": 7}, "`frames` must be even and at least 2, but is 7"),
         ({"width": 2}, "`width` must be even and at least 4, but is 2"),
         ({"mels": 0}, "`mels` must be at least 1"),
+        ({"speech_settings": (("task", "sing"),)}, "values in JSON, but `task` is 'sing'"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(change, message):

@@ -112,4 +112,9 @@ def test_options_of_the_file_are_used(options, tmp_path):
     assert not found[:, width:].any()
     rc.save_pretrained(model, tmp_path / "again")
     assert rc.load_pretrained(tmp_path / "again").config == model.config
+    again = case.model.from_pretrained(tmp_path / "again").eval()
+    calls = [{}, {"language": "de"}, {"language": "en", "task": "translate"}]
+    for call in calls if "lang_to_id" in options else calls[:1]:
+        one, other = (x.generate(torch.tensor(features), **call) for x in (reference, again))
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
     record(case, "decoding")

@@ -3,9 +3,11 @@
 import json
 import os
 
+import numpy as np
 import pytest
 from grids import few_of
 from serve_helpers import byte_level
+from tokenizers import pre_tokenizers
 
 from redcoast.serve import _chat_template
 from redcoast.serve._chat_template import read_template, renderer
@@ -38,6 +40,35 @@ def test_renderings_that_take_too_much_are_ended(template, words, monkeypatch):
     with pytest.raises(ValueError, match=words):
         render(SAY)
     assert render([]) == "good"  # the process goes on, or is started again
+
+
+def test_the_tokenizer_of_a_split_gguf_is_found_from_any_part_and_from_its_directory(tmp_path):
+    """The other parts have only their numbers, so that a tokenizer of them would be empty."""
+    gguf = pytest.importorskip("gguf")
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([1] * len(words))
+    writer.add_token_merges(["a b"])
+    writer.add_chat_template("{{ messages[0].content }}!")
+    for name in "abc":
+        writer.add_tensor(name, np.ones(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3
+    for path in (*parts, tmp_path):
+        assert read_tokenizer_of(path).encode("cab").tokens == ["c", "ab"]
+        render = find_template_of(path)
+        assert render is not None
+        assert render(SAY) == "Hi!"
+    parts[0].unlink()
+    with pytest.raises(ValueError, match="lacks model-00001-of-00003.gguf"):
+        read_tokenizer_of(parts[1])
 
 
 def test_a_template_that_cannot_be_compiled_is_refused_with_its_file(tmp_path):

@@ -1,5 +1,6 @@
 """The Whisper encoder-decoder: log-mel features of sound in, text out."""
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class WhisperConfig(HeadSizes):
     - `decoder_start`: the token id that the decoder starts with.
     - `eos`, `bos`, `pad`: the token ids that end a sequence, and those of its start and of padding.
     - `decoding`: the defaults of [`redcoast.generate`][] for this model.
+    - `speech_settings`: settings of `generation_config.json` that `save_pretrained` writes again
+      for `transformers`, such as the tokens of languages (`lang_to_id`): names, and values in JSON.
 
     **Raises:**
 
@@ -73,6 +76,7 @@ class WhisperConfig(HeadSizes):
     bos: int | None = None
     pad: int | None = None
     decoding: Decoding = GREEDY
+    speech_settings: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         check_config(self, "mels", "frames", "positions")
@@ -81,6 +85,13 @@ class WhisperConfig(HeadSizes):
             value = getattr(self, name)
             if value < least or value % 2:
                 raise ValueError(f"`{name}` must be even and at least {least}, but is {value}.")
+        for name, text in self.speech_settings:
+            try:
+                json.loads(text)
+            except ValueError as error:
+                raise ValueError(
+                    f"`speech_settings` must have values in JSON, but `{name}` is {text!r}."
+                ) from error
 
 
 _EPS = 1e-5

@@ -11,7 +11,7 @@ from ..core._frames import warn
 from ._neutral import is_neutral
 from ._settings import published_ids
 from ._source import GENERATION, SETTINGS
-from ._whisper_prompt import read_whisper_prompt
+from ._whisper_prompt import read_whisper_prompt, speech_settings_of, write_whisper_prompt
 
 # Options with the same meaning, and their names in the file.
 _NAMES = {
@@ -186,6 +186,8 @@ def with_generation(
         generation = {**generation, _FORCED: settings.get(_FORCED)}
     found = decoding or read_decoding(generation, path / GENERATION)
     config, invalid = dataclasses.replace(config, decoding=found), []
+    if hasattr(config, "speech_settings"):
+        config = dataclasses.replace(config, speech_settings=speech_settings_of(generation))
     ids = {"pad": "pad_token_id", "decoder_start": "decoder_start_token_id", "eos": "eos_token_id"}
     for field, name in ids.items():
         value = _number(generation.get(name))
@@ -224,7 +226,10 @@ def write_decoding(config: Any) -> dict[str, Any]:
         if getattr(d, field) != getattr(GREEDY, field)
     }
     if d.prefix:
-        options["forced_decoder_ids"] = [[i, token] for i, token in enumerate(d.prefix, 1)]
+        options[_FORCED] = [[i, token] for i, token in enumerate(d.prefix, 1)]
+    if kept := getattr(config, "speech_settings", ()):
+        forced = {_FORCED: options[_FORCED]} if d.prefix else {}
+        options |= write_whisper_prompt(kept, d.prefix, forced)
     if d.temperature > 0:
         options |= {"do_sample": True, "top_k": d.top_k or 0}
     if getattr(config, "decoder_start", None) is not None:

@@ -91,10 +91,10 @@ def open_source(path: Path) -> Source:
 
 def _open_directory(path: Path) -> Source:
     files = tensor_files(path)
-    ggufs = sorted(path.glob("*.gguf"))
-    if not files and ggufs and (gguf := _gguf_of(ggufs)):
-        return _open_gguf(file_inside(path, gguf.name))
+    if gguf := find_gguf(path):
+        return _open_gguf(gguf)
     if not files:
+        ggufs = sorted(path.glob("*.gguf"))
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         many = ", but several `.gguf` files: pass the path of one of them" if ggufs else ""
         raise ValueError(
@@ -160,11 +160,18 @@ def tensor_files(path: Path) -> list[Path]:
     return files
 
 
-def _gguf_of(files: list[Path]) -> Path | None:
-    """Returns the file, or the first file, of the only model in a directory of `.gguf` files."""
+def find_gguf(path: Path) -> Path | None:
+    """Returns the `.gguf` file of a model: the path itself; or the file, or the first file, of the
+    only model in a directory without other tensors. None if there is none."""
     from .gguf._file import first_part
 
-    return files[0] if len(files) == 1 else first_part(files)
+    if not path.is_dir():
+        return path if path.suffix == ".gguf" else None
+    files = sorted(path.glob("*.gguf"))
+    if tensor_files(path):
+        return None
+    file = files[0] if len(files) == 1 else first_part(files)
+    return None if file is None else file_inside(path, file.name)
 
 
 def _open_gguf(path: Path) -> Source:

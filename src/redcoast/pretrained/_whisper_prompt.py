@@ -1,6 +1,7 @@
 """The tokens between the first one and the text, as Whisper's files describe them."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core._errors import short_repr
@@ -27,6 +28,14 @@ _CODES = {
     for code, names in (entry.split("=") for entry in _LANGUAGES.split())
     for name in names.split(",")
 }
+# What `transformers` reads of a file and `redcoast.generate` does not use, or uses as `prefix`.
+_KEPT = """
+    alignment_heads compression_ratio_threshold condition_on_prev_tokens is_multilingual lang_to_id
+    language logprob_threshold max_initial_timestamp_index max_length max_new_tokens
+    median_filter_width no_speech_threshold no_timestamps_token_id prev_sot_token_id
+    prompt_condition_type return_timestamps task task_to_id
+""".split()  # noqa: SIM905
+_OF_PREFIX = ("language", "task", "return_timestamps")
 _TASKS = ("transcribe", "translate")
 # What options of another type than expected raise.
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError)
@@ -69,6 +78,32 @@ def read_whisper_prompt(given: Mapping[str, Any]) -> tuple[tuple[int, ...], list
     if last is not None and not given.get("return_timestamps") and tokens[-1:] != [last]:
         tokens = [*tokens, last]
     return tuple(tokens), []
+
+
+def speech_settings_of(given: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the settings of a file that `write_whisper_prompt` writes again."""
+    names = [name for name in _KEPT if given.get(name) is not None]
+    return tuple((name, json.dumps(given[name], sort_keys=True)) for name in names)
+
+
+def write_whisper_prompt(
+    kept: Sequence[tuple[str, str]], prefix: Sequence[int], forced: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the settings of a file, from which `read_whisper_prompt` reads the prefix.
+
+    **Arguments:**
+
+    - `kept`: the settings of the file that the model was loaded from.
+    - `prefix`: the tokens between the first one and the text.
+    - `forced`: `forced_decoder_ids` with these tokens, if there are any.
+    """
+    settings = {name: json.loads(text) for name, text in kept}
+    if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
+        # Another prefix was chosen after the model was loaded.
+        settings = {name: value for name, value in settings.items() if name not in _OF_PREFIX}
+    if read_whisper_prompt(settings | forced)[0] != tuple(prefix):
+        settings["return_timestamps"] = True  # the prefix does not turn them off
+    return settings
 
 
 def _named(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..pretrained._files import file_inside
-from ..pretrained.gguf._file import check_header
+from ..pretrained._source import find_gguf
+from ..pretrained.gguf._file import COUNT, check_header, files_of_model
 from ._chat_template import named_template, read_template, renderer
 from ._extra import require_extra
 from ._read_bounded import read_bounded
@@ -18,7 +19,8 @@ _CONTROL = 3  # the type of control tokens
 
 
 def read_tokenizer_of(weights: Path) -> Any:
-    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`.
+    """Reads the tokenizer of a Hugging Face directory or a .gguf file, as one of `tokenizers`. Any
+    of the files of a .gguf model tells the others.
 
     **Raises:**
 
@@ -28,10 +30,10 @@ def read_tokenizer_of(weights: Path) -> Any:
     require_extra("tokenizers")
     from tokenizers import Tokenizer
 
-    if weights.suffix == ".gguf":
-        with naming_file(weights, "holds no tokenizer that can be read"):
-            return _gguf_tokenizer(weights)
     path = weights / "tokenizer.json"
+    if not path.exists() and (gguf := find_gguf(weights)):
+        with naming_file(gguf, "holds no tokenizer that can be read"):
+            return _gguf_tokenizer(gguf)
     if path.exists():
         data = read_bounded(file_inside(weights, path.name), MOST_BYTES)
         with naming_file(path, "is not a tokenizer"):
@@ -55,13 +57,12 @@ def find_template_of(weights: Path) -> Callable[..., str] | None:
     `ValueError` that names the file if it cannot be read, is too large, or leads out of the
     directory; `ImportError` if a package is missing.
     """
-    if weights.suffix == ".gguf":
-        with naming_file(weights, "has metadata that cannot be read"):
-            read = gguf_metadata(weights)
-            template = named_template(read("tokenizer.chat_template"), weights)
+    template, settings = read_template(weights) if weights.is_dir() else (None, {})
+    if template is None and (gguf := find_gguf(weights)):
+        with naming_file(gguf, "has metadata that cannot be read"):
+            read = gguf_metadata(gguf)
+            template = named_template(read("tokenizer.chat_template"), gguf)
             settings = gguf_special(read)
-    else:
-        template, settings = read_template(weights)
     return None if template is None else renderer(template, settings, weights)
 
 
@@ -140,9 +141,19 @@ def _gguf_tokenizer(path: Path) -> Any:
 
 
 def gguf_metadata(path: Path) -> Callable[[str], Any]:
-    """Returns the function from a name to a value of the metadata, None if it is not there."""
+    """Returns the function from a name to a value of the metadata, None if it is not there.
+
+    Of a model in several files, the first one has the metadata.
+    """
+    fields = _gguf_fields(path)
+    count = fields[COUNT].contents() if COUNT in fields else 1
+    if count > 1:
+        fields = _gguf_fields(files_of_model(path, count)[0])
+    return lambda name: fields[name].contents() if name in fields else None
+
+
+def _gguf_fields(path: Path) -> dict[str, Any]:
     check_header(path)
     from gguf import GGUFReader
 
-    fields = GGUFReader(path).fields
-    return lambda name: fields[name].contents() if name in fields else None
+    return GGUFReader(path).fields

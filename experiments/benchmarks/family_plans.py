@@ -132,9 +132,11 @@ def make_cases(rows: int, length: int) -> dict[str, Case]:
     words: dict[str, Any] = {"vocab": 4096, **sizes}
     grouped: dict[str, Any] = words | {"kv_heads": 4}
     experts: dict[str, Any] = grouped | {"hidden": 512, "experts": 8}
-    latent: dict[str, Any] = {"expert_hidden": 256, "dense_layers": 1, "experts": 8, "groups": 1}
-    latent |= {"chosen": 2, "chosen_groups": 1, "q_rank": 64, "kv_rank": 64}
+    shared: dict[str, Any] = {"expert_hidden": 256, "dense_layers": 1, "experts": 8, "groups": 1}
+    shared |= {"chosen": 2, "chosen_groups": 1}
+    latent: dict[str, Any] = shared | {"q_rank": 64, "kv_rank": 64}
     latent |= {"plain_size": 32, "rope_size": 16, "value_size": 32}
+    glm: dict[str, Any] = grouped | shared | {"rotary_dim": 16, "qkv_bias": True, "qk_norm": True}
     states: dict[str, Any] = {"vocab": 4096, "width": 256, "layers": 4, "heads": 16, "state": 32}
     image: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "image": 64, "patch": 8}
     gemma: dict[str, Any] = {"local": (True, True, True, False), "window": 32, "tied": True}
@@ -167,6 +169,7 @@ def make_cases(rows: int, length: int) -> dict[str, Case]:
         "Qwen3-MoE": (m.Mixtral, m.MixtralConfig(**experts, qk_norm=True), text, of_text),
         "GPT-OSS": (m.GptOss, m.GptOssConfig(**experts), text, of_text),
         "DeepSeek-V3": (m.DeepseekV3, m.DeepseekV3Config(**words, **latent), text, of_text),
+        "GLM-4 MoE": (m.Glm4Moe, m.Glm4MoeConfig(**glm), text, of_text),
         "Mamba-2": (m.Mamba2, m.Mamba2Config(**states, head_size=32), text, of_text),
         "ModernBERT": (m.ModernBert, m.ModernBertConfig(**words, head="masked"), text, of_text),
         "DINOv2": (m.Dinov2, m.Dinov2Config(**image, **labels), images, of_labels),

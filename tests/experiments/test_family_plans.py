@@ -8,8 +8,8 @@ from paths import EXPERIMENTS
 import redcoast as rc
 
 FAMILIES = """
-    Phi-3; OLMo-2; SmolLM3; Gemma 3; Qwen3-MoE; GPT-OSS; DeepSeek-V3; Mamba-2; ModernBERT;
-    DINOv2; DINOv2, gated; SigLIP; Whisper
+    Phi-3; OLMo-2; SmolLM3; Gemma 3; Qwen3-MoE; GPT-OSS; DeepSeek-V3; GLM-4 MoE; Mamba-2;
+    ModernBERT; DINOv2; DINOv2, gated; SigLIP; Whisper
 """
 
 

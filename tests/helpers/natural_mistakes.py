@@ -364,11 +364,24 @@ ROWS = {
     ),
     "a metric that is not there": (
         lambda d: fit(
-            checkpoints=rc.Checkpoints(d / "best", best="acc"),
+            checkpoints=rc.Checkpoints(d / "best", best="acc", mode="max"),
             evaluation=rc.Evaluation(EXAMPLES[:8]),
         ),
         ValueError,
         r"best='acc'.*has loss\.$",
+    ),
+    "an early stop by an accuracy without a mode": (
+        lambda d: fit(
+            evaluation=rc.Evaluation(EXAMPLES[:8]),
+            early_stopping=rc.EarlyStopping(2, metric="accuracy"),
+        ),
+        ValueError,
+        r"`EarlyStopping\(metric='accuracy'\)` needs a `mode`: pass mode='max' .* or mode='min'",
+    ),
+    "the best accuracy without a mode": (
+        lambda d: rc.Checkpoints(d / "best", best="eval/accuracy"),
+        ValueError,
+        r"`Checkpoints\(best='eval/accuracy'\)` needs a `mode`: pass mode='max' ",
     ),
     "a dict of columns": (lambda d: fit(examples={"x": X, "y": Y}), TypeError, "a dict.*columns"),
     "a misspelt override": (

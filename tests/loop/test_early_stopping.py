@@ -10,6 +10,7 @@ import pytest
 from problem import arrays, collate_fn, loss_fn, make_examples, make_model
 
 import redcoast as rc
+from redcoast.loop._early_stopping import complete_early_stopping
 
 OPTIONS: Any = {"collate_fn": collate_fn, "loss_fn": loss_fn, "batch_size": 8, "epochs": 10}
 QUIET = rc.progress_logger(False)
@@ -116,7 +117,7 @@ def test_early_stopping_that_cannot_work_is_refused(tmp_path):
         fit(early_stopping=early)
     evaluation = rc.Evaluation(make_examples(8))
     with pytest.raises(ValueError, match=r"`EarlyStopping\(metric='f1'\)` is not a metric"):
-        fit(early_stopping=rc.EarlyStopping(2, metric="f1"), evaluation=evaluation)
+        fit(early_stopping=rc.EarlyStopping(2, metric="f1", mode="max"), evaluation=evaluation)
     checkpoints = rc.Checkpoints(tmp_path, best="accuracy", mode="max")
     with pytest.raises(ValueError, match="minimum of 'loss', and `checkpoints` keep the maximum"):
         fit(
@@ -186,3 +187,14 @@ def test_reader_of_a_custom_loop_has_to_be_given_the_state():
         assert reader.stop_reason == "`log` (<lambda>) returned `redcoast.STOP`"
         with pytest.raises(ValueError, match="has a parameter `state`. Pass the state"):
             reader.push(2, {"loss": np.float32(1.0)})
+
+
+def test_the_mode_is_that_of_checkpoints_of_the_same_metric(tmp_path):
+    checkpoints = rc.Checkpoints(tmp_path, best="eval/f1", mode="max")
+    evaluation = rc.Evaluation(make_examples(8))
+    early, _ = complete_early_stopping(rc.EarlyStopping(2, metric="f1"), evaluation, checkpoints)
+    assert early is not None
+    assert early.mode == "max"
+    early, _ = complete_early_stopping(rc.EarlyStopping(2), evaluation, None)
+    assert early is not None
+    assert (early.metric, early.mode) == ("loss", "min")

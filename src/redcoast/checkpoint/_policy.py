@@ -15,6 +15,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..core._errors import check_integer, check_kind
+from ..core._frames import hide_frames_of_init
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
 from ._tree import CheckpointMismatch, check_whole, load_arrays, read_metadata
@@ -23,6 +24,7 @@ logger = logging.getLogger("redcoast")
 NO_CHECKPOINT = "There is no checkpoint."
 
 
+@hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
     """Where and how often `fit` saves its state, and which checkpoints it keeps.
@@ -38,7 +40,8 @@ class Checkpoints:
         newest one is damaged.
     - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept too.
         `fit` then also saves at each evaluation that is the best so far.
-    - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is.
+    - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is. It may be
+        left out for `"loss"`.
     - `resume`: whether to resume from the newest checkpoint in `directory`, if it has one. With
         `False`, a directory that contains checkpoints raises an error.
 
@@ -58,7 +61,7 @@ class Checkpoints:
     every: int | None = None
     keep: int = 2
     best: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     resume: bool = True
     _path: Path = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -71,8 +74,11 @@ class Checkpoints:
             check_integer("Checkpoints.every", self.every)
         if not isinstance(self.best, str | None):
             raise TypeError(f"`Checkpoints(best={self.best!r})` must be the name of a metric.")
-        if self.mode not in ("min", "max"):
+        if self.mode not in ("min", "max", None):
             raise ValueError(f"`Checkpoints(mode={self.mode!r})` must be 'min' or 'max'.")
+        if self.best is not None and self.mode is None:
+            mode = default_mode(self.metric, f"Checkpoints(best={self.best!r})")
+            object.__setattr__(self, "mode", mode)
 
     @property
     def metric(self) -> str:
@@ -83,6 +89,21 @@ class Checkpoints:
     def path(self) -> Path:
         """The absolute path of the directory of the checkpoints."""
         return self._path
+
+
+def default_mode(metric: str, caller: str) -> Literal["min", "max"]:
+    """The mode of a metric without one: a smaller loss is better, and others are not known.
+
+    **Raises:**
+
+    `ValueError` for a metric other than the loss.
+    """
+    if metric != "loss":
+        raise ValueError(
+            f"`{caller}` needs a `mode`: pass mode='max' if a larger {metric!r} is better, as of "
+            "an accuracy, or mode='min' if a smaller one is."
+        )
+    return "min"
 
 
 def as_checkpoints(checkpoints: Any) -> Checkpoints | None:

@@ -23,6 +23,7 @@ from ._keywords import remedy_for
 from ._static_arrays import explain_static_arrays
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
+Class = TypeVar("Class")
 
 _EQUINOX = f"{Path(eqx.__file__).parent}{os.sep}"
 _HIDDEN = (
@@ -67,15 +68,25 @@ def hide_frames(fn: Fn) -> Fn:
     return call  # pyright: ignore[reportReturnType]
 
 
+def hide_frames_of_init(cls: type[Class]) -> type[Class]:
+    """Decorates a public dataclass, so that errors in its arguments are as `hide_frames` has it."""
+    cls.__init__ = hide_frames(cls.__init__)
+    return cls
+
+
 def _suggest(fn: Callable[..., Any], error: TypeError) -> None:
     """Adds a note to the error of a call with an argument that the function does not have."""
     name = re.search(rf"\b{fn.__name__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
     names = list(inspect.signature(fn).parameters)
+    called = fn.__name__
+    if called == "__init__":
+        called = fn.__qualname__.split(".")[-2]
+        names = names[1:]
     if name is not None:
         close = difflib.get_close_matches(name[1], names, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
         remedy = remedy_for(name[1], names) or remedy
-        error.add_note(f"`{fn.__name__}` has no argument `{name[1]}`. {remedy}")
+        error.add_note(f"`{called}` has no argument `{name[1]}`. {remedy}")
 
 
 def tidy(error: BaseException) -> None:

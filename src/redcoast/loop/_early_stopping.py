@@ -7,15 +7,17 @@ from typing import Any, Literal
 
 from jaxtyping import PyTree
 
-from ..checkpoint._policy import Checkpoints, best_metrics
+from ..checkpoint._policy import Checkpoints, best_metrics, default_mode
 from ..checkpoint._tree import load_checkpoint
 from ..core._errors import check_integer, check_kind
+from ..core._frames import hide_frames_of_init
 from ._evaluation import Evaluation
 from ._host_state import HostState, copy_state_to_host
 
 SAVED = "early_stopping"  # the name of the counters in the data of a checkpoint
 
 
+@hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
     """When `fit` stops because a metric of the evaluations no longer improves.
@@ -30,7 +32,7 @@ class EarlyStopping:
     - `metric`: the metric of the evaluation, such as `"loss"` or what `metric_fn` returns; by
         default that of `Checkpoints(best=...)`, or else the loss.
     - `mode`: `"min"` if a smaller value is better, `"max"` if a larger one is; by default that of
-        `Checkpoints(best=...)`, or else `"min"`.
+        `Checkpoints(best=...)`, or `"min"` for the loss. Another metric needs it.
 
     **Raises:**
 
@@ -80,8 +82,12 @@ def complete_early_stopping(
         )
     best = None if checkpoints is None or checkpoints.best is None else checkpoints
     metric = early_stopping.metric or (best.metric if best else "loss")
-    mode = early_stopping.mode or (best.mode if best and not early_stopping.metric else "min")
     metric = metric.removeprefix("eval/")
+    mode = early_stopping.mode
+    if mode is None and best and best.metric == metric:
+        mode = best.mode
+    if mode is None:
+        mode = default_mode(metric, f"EarlyStopping(metric={early_stopping.metric!r})")
     if best and (best.metric, best.mode) != (metric, mode):
         raise ValueError(
             f"`early_stopping` stops by the {mode}imum of {metric!r}, and `checkpoints` keep the "

@@ -64,7 +64,7 @@ state = rc.fit(
     mesh=rc.make_mesh(fsdp=2),
     average=0.9,
     evaluation=evaluation,
-    early_stopping=rc.EarlyStopping(2, metric="value") if early else None,
+    early_stopping=rc.EarlyStopping(2, metric="value", mode="min") if early else None,
     checkpoints=asked["directory"],
     log=[look, plain, rc.progress_logger(False)],
 )

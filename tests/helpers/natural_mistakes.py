@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 import redcoast as rc
+from redcoast.core._low_rank import AbstractLowRank
 from redcoast.data._stack import stack_examples
 
 rng = np.random.default_rng(0)
@@ -174,6 +175,12 @@ class DataLoader:
         return 4
 
 
+class Adapted(AbstractLowRank):
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+
 class Own(eqx.Module):
     weight: jax.Array
 
@@ -181,10 +188,15 @@ class Own(eqx.Module):
         return self.weight @ x
 
 
+def state():
+    return rc.init_state(lambda key: model(), SGD, key=KEY)
+
+
 FlaxNet.__module__ = "flax.linen.module"
 LATE = changed(0, x=np.full(4, np.nan, np.float32))  # not in the first batch
 ODD_LABEL = changed(3, y=np.int32(7))
 BATCH = r"The batch is x float32\[8, 4\], y int32\[8\]\."
+STATE = r"takes a model, but was given a TrainState\. Pass its model, `state\.model`, or"
 PLANNED = r"Raised while the step was planned, before the first step\."
 VMAP = r"was called with the entire batch\..*`jax\.vmap\(model\)\(batch\[\"x\"\]\)`\.$"
 
@@ -382,6 +394,31 @@ ROWS = {
         lambda d: rc.Checkpoints(d / "best", best="eval/accuracy"),
         ValueError,
         r"`Checkpoints\(best='eval/accuracy'\)` needs a `mode`: pass mode='max' ",
+    ),
+    "the evaluation of a state": (
+        lambda d: rc.evaluate(state(), EXAMPLES, loss_fn=good, batch_size=8),
+        TypeError,
+        STATE,
+    ),
+    "the predictions of a state": (
+        lambda d: rc.predict_examples(state(), EXAMPLES, predict_fn=predict_fn, batch_size=8),
+        TypeError,
+        STATE,
+    ),
+    "tokens from a state": (
+        lambda d: rc.generate(state(), np.ones((1, 4), np.int32), 4),
+        TypeError,
+        STATE,
+    ),
+    "a state to be saved as a model": (
+        lambda d: rc.save_pretrained(state(), d / "saved"),
+        TypeError,
+        STATE,
+    ),
+    "adapters without trainable": (
+        lambda d: fit(lambda m, b, k: jnp.mean(m.weight * m.a), model=Adapted(*[jnp.ones(4)] * 3)),
+        None,
+        r"natural_mistakes\.py:\d+: UserWarning: .*`trainable=redcoast\.lora\.trainable\(model\)`",
     ),
     "a dict of columns": (lambda d: fit(examples={"x": X, "y": Y}), TypeError, "a dict.*columns"),
     "a misspelt override": (

@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..core._decoding import as_integer
+from ..core._train_state import refuse_state
 
 
 def check_count(max_new_tokens: Any) -> None:
@@ -31,6 +32,7 @@ def check_stream(beams: int, *, traced: bool) -> None:
 
 
 def check_model(model: Any) -> None:
+    refuse_state(model, "generate")
     needed = ("init_cache", "decode", "unembed", "config")
     if missing := [name for name in needed if not hasattr(model, name)]:
         raise TypeError(

@@ -22,6 +22,7 @@ from ..core._owned import copied, held_elsewhere
 from ..core._program_lines import describe_array
 from ..core._pytree import show_place
 from ..core._reuse import reuse
+from ..core._train_state import refuse_state
 from ..core._user_functions import calling
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import (
@@ -110,6 +111,7 @@ def evaluate(
         ```
     """
     refuse_after_signal("evaluate", trains=False)
+    refuse_state(model, "evaluate")
     check_functions(loss_fn=loss_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)
@@ -217,6 +219,7 @@ def predict_examples(
         ```
     """
     refuse_after_signal("predict_examples", trains=False)
+    refuse_state(model, "predict_examples")
     check_functions(predict_fn=predict_fn)
     compute_dtype = as_compute_dtype(compute_dtype)
     loading = _loading(examples, collate_fn, batch_size, workers, ahead)

@@ -15,6 +15,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from ..core._axis_types import auto_ambient_mesh, on_auto_axes
 from ..core._errors import check_functions, check_integer, check_kind
 from ..core._frames import hide_frames
+from ..core._train_state import refuse_state
 from ..core._user_functions import calling
 from ..data._batches import Batches
 from ..data._collate import CollateFn, check_batching
@@ -132,6 +133,7 @@ class CompiledEvaluation:
         advance: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """The metrics of a model; `advance` is called for each of the `batches`."""
+        refuse_state(model, "CompiledEvaluation")
         with auto_ambient_mesh():
             return self._metrics(on_auto_axes(model), key, advance)
 

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from ..core._durable_files import sync_name
 from ..core._frames import hide_frames
 from ..core._pytree import leaf_paths
+from ..core._train_state import refuse_state
 from ..distributed._arrays import whole
 from ..distributed._kv_store import decide
 from ..models._einsum import LowRank
@@ -126,6 +127,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
         # In torch: peft.PeftModel.from_pretrained(model, "adapters")
         ```
     """
+    refuse_state(model, "save_adapters")
     path = Path(path).expanduser().absolute()
     # All processes use what process 0 found: it might write before the others look.
     existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]

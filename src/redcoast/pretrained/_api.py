@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import check_kind
 from ..core._frames import hide_frames
+from ..core._train_state import refuse_state
 
 
 @hide_frames
@@ -118,5 +119,6 @@ def save_pretrained(
     """
     from ._save import save
 
+    refuse_state(model, "save_pretrained")
     source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
     save(model, Path(path).expanduser().absolute(), source, card, max_file_bytes)

@@ -12,6 +12,9 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from ..core._donation import refuse_deleted
 from ..core._dtypes import tree_to_jax_dtypes
+from ..core._frames import warn
+from ..core._jaxpr import is_inexact
+from ..core._low_rank import AbstractLowRank
 from ..core._trainable import partition_trainable
 from ..distributed._arrays import place_tree
 from ._labels import accept_module_labels
@@ -56,22 +59,42 @@ def starting_state(
         refuse_per_example(model_or_state.opt_state)
         refuse_optimizer_states(partition_trainable(model_or_state.model, trainable)[0], TrainState)
         warn_of_shared(model_or_state.model, trainable)
+        _warn_of_trained_base(model_or_state.model, trainable)
         state = with_loss_scale(model_or_state, compute_dtype)
         state = with_average(state, average, trainable)
         return state, state.key, lambda shardings: place_tree(state, shardings)
     key = jax.random.key(0) if key is None else key
     if is_init_fn(model_or_state):
         create = ft.partial(init_state, model_or_state, optimizer, key=key, **given)
-        return eqx.filter_eval_shape(create), key, lambda shardings: create(shardings=shardings)
+        abstract = eqx.filter_eval_shape(create)
+        _warn_of_trained_base(abstract.model, trainable)
+        return abstract, key, lambda shardings: create(shardings=shardings)
     refuse_deleted(
         model_or_state,
         f"The model that `{caller}` was given",
         "Pass the model of the state that the last step returned, `state.model`.",
     )
     warn_of_shared(model_or_state, trainable)
+    _warn_of_trained_base(model_or_state, trainable)
     create = lambda model, key: state_of(model, optimizer, key=key, **given)
     make = ft.partial(state_of_model, model_or_state, optimizer, key=key, **given)
     return eqx.filter_eval_shape(create, model_or_state, key), key, lambda x: make(shardings=x)
+
+
+def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
+    """Warns of adapters beside weights that are trained too, if no `trainable` was passed."""
+    if trainable is not eqx.is_inexact_array:
+        return
+    is_adapted = lambda x: isinstance(x, AbstractLowRank)
+    adapted = [x for x in jax.tree.leaves(model, is_leaf=is_adapted) if is_adapted(x)]
+    trained = [x for x in jax.tree.leaves([node.weight for node in adapted]) if is_inexact(x)]
+    if trained:
+        warn(
+            "The model has LoRA adapters, and without `trainable` the weights that they adapt are "
+            "trained too. To train the adapters only, pass "
+            "`trainable=redcoast.lora.trainable(model)`. To train all, pass "
+            "`trainable=lambda model: model`, and there is no warning."
+        )
 
 
 def is_init_fn(model: Any) -> bool:

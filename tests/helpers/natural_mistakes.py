@@ -420,6 +420,26 @@ ROWS = {
         None,
         r"natural_mistakes\.py:\d+: UserWarning: .*`trainable=redcoast\.lora\.trainable\(model\)`",
     ),
+    "checkpoints in a bucket": (
+        lambda d: fit(checkpoints="s3://bucket/run"),
+        ValueError,
+        r"`directory` is 's3://bucket/run', an address, .*path at which the store is mounted",
+    ),
+    "a model in a bucket": (
+        lambda d: rc.save_checkpoint(Path("gs://bucket/model"), model()),
+        ValueError,
+        r"`path` is 'gs:/bucket/model', an address",
+    ),
+    "checkpoints in a file": (
+        lambda d: fit(checkpoints=run(d) / "metrics.jsonl"),
+        ValueError,
+        r"The directory of the run, .*metrics\.jsonl, is a file",
+    ),
+    "the metrics of a directory": (
+        lambda d: rc.read_metrics(run(d)),
+        IsADirectoryError,
+        r"run is a directory\. Pass the path of its file `metrics\.jsonl`: .*run/metrics\.jsonl\.$",
+    ),
     "a dict of columns": (lambda d: fit(examples={"x": X, "y": Y}), TypeError, "a dict.*columns"),
     "a misspelt override": (
         lambda d: fit(overrides=[("layrs", jax.sharding.PartitionSpec())], mesh=rc.make_mesh()),

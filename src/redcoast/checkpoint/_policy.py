@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import PyTree
 
-from ..core._errors import check_integer, check_kind
+from ..core._errors import check_integer, check_kind, local_path
 from ..core._frames import hide_frames_of_init
 from ..distributed._kv_store import decide, exchange, is_main
 from ._orbax import CheckpointDamaged
@@ -67,7 +67,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         check_kind("directory", self.directory, (str, Path), "a path")
-        path = Path(self.directory).expanduser().absolute() / "checkpoints"
+        path = local_path("directory", self.directory).absolute() / "checkpoints"
         object.__setattr__(self, "_path", path)
         check_integer("Checkpoints.keep", self.keep)
         if self.every is not None:
@@ -111,7 +111,7 @@ def as_checkpoints(checkpoints: Any) -> Checkpoints | None:
     if checkpoints is None or isinstance(checkpoints, Checkpoints):
         return checkpoints
     if isinstance(checkpoints, str | os.PathLike):
-        return Checkpoints(Path(checkpoints))
+        return Checkpoints(os.fspath(checkpoints))
     words = "a `redcoast.Checkpoints`, or the path of the run's directory"
     check_kind("checkpoints", checkpoints, Checkpoints, words)
     return None

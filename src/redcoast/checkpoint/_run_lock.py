@@ -28,12 +28,19 @@ def lock_run(directory: Path | None) -> Iterator[None]:
 
     **Raises:**
 
-    `ValueError` that names the host and the process of the run that holds the lock.
+    `ValueError` that names the host and the process of the run that holds the lock, or if the path
+    is that of a file.
     """
     if directory is None or not is_main():
         yield
         return
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"The directory of the run, {directory}, is a file or is inside of one. Choose a "
+            "directory."
+        ) from None
     with (directory / FILE).open("ab+", buffering=0) as file:
         if _try_lock(file, directory):
             with contextlib.suppress(OSError):  # the lock also holds on a full disk

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from ..core._durable_files import sync_name
-from ..core._errors import several
+from ..core._errors import local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ..distributed._kv_store import is_main
@@ -94,7 +94,7 @@ def save_checkpoint(
         rc.save_checkpoint("models/final", model, metadata={"perplexity": 12.5})
         ```
     """
-    path = Path(path).expanduser().absolute()
+    path = local_path("path", path).absolute()
     check_shared(path.parent)
     if path.exists() or path.is_symlink():
         raise ValueError(

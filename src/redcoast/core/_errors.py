@@ -1,7 +1,10 @@
 """Argument checks that raise errors in full sentences, and notes added to errors."""
 
 import operator
+import os
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,6 +58,24 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], words: str)
     """Raises `TypeError` unless `value` is an instance of `kind`, described by `words`."""
     if not isinstance(value, kind):
         raise _wrong_type(name, value, words)
+
+
+def local_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """The path of a file or a directory of this machine, with `~` expanded.
+
+    **Raises:**
+
+    `ValueError` for an address such as `s3://bucket/run`, of which `Path` makes a local directory.
+    """
+    text = os.fspath(path)
+    address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/", text)
+    # `Path("s3://bucket")` is "s3:/bucket", and a directory may have such a name.
+    if address and ("://" in text or not Path(address[1]).exists()):
+        raise ValueError(
+            f"`{name}` is {text!r}, an address, and only paths of file systems are supported. Pass "
+            "a local path, or the path at which the store is mounted, as with gcsfuse or s3fs."
+        )
+    return Path(path).expanduser()
 
 
 def _wrong_type(name: str, value: Any, words: str) -> TypeError:

@@ -225,7 +225,7 @@ def fit(
         state = restored.state if restored else create(found.shardings)
         saved = restored.data if restored else {}
         data.set_state({"step": int(state.step), **saved}, key=state.key)
-        if restored is None and (nothing := nothing_left(data)):
+        if restored is None and (nothing := nothing_left(data, has_directory=False)):
             warn(nothing)  # also if nothing is printed
         if best is not None and restored:
             best.restore(saved.get(SAVED))

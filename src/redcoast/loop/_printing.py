@@ -106,7 +106,8 @@ def announce(
     shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
     if resumed:
         say(f"Resumed at step {data.step}.")
-    if nothing := nothing_left(data):
+    # Of a run that is not resumed, it is a warning.
+    if resumed and (nothing := nothing_left(data, has_directory=True)):
         say(nothing)
     if rows % batch_size % shards and batch_size % shards == 0:
         say(
@@ -124,7 +125,7 @@ def announce(
         say("Compiling ...")
 
 
-def nothing_left(data: Batches) -> str:
+def nothing_left(data: Batches, *, has_directory: bool) -> str:
     """A sentence about a run whose steps are done already, and what would train on."""
     if data.steps is None or data.step < data.steps:
         return ""
@@ -132,9 +133,10 @@ def nothing_left(data: Batches) -> str:
     more = f"steps={done + data.steps}"
     if data.given_epochs is not None:
         more = f"epochs={(data.epochs_done or 0) + data.given_epochs}"
+    new = ", or choose another directory for a new run" if has_directory else ""
     return (
         f"Nothing is left to train: {done:,} of {steps} are done. `epochs` and `steps` count from "
-        f"the first step of the state. To train as long again, pass `{more}`."
+        f"the first step of the state. To train as long again, pass `{more}`{new}."
     )
 
 

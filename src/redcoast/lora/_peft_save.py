@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..core._durable_files import sync_name
+from ..core._errors import local_path
 from ..core._frames import hide_frames
 from ..core._pytree import leaf_paths
 from ..core._train_state import refuse_state
@@ -128,7 +129,7 @@ def save_adapters(model: Any, path: str | Path, *, modules_to_save: Sequence[str
         ```
     """
     refuse_state(model, "save_adapters")
-    path = Path(path).expanduser().absolute()
+    path = local_path("path", path).absolute()
     # All processes use what process 0 found: it might write before the others look.
     existing = [name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if existing := decide("the files of adapters", existing):

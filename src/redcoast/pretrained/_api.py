@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..core._errors import check_kind
+from ..core._errors import check_kind, local_path
 from ..core._frames import hide_frames
 from ..core._train_state import refuse_state
 
@@ -121,4 +121,4 @@ def save_pretrained(
 
     refuse_state(model, "save_pretrained")
     source = None if tokenizer is None else Path(tokenizer).expanduser().absolute()
-    save(model, Path(path).expanduser().absolute(), source, card, max_file_bytes)
+    save(model, local_path("path", path).absolute(), source, card, max_file_bytes)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from ..core._durable_files import sync
-from ..core._errors import check_kind, several
+from ..core._errors import check_kind, local_path, several
 from ..core._frames import hide_frames
 from ..core._read_json import read_json
 from ._plan import Plan, make_plan, mesh_or_ambient
@@ -91,7 +91,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     check_kind("plan", plan, Plan, "a plan, as `redcoast.plan_shardings` gives")
     from .report._report_json import array_to_json, program_to_json
 
-    path = Path(path).expanduser()
+    path = local_path("path", path)
     arrays = map(array_to_json, plan.report.arrays)
     document = {
         "format": FORMAT,

@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ..core._errors import local_path
+from ..core._frames import hide_frames
 from ..core._regular_file import open_regular
 
 logger = logging.getLogger("redcoast")
@@ -58,6 +60,7 @@ class JsonlLogger:
         self._file.close()
 
 
+@hide_frames
 def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
     """Creates a logger that appends the metrics of each call to a file as one line of JSON.
 
@@ -84,9 +87,10 @@ def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
 
     A callable `(metrics, step) -> None` with a method `close()`.
     """
-    return JsonlLogger(Path(path))
+    return JsonlLogger(local_path("path", path))
 
 
+@hide_frames
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Reads the metrics of a run from its `metrics.jsonl`, as one dictionary for each step.
 
@@ -110,8 +114,13 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
     **Raises:**
 
-    `FileNotFoundError` if the file does not exist.
+    `FileNotFoundError` if the file does not exist, and `IsADirectoryError` if it is a directory.
     """
+    if Path(path).is_dir():
+        raise IsADirectoryError(
+            f"{path} is a directory. Pass the path of its file `metrics.jsonl`: "
+            f"{Path(path) / 'metrics.jsonl'}."
+        )
     steps: dict[int, dict[str, Any]] = {}
     with io.TextIOWrapper(open_regular(Path(path)), "utf-8", "replace") as lines:
         for line in lines:

@@ -262,6 +262,8 @@ class ProgressLogger:
         examples = run.config.get("examples")
         options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
         options["by_steps"] = True
+        if run.steps is not None and run.step >= run.steps:
+            return  # nothing is left to train, and a bar would show that it compiles
         self._bar = progress(run.steps, start=run.step, **options)
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:

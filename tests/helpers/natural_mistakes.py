@@ -175,6 +175,12 @@ class DataLoader:
         return 4
 
 
+class Decoder(eqx.Module):
+    """What `generate` takes for a decoder, until its options are read."""
+
+    init_cache = decode = unembed = config = None
+
+
 class Adapted(AbstractLowRank):
     weight: jax.Array
     a: jax.Array
@@ -439,6 +445,52 @@ ROWS = {
         lambda d: rc.read_metrics(run(d)),
         IsADirectoryError,
         r"run is a directory\. Pass the path of its file `metrics\.jsonl`: .*run/metrics\.jsonl\.$",
+    ),
+    "the monitor of an early stop": (
+        lambda d: rc.EarlyStopping(3, monitor="val_loss"),
+        TypeError,
+        r"`EarlyStopping` has no argument `monitor`\. Pass `metric`, .* and its `mode`\.$",
+    ),
+    "the best weights": (
+        lambda d: rc.EarlyStopping(3, restore_best_weights=True),
+        TypeError,
+        r"`restore_best_weights`\. Leave it out: `fit` always returns the state of the best",
+    ),
+    "the number of checkpoints by another name": (
+        lambda d: rc.Checkpoints(d, max_to_keep=3),
+        TypeError,
+        r"`Checkpoints` has no argument `max_to_keep`\. Pass `keep`",
+    ),
+    "tensor parallelism": (
+        lambda d: rc.make_mesh(tp=2),
+        TypeError,
+        r"`make_mesh` has no argument `tp`\. Pass `model`, .*`model=2`\.$",
+    ),
+    "a number of devices": (
+        lambda d: rc.make_mesh(8),
+        TypeError,
+        r"`make_mesh` takes arguments by name, such as `make_mesh\(data=\.\.\.\)`: data, fsdp,",
+    ),
+    "a length with the prompt": (
+        lambda d: rc.generate(model(), np.ones((1, 4), np.int32), max_length=8),
+        TypeError,
+        r"`generate` has no argument `max_length`\. Pass `max_new_tokens`",
+    ),
+    "a seed for tokens": (
+        lambda d: rc.generate(Decoder(), np.ones((1, 4), np.int32), 4, seed=0),
+        TypeError,
+        r"`generate` has no option seed\..* Pass `key=jax\.random\.key\(0\)`\.$",
+    ),
+    "the name of a logger": (
+        lambda d: fit(log="wandb"),
+        TypeError,
+        r"`log` is 'wandb'\..*such as `redcoast\.wandb_logger\(project=\"lm\"\)`\.$",
+    ),
+    "a log that is true": (lambda d: fit(log=True), TypeError, r"`log` is True\. Leave it out"),
+    "a logger that is not created": (
+        lambda d: fit(log=[rc.jsonl_logger]),
+        TypeError,
+        r"`log\[0\]` is the function `jsonl_logger`, .*`redcoast\.jsonl_logger\(.metrics.jsonl.\)`",
     ),
     "a dict of columns": (lambda d: fit(examples={"x": X, "y": Y}), TypeError, "a dict.*columns"),
     "a misspelt override": (

@@ -1,6 +1,7 @@
 """Early stopping, and loggers that look at the state or stop the run."""
 
 import functools as ft
+import io
 from typing import Any
 
 import jax
@@ -70,7 +71,9 @@ def test_best_state_is_returned_from_a_checkpoint_and_a_run_that_is_over_stays_s
     state = train(losses, checkpoints=tmp_path)
     assert int(state.step) == 4
     assert_same(state, plain(4))
-    again = train([], checkpoints=tmp_path)
+    shown = io.StringIO()
+    again = train([], checkpoints=tmp_path, log=rc.progress_logger(True, file=shown))
+    assert "compiling" not in shown.getvalue()
     assert_same(again, state)
     more = train([0.5, 2.0, 2.0, 2.0], patience=3, checkpoints=tmp_path)  # it goes on from step 8
     assert int(more.step) == 10

@@ -322,8 +322,8 @@ def test_the_best_is_kept(tmp_path):
         metric_fn=lambda e, o: {"target": next(targets)},
     )
     assert steps_in(tmp_path) == [4, 8]
+    other = rc.Checkpoints(tmp_path / "b", best="rouge", mode="max")
     with pytest.raises(ValueError, match="is not a metric of the evaluation, which has"):
-        other = rc.Checkpoints(tmp_path / "b", best="rouge", mode="max")
         fit(checkpoints=other, eval_examples=EXAMPLES[:9])
     with pytest.raises(ValueError, match="because there is no `evaluation`"):
         fit(checkpoints=rc.Checkpoints(tmp_path / "b", best="loss"))

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -56,7 +56,7 @@ def hide_frames(fn: Fn) -> Fn:
             return fn(*args, **kwargs)
         except Exception as error:
             if isinstance(error, TypeError):
-                _suggest(fn, error)
+                _suggest(fn, error, kwargs)
             explained = None
             if isinstance(error, TypeError | ValueError):
                 explained = explain_static_arrays(fn, error, args, kwargs)
@@ -74,19 +74,37 @@ def hide_frames_of_init(cls: type[Class]) -> type[Class]:
     return cls
 
 
-def _suggest(fn: Callable[..., Any], error: TypeError) -> None:
+def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]) -> None:
     """Adds a note to the error of a call with an argument that the function does not have."""
-    name = re.search(rf"\b{fn.__name__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    names = list(inspect.signature(fn).parameters)
+    failed = re.search(
+        rf"\b{fn.__name__}\(\) (?:got an unexpected keyword argument '(?P<name>\w+)'"
+        r"|(?P<missing>missing \d+ required)|(?P<many>takes .* positional argument.* given))",
+        str(error),
+    )
+    if failed is None:
+        return
+    parameters = inspect.signature(fn).parameters
+    names = list(parameters)
     called = fn.__name__
     if called == "__init__":
         called = fn.__qualname__.split(".")[-2]
         names = names[1:]
-    if name is not None:
-        close = difflib.get_close_matches(name[1], names, n=1)
+    if name := failed["name"]:
+        close = difflib.get_close_matches(name, names, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}."
-        remedy = remedy_for(name[1], names) or remedy
-        error.add_note(f"`{called}` has no argument `{name[1]}`. {remedy}")
+        remedy = remedy_for(name, names) or remedy
+        error.add_note(f"`{called}` has no argument `{name}`. {remedy}")
+    elif failed["missing"]:  # of a function that takes other keywords, as `generate` does
+        for name in kwargs.keys() - set(names):
+            if remedy := remedy_for(name, names):
+                error.add_note(f"`{called}` has no argument `{name}`. {remedy}")
+    else:
+        by_name = [x.name for x in parameters.values() if x.kind is x.KEYWORD_ONLY]
+        if by_name:
+            error.add_note(
+                f"`{called}` takes arguments by name, such as `{called}({by_name[0]}=...)`: "
+                f"{', '.join(by_name)}."
+            )
 
 
 def tidy(error: BaseException) -> None:

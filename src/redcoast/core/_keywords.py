@@ -2,8 +2,56 @@
 
 from collections.abc import Sequence
 
-# By an argument that a function has: what to pass, and other names for it.
+# By arguments that a function has, all of them: what to pass, and other names for the first.
 _REMEDIES = {
+    "metric patience": (
+        "Pass `metric`, the name of a metric of the evaluation, and its `mode`.",
+        "monitor metric_name metric_for_best_model watch",
+    ),
+    "patience metric": (
+        "Any better value counts. To ignore small changes, round the metric in `metric_fn`.",
+        "min_delta delta threshold tol tolerance",
+    ),
+    "mode patience": (
+        "Pass `mode='max'` if a larger value is better, or `mode='min'` if a smaller one is.",
+        "greater_is_better maximize minimize direction",
+    ),
+    "patience mode": (
+        "Leave it out: `fit` always returns the state of the best evaluation.",
+        "restore_best_weights restore_best load_best_model_at_end load_best",
+    ),
+    "best keep": (
+        "Pass `best`, the name of a metric of the evaluation, and its `mode`.",
+        "monitor metric metric_for_best_model save_best save_best_only",
+    ),
+    "keep best": (
+        "Pass `keep`, the number of newest checkpoints to keep.",
+        "max_to_keep save_total_limit save_top_k keep_last max_checkpoints",
+    ),
+    "every keep": (
+        "Pass `every`, the number of steps between checkpoints.",
+        "save_every save_steps save_interval save_interval_steps save_freq every_n_train_steps",
+    ),
+    "model fsdp": (
+        "Pass `model`, the degree of tensor parallelism, such as `model=2`.",
+        "tensor tp tensor_parallel tensor_parallel_size model_parallel mp tensor_parallelism",
+    ),
+    "data fsdp": (
+        "Pass `data`, the number of data-parallel groups, such as `data=2`.",
+        "dp batch data_parallel data_parallel_size replica replicas ddp data_parallelism",
+    ),
+    "fsdp model": (
+        "Pass `fsdp`, the number of devices to shard the parameters over, such as `fsdp=2`.",
+        "shard dp_shard zero zero3 fsdp_size fully_sharded fsdp_parallelism",
+    ),
+    "pipe model": (
+        "Pass `pipe`, the number of stages of a pipeline, such as `pipe=2`.",
+        "pp stage stages pipeline pipeline_parallel pipeline_parallel_size",
+    ),
+    "devices fsdp": (
+        "Pass the sizes of axes, such as `data=8`, or a list of `devices`.",
+        "num_devices n_devices device_count shape axis_shapes axis_names mesh_shape",
+    ),
     "average": (
         "Pass the decay of the average of the weights, `average=0.999`.",
         "ema ema_decay use_ema ema_momentum weight_averaging model_averaging swa",
@@ -81,7 +129,7 @@ _REMEDIES = {
 
 def remedy_for(name: str, arguments: Sequence[str]) -> str | None:
     """What to pass in place of an argument that a function with these arguments does not have."""
-    for argument, (remedy, others) in _REMEDIES.items():
-        if argument in arguments and name in others.split():
+    for needed, (remedy, others) in _REMEDIES.items():
+        if set(needed.split()) <= set(arguments) and name in others.split():
             return remedy
     return None

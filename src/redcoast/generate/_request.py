@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..core._decoding import GREEDY, UNSAMPLED, Decoding, as_tuple
+from ..core._keywords import remedy_for
 
 # A NumPy scalar outside of `jax.jit`.
 Scalar = Float[np.ndarray, ""] | Float[Array, ""]
@@ -97,9 +98,12 @@ def choose_decoding(
     names = [field.name for field in dataclasses.fields(Decoding)]
     if unknown := sorted(options.keys() - set(names)):
         known = [f" {name}: {_ELSEWHERE[name]}." for name in unknown if name in _ELSEWHERE]
+        others = [name for name in unknown if name not in _ELSEWHERE]
+        remedies = [remedy_for(name, ("key", "max_new_tokens")) for name in others]
         raise TypeError(
             f"`generate` has no option {', '.join(unknown)}. The options of decoding are "
             f"{', '.join(names)}.{' In place of' if known else ''}{''.join(known)}"
+            f"{''.join(f' {remedy}' for remedy in remedies if remedy)}"
         )
     found: Decoding = getattr(config, "decoding", GREEDY) if decoding is None else decoding
     changes: dict[str, Any] = {}

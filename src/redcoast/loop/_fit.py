@@ -1,6 +1,7 @@
 """The training loop, to be read, copied and changed."""
 
 import contextlib
+import dataclasses
 import functools as ft
 import logging
 from collections.abc import Callable, Sequence
@@ -231,7 +232,10 @@ def fit(
             best.restore(saved.get(SAVED))
         about = {"resumed": restored is not None, "epochs": epochs, **options}
         info = run_of_fit(found, data, abstract, saver.directory, **about)
-        announce(found, data, resumed=info.resumed, over=best and best.is_over, quiet=quiet)
+        over = best is not None and best.is_over
+        if over:
+            info = dataclasses.replace(info, steps=info.step)
+        announce(found, data, resumed=info.resumed, over=over, quiet=quiet)
         needed = {"EarlyStopping(metric=...)": early_stopping and early_stopping.metric}
         needed["Checkpoints(best=...)"] = checkpoints and checkpoints.best and checkpoints.metric
         measure = prepare_evaluation(
@@ -244,7 +248,7 @@ def fit(
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
-        if best is None or not best.is_over:
+        if not over:
             state = _loop(state, data, step, stopping, reader, explain, measure, best, due, saver)
     last = int(state.step)
     finished = last == data.steps or (best is not None and best.is_over)

@@ -247,15 +247,55 @@ def all_loggers(log: Any) -> list[Any]:
         return []
     if log is None:
         return [_show_evaluation, progress_logger()]
-    several = isinstance(log, Sequence) and not callable(log)
+    several = isinstance(log, Sequence) and not isinstance(log, str) and not callable(log)
     logs = list(log) if several else [log]
     for i, each in enumerate(logs):
-        if not callable(each):
-            raise TypeError(
-                f"`{f'log[{i}]' if several else 'log'}` is of type {type(each).__name__}. It must "
-                "be a callable `(metrics, step)`; to use several loggers, pass a list of them."
-            )
+        _check_logger(f"log[{i}]" if several else "log", each)
     return logs if any(isinstance(x, ProgressLogger) for x in logs) else [*logs, progress_logger()]
+
+
+# How the loggers of this package are created.
+_CALLS = {
+    "console": "console_logger()",
+    "jsonl": 'jsonl_logger("metrics.jsonl")',
+    "progress": "progress_logger()",
+    "tensorboard": 'tensorboard_logger("runs/lm")',
+    "trackio": 'trackio_logger(project="lm")',
+    "wandb": 'wandb_logger(project="lm")',
+}
+
+
+def _check_logger(name: str, log: Any) -> None:
+    """Raises `TypeError` unless an argument is a logger, and says how one is created."""
+    if isinstance(log, str):
+        call = _CALLS.get(log.lower(), "console_logger()")
+        raise TypeError(
+            f"`{name}` is {log!r}. It must be a callable `(metrics, step)`: pass a logger, such as "
+            f"`redcoast.{call}`."
+        )
+    if log is True:
+        raise TypeError(
+            f"`{name}` is True. Leave it out to show the progress and the evaluations, or pass a "
+            "logger, such as `redcoast.console_logger()`."
+        )
+    if not callable(log):
+        raise TypeError(
+            f"`{name}` is of type {type(log).__name__}. It must be a callable `(metrics, step)`; "
+            "to use several loggers, pass a list of them."
+        )
+    # Not imported above, because these modules import this one.
+    from ._tensorboard import tensorboard_logger
+    from ._trackio import trackio_logger
+    from ._wandb import wandb_logger
+
+    own = (console_logger, jsonl_logger, progress_logger)
+    for factory in (*own, tensorboard_logger, trackio_logger, wandb_logger):
+        if log is factory:
+            call = _CALLS[factory.__name__.removesuffix("_logger")]
+            raise TypeError(
+                f"`{name}` is the function `{factory.__name__}`, which creates a logger. Pass what "
+                f"it returns, such as `redcoast.{call}`."
+            )
 
 
 def _show_evaluation(metrics: Metrics, step: int) -> None:

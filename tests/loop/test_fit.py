@@ -194,7 +194,10 @@ def test_prints_versions_devices_data_the_plan_and_progress(capsys):
     out, err = capsys.readouterr()
     assert out.startswith(f"redcoast {rc.__version__}, jax {jax.__version__}, 8 CPU devices\n")
     assert "50 examples, 4 steps of 16 (1 epoch)\n" in out  # the last batch has two
-    assert "Precision      float32\n8 devices = 2-way data parallel x 4-way tensor" in out
+    assert (
+        "Precision      float32\nPlanning ...\n8 devices = 2-way data parallel x 4-way tensor"
+        in out
+    )
     assert out.endswith("Compiling ...\n")
     assert "step 4/4" in err
     fit()

@@ -209,7 +209,8 @@ def fit(
         threads = checked_threads(workers, ahead)
         data = batches(examples, collate_fn, key=key, mesh=of_mesh, **length, **threads._asdict())
         refuse_unresumable(data, checkpoints)
-        describe_run(abstract, data, evaluation, compute_dtype, quiet=quiet)
+        plans = not isinstance(plan, Plan)
+        describe_run(abstract, data, evaluation, compute_dtype, plans=plans, quiet=quiet)
         if mesh == "auto":
             refuse_split(data)
             data.mesh = best_mesh(abstract, optimizer, data, overrides, quiet=quiet, **options)

@@ -38,9 +38,10 @@ def describe_run(
     evaluation: Evaluation | None,
     compute_dtype: Any,
     *,
+    plans: bool,
     quiet: bool,
 ) -> None:
-    """Prints what is trained on, for how long, and in which precision."""
+    """Prints what is trained on, for how long, in which precision, and whether it plans next."""
     if quiet:
         return
     parts = [] if data.length is None else [f"{data.length:,} examples"]
@@ -67,6 +68,8 @@ def describe_run(
     kind = data.mesh.devices.flat[0].device_kind
     if cost := cost_of_float32(kind, precision_of(state, compute_dtype)):
         say(_wrapped("", cost))
+    if plans:
+        say("Planning ...")
 
 
 def precision_of(state: TrainState, compute_dtype: Any) -> str:

@@ -438,7 +438,7 @@ ROWS = {
     ),
     "checkpoints in a file": (
         lambda d: fit(checkpoints=run(d) / "metrics.jsonl"),
-        ValueError,
+        FileExistsError,
         r"The directory of the run, .*metrics\.jsonl, is a file",
     ),
     "the metrics of a directory": (

@@ -28,16 +28,16 @@ def lock_run(directory: Path | None) -> Iterator[None]:
 
     **Raises:**
 
-    `ValueError` that names the host and the process of the run that holds the lock, or if the path
-    is that of a file.
+    `ValueError` that names the host and the process of the run that holds the lock;
+    `FileExistsError` or `NotADirectoryError` if the path is that of a file or inside of one.
     """
     if directory is None or not is_main():
         yield
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(
             f"The directory of the run, {directory}, is a file or is inside of one. Choose a "
             "directory."
         ) from None

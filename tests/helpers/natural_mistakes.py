@@ -146,6 +146,14 @@ def variance(model, batch, key):
     return jnp.mean((out - jnp.mean(out, 0, keepdims=True)) ** 2)
 
 
+def of_all_pairs(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+
+def prepared_for_pairs():
+    rc.prepare(model(outputs=1), SGD, of_all_pairs, collate(EXAMPLES[:8]), mesh=ONE)
+
+
 def convolved(dtype, shape):
     conv = eqx.nn.Conv2d(1, 2, 3, key=KEY)
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]))
@@ -709,6 +717,16 @@ ROWS = {
         ),
         None,
         r"natural_mistakes\.py:\d+: UserWarning: .*its result depends on `batch_size`",
+    ),
+    "predictions in a column and flat labels": (
+        lambda d: fit(of_all_pairs, model=model(outputs=1)),
+        None,
+        r"shape \(n, 1\) with one of shape \(n,\) \(natural_mistakes\.py:\d+\).*`jnp\.squeeze",
+    ),
+    "the same in a custom loop": (
+        lambda d: prepared_for_pairs(),
+        None,
+        r"shape \(n, 1\) with one of shape \(n,\) \(natural_mistakes\.py:\d+\).*`jnp\.squeeze",
     ),
     "the directory of checkpoints": (
         lambda d: rc.load_checkpoint(run(d) / "checkpoints"),

@@ -19,6 +19,7 @@ from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
 from .report._masks import find_shared_masks
+from .report._promotion import find_promotions
 from .report._repeated import repeated
 from .report._sums import find_sums
 from .report._traffic import pipelining, traffic
@@ -280,6 +281,7 @@ def _report(
         coupled=find_coupling(task.program),
         summed=find_sums(task.program),
         shared_masks=find_shared_masks(task.program),
+        promotions=find_promotions(task.program),
         unknown=dict(sorted(task.program.graph.unknown.items())),
         arithmetic=_memory.arithmetic(decision, axes),
         repeated=repeated(reasons),

@@ -367,13 +367,14 @@ def examples_coupled(
 
 def batch_faults(
     fn: Callable[..., Any], tree: PyTree, args: Sequence[Any], mesh: Mesh | AbstractMesh
-) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """What a plan's report of a function has as `summed` and `shared_masks`."""
+) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
+    """What a plan's report of a function has as `summed`, `shared_masks` and `promotions`."""
     from .report._masks import find_shared_masks
+    from .report._promotion import find_promotions
     from .report._sums import find_sums
 
     program = _followed(fn, tree, args, mesh)
-    return find_sums(program), find_shared_masks(program)
+    return find_sums(program), find_shared_masks(program), find_promotions(program)
 
 
 def layer_counts(

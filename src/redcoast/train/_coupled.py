@@ -56,9 +56,10 @@ def find_faults(
     compute_dtype: Any,
     *,
     training: bool,
-) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """The results `(loss, aux)` that are sums over the examples, by path, and where; and the lines
-    that use one random mask for all examples."""
+) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
+    """The results `(loss, aux)` that are sums over the examples, by path, and where; the lines
+    that use one random mask for all examples; and those that combine each with every other by
+    NumPy's rank promotion."""
 
     def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Any:
         def results(*args: Any) -> Any:
@@ -77,6 +78,17 @@ def warn_of_shared_masks(lines: Sequence[str]) -> None:
             f"A random mask{where} is the same for every example of a batch, such as the "
             "mask of dropout with one key under `jax.vmap`. Use a key for each example: "
             "`jax.vmap(lambda x, k: model(x, key=k))(x, jax.random.split(key, len(x)))`."
+        )
+
+
+def warn_of_promotions(lines: Sequence[str]) -> None:
+    if lines:
+        where = f" ({several([line for line in lines if line])})" if any(lines) else ""
+        warn(
+            f"`loss_fn` combines an array of shape (n, 1) with one of shape (n,){where}, which "
+            "NumPy's rank promotion broadcasts to (n, n), so every prediction is compared with the "
+            "labels of all n examples. Give both the same shape, such as with "
+            "`jnp.squeeze(predictions, -1)`; write `[None, :]` if all pairs are meant."
         )
 
 

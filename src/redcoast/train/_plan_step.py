@@ -16,7 +16,13 @@ from ..core._pytree import abstract_array
 from ..core._tracing import abstract_key
 from ..distributed._mesh import ambient_or_default, batch_shards
 from ..sharding import Hardware, Plan, coupling_sentence, plan_shardings
-from ._coupled import find_coupled, find_faults, warn_of_shared_masks, warn_of_sums
+from ._coupled import (
+    find_coupled,
+    find_faults,
+    warn_of_promotions,
+    warn_of_shared_masks,
+    warn_of_sums,
+)
 from ._loss import LossFn, evaluate_loss
 from ._precision import as_compute_dtype
 from ._step import TrainState, refuse_other_rows
@@ -128,18 +134,34 @@ def check_faults(
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> None:
-    """Warns if the loss is a sum over the examples, or if they share the masks of dropout.
+    """Warns if the loss is a sum over the examples, if they share the masks of dropout, or if
+    NumPy's rank promotion combines each with every other.
 
     With microbatches, it also warns of other metrics that are sums.
     """
     program = plan.report.program_or_none
     if program is not None and accumulate <= 1:
-        summed, masks = program.summed, program.shared_masks
+        faults = program.summed, program.shared_masks, program.promotions
     else:
         given = loss_fn, state.model, batch, plan.mesh, compute_dtype
-        summed, masks = find_faults(*given, training=True)
+        faults = find_faults(*given, training=True)
+    summed, masks, promotions = faults
     warn_of_sums(summed, aux=accumulate > 1)
     warn_of_shared_masks(masks)
+    warn_of_promotions(promotions)
+
+
+def check_promotions(
+    plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
+) -> None:
+    """Warns if NumPy's rank promotion combines each example with every other."""
+    program = plan.report.program_or_none
+    if program is not None:
+        warn_of_promotions(program.promotions)
+        return
+    batch = jax.tree.map(abstract_array, tree_to_jax_dtypes(batch, "the batch", of="batch"))
+    given = loss_fn, state.model, batch, plan.mesh, compute_dtype
+    warn_of_promotions(find_faults(*given, training=True)[2])
 
 
 def verify_step(

@@ -165,6 +165,8 @@ class ProgramReport:
         the lines of the user's code.
     - `shared_masks`: The lines of the user's code that use one random mask, as of dropout, for all
         examples.
+    - `promotions`: The lines of the user's code that combine predictions of shape `(n, 1)` with
+        labels of shape `(n,)`, so that NumPy's rank promotion makes an `(n, n)` array.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -188,6 +190,7 @@ class ProgramReport:
     pipeline: Pipelining | None = None
     summed: Mapping[str, str] = field(default_factory=dict)
     shared_masks: tuple[str, ...] = ()
+    promotions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

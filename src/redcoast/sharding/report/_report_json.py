@@ -85,6 +85,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         pipeline=None if pipeline is None else Pipelining(**pipeline),
         summed=saved.get("summed", {}),
         shared_masks=tuple(saved.get("shared_masks", ())),
+        promotions=tuple(saved.get("promotions", ())),
     )
 
 

@@ -154,6 +154,17 @@ def prepared_for_pairs():
     rc.prepare(model(outputs=1), SGD, of_all_pairs, collate(EXAMPLES[:8]), mesh=ONE)
 
 
+def embedded(model, batch, key):
+    rows = jax.vmap(model)(batch["y"])
+    return jnp.mean(rows**2)
+
+
+def of_tokens(*tokens):
+    """A run on these tokens, some of which may be no row of an embedding of 10 rows."""
+    examples = [{"y": np.int32(tokens[i % len(tokens)])} for i in range(8)]
+    fit(embedded, examples, model=eqx.nn.Embedding(10, 3, key=KEY))
+
+
 def convolved(dtype, shape):
     conv = eqx.nn.Conv2d(1, 2, 3, key=KEY)
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]))
@@ -727,6 +738,30 @@ ROWS = {
         lambda d: prepared_for_pairs(),
         None,
         r"shape \(n, 1\) with one of shape \(n,\) \(natural_mistakes\.py:\d+\).*`jnp\.squeeze",
+    ),
+    "tokens beyond the vocabulary": (
+        lambda d: of_tokens(1, 2, 12, 3),
+        None,
+        r"reads index 12 of an axis of size 10, of an array of shape \(10, 3\), at "
+        r"natural_mistakes\.py:\d+\. The batch's array y holds 12 for the examples "
+        r"\[[26], [26]\]\. .*from 0 to 9 there\. JAX reads the last element",
+    ),
+    "padding at the end of the vocabulary": (
+        lambda d: of_tokens(1, 2, -1, 9),
+        None,
+        r"^(?!.*Warning)",
+    ),
+    "labels of -100": (
+        lambda d: fit(examples=changed(2, y=np.int32(-100)), batch_size=32),
+        ValueError,
+        r"reads index -100 of an axis of size 2, .*The batch's array y holds -100 for the examples "
+        r"\[2\]\. .*from 0 to 1 there\. Mask .*`aux\[\"weight\"\]`",
+    ),
+    "labels of an evaluation that are out of range": (
+        lambda d: fit(evaluation=rc.Evaluation(changed(5, y=np.int32(2)), every=2)),
+        None,
+        r"The loss of the evaluation is NaN\. .*reads index 2 of an axis of size 2, .*array y "
+        r"holds 2 for the examples \[5\]\. .*from 0 to 1 there",
     ),
     "the directory of checkpoints": (
         lambda d: rc.load_checkpoint(run(d) / "checkpoints"),

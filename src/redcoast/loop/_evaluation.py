@@ -48,6 +48,7 @@ from ._evaluate import (
     run_prediction,
     weighted_metrics,
 )
+from ._nonfinite import warn_of_labels
 
 logger = logging.getLogger("redcoast")
 
@@ -123,6 +124,7 @@ class CompiledEvaluation:
     mean_loss: CompiledCall | None
     prediction: CompiledCall | None
     threads: Threads = USUAL_THREADS
+    compute_dtype: Any = None
 
     @hide_frames
     def __call__(
@@ -172,6 +174,13 @@ class CompiledEvaluation:
             with contextlib.closing(self._batches()) as batches:
                 first = itertools.islice(batches, 1)
                 run_evaluation(self.mean_loss, model, first, key, strict=False)
+
+    def explain_nan(self, model: PyTree) -> None:
+        """Warns about labels that are out of range, after the loss was NaN."""
+        if self.evaluation.loss_fn is not None:
+            given = self.mesh, self.compute_dtype
+            with contextlib.closing(self._batches()) as batches:
+                warn_of_labels(self.evaluation.loss_fn, model, batches, *given)
 
     def _check_agreement(self, model: PyTree, key: PRNGKeyArray | None) -> None:
         """Raises `ValueError` on all processes if their programs of the evaluation differ."""
@@ -277,7 +286,11 @@ def compile_evaluation(
     if given.predict_fn is not None:
         prediction = compile_prediction(given.predict_fn, plan, compute_dtype, gather="first")
     return CompiledEvaluation(
-        dataclasses.replace(given, examples=examples), plan.mesh, mean_loss, prediction
+        dataclasses.replace(given, examples=examples),
+        plan.mesh,
+        mean_loss,
+        prediction,
+        compute_dtype=compute_dtype,
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools as ft
 import logging
+import math
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from ..core._axis_types import auto_ambient_mesh, on_auto_axes, on_mesh, with_au
 from ..core._errors import check_functions, check_optimizer, noting
 from ..core._frames import hide_frames, warn
 from ..core._output import forgiving_output
-from ..data._batches import Batches, batches
+from ..data._batches import Batch, Batches, batches
 from ..data._collate import CollateFn, check_batching
 from ..data._loading import checked_threads
 from ..distributed._heartbeat import watching
@@ -39,7 +40,7 @@ from ._consistency import check_agreement
 from ._early_stopping import SAVED, BestSoFar, EarlyStopping, complete_early_stopping
 from ._error_notes import explained_memory, noted_checkpoint, rescued
 from ._evaluation import CompiledEvaluation, Evaluation
-from ._nonfinite import explain_batch, explain_step
+from ._nonfinite import explain_batch, explain_step, warn_of_clamped_indices
 from ._printing import announce, conclude, describe_run, introduce, nothing_left
 from ._run_config import run_of_fit
 from ._setup import (
@@ -246,6 +247,8 @@ def fit(
             verify_step(found, state, data.peek(), loss_fn=loss_fn, compute_dtype=compute_dtype)
         step = by_microbatches(compiled, data.batch_size, accumulate)
         explain = ft.partial(explain_step, found, data, checkpoints, **options)
+        of_loss = {"loss_fn": loss_fn, "compute_dtype": compute_dtype}
+        inspect = ft.partial(warn_of_clamped_indices, data, **of_loss)
         stopping = stack.enter_context(stop_request(mesh=data.mesh))
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
@@ -274,6 +277,7 @@ def _loop(
     stopping: StopRequest,
     reader: MetricsReader,
     explain: Callable[[Step, bool], str],
+    inspect: Callable[[Batch, TrainState], None],
     measure: CompiledEvaluation | None,
     best: BestSoFar | None,
     due: bool,
@@ -282,13 +286,18 @@ def _loop(
     every = measure.evaluation.every if measure else None
     first = data.step
     done: Step | None = None
+    looks_for_labels = True
 
     def evaluate() -> dict[str, float]:
+        nonlocal looks_for_labels
         number, at = (done.number, done.state) if done else (first, state)
         note = f"Raised in the evaluation after step {number}."
         assert measure is not None
         with reader.paused(measure.batches) as advance, noting(note), rescue(doubtful=()):
             metrics = measure(at.averaged_model, at.key, advance=advance)
+            if looks_for_labels and math.isnan(metrics.get("loss", 0.0)):
+                looks_for_labels = False
+                measure.explain_nan(at.averaged_model)
         if best is not None:
             best.see(metrics, number, at)
         named = {f"eval/{name}": value for name, value in metrics.items()}
@@ -325,6 +334,8 @@ def _loop(
                 inspect=look,
                 state=done.state,
             )
+            if number == first + 1:
+                inspect(batch, done.state)  # while the step is taken
             asked_to_stop()
             stop = stopping() and not batch.last
             # After a signal, a run does not wait for an evaluation; it follows on resumption.

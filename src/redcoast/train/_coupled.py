@@ -45,7 +45,9 @@ def find_coupled(
             lambda *args: loss(*args).loss, model, (batch, abstract_key()), mesh
         )
 
-    return _reused(_COUPLED, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+    return traced_once(
+        _COUPLED, find, loss_fn, model, batch, mesh, compute_dtype, training=training
+    )
 
 
 def find_faults(
@@ -68,7 +70,7 @@ def find_faults(
 
         return batch_faults(results, model, (batch, abstract_key()), mesh)
 
-    return _reused(_FAULTS, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
+    return traced_once(_FAULTS, find, loss_fn, model, batch, mesh, compute_dtype, training=training)
 
 
 def warn_of_shared_masks(lines: Sequence[str]) -> None:
@@ -109,7 +111,7 @@ def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = Tr
     )
 
 
-def _reused(
+def traced_once(
     cache: dict[Any, Any],
     find: Callable[..., Any],
     loss_fn: LossFn,

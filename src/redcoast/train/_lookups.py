@@ -1,0 +1,200 @@
+"""Which arrays a loss indexes with the integers of a batch, and with which indices.
+
+Only the integers are computed, and not the loss.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
+from jax.lax import GatherScatterMode
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from ..core._control_flow import AnyJaxpr, Call, consts_of, control_flow, open_jaxpr
+from ..core._frames import own_line
+from ..core._jaxpr import bind_again
+from ..core._pytree import ARRAYS, join, show_place, split
+from ..core._tracing import abstract_key, trace_for
+from ._coupled import traced_once
+from ._loss import LossFn, LossResult
+
+_LOOKUPS: dict[Any, Any] = {}
+
+
+class Lookup(NamedTuple):
+    """An axis that a loss indexes with integers of a batch.
+
+    **Attributes:**
+
+    - `where`: the line of the user's code, or `""`.
+    - `shape`, `size`: the shape of the array, and the size of the axis.
+    - `paths`: the arrays of the batch that the indices are computed from.
+    - `silent`: whether an index beyond the end reads the last element, and not NaN.
+    """
+
+    where: str
+    shape: tuple[int, ...]
+    size: int
+    paths: tuple[str, ...]
+    silent: bool
+
+
+class Lookups(NamedTuple):
+    """The lookups of a loss; `extremes(arrays)` are the smallest and the largest index of each, for
+    the arrays of a batch."""
+
+    axes: tuple[Lookup, ...]
+    extremes: Callable[[list[Any]], list[Any]]
+
+
+class _Integers(NamedTuple):
+    """Integers of a program, and which arrays of the batch they are computed from."""
+
+    value: Any
+    inputs: frozenset[int] = frozenset()
+
+
+class _Indexed(NamedTuple):
+    equation: JaxprEqn
+    axis: int
+    indices: _Integers
+    where: str
+
+
+def find_lookups(
+    loss_fn: LossFn,
+    model: PyTree,
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    compute_dtype: Any,
+    *,
+    training: bool,
+) -> Lookups:
+    """Finds what a loss indexes with the integers of a batch, outside of loops and branches."""
+
+    def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Lookups:
+        arrays, static = split(model)
+        rows, rest = split(batch)
+        compute = lambda arrays, rows, key: loss(join(arrays, static), join(rows, rest), key).loss
+        make = jax.make_jaxpr(compute)
+        jaxpr = trace_for(mesh, lambda: make(arrays, rows, abstract_key()))
+        return _read(jaxpr, len(arrays), rows, _places(batch), mesh)
+
+    return traced_once(
+        _LOOKUPS, find, loss_fn, model, batch, mesh, compute_dtype, training=training
+    )
+
+
+def _places(batch: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [show_place(path, "batch") for path, x in leaves if isinstance(x, ARRAYS)]
+
+
+def _read(
+    jaxpr: AnyJaxpr, before: int, rows: Sequence[Any], places: Sequence[str], mesh: Any
+) -> Lookups:
+    """The lookups of a traced loss, whose inputs from `before` on are the arrays of the batch."""
+    axes: list[Lookup] = []
+
+    def extremes(arrays: Sequence[Any]) -> list[jax.Array]:
+        given = [
+            _Integers(x, frozenset([i])) if _is_integer(x) else None for i, x in enumerate(arrays)
+        ]
+        unknown = len(open_jaxpr(jaxpr).invars) - before - len(given)
+        indexed: list[_Indexed] = []
+        _follow(jaxpr, [*[None] * before, *given, *[None] * unknown], indexed)
+        axes[:] = [_lookup(x, places) for x in indexed]
+        return [jnp.stack([jnp.min(x.indices.value), jnp.max(x.indices.value)]) for x in indexed]
+
+    # It has no other constants of the loss, which would be kept alive.
+    integers = jax.make_jaxpr(extremes)(list(rows))
+    replicated = NamedSharding(mesh, P()) if isinstance(mesh, Mesh) else None
+    compute = lambda arrays: jaxpr_as_fun(integers)(*arrays)
+    return Lookups(tuple(axes), jax.jit(compute, out_shardings=replicated))
+
+
+def _follow(
+    jaxpr: AnyJaxpr, inputs: Sequence[_Integers | None], indexed: list[_Indexed]
+) -> list[_Integers | None]:
+    """The integer results that do not depend on the model; lookups are appended to `indexed`."""
+    opened = open_jaxpr(jaxpr)
+    env: dict[Any, _Integers | None] = dict(zip(opened.invars, inputs, strict=True))
+    for variable, value in zip(opened.constvars, consts_of(jaxpr), strict=False):
+        env[variable] = _Integers(value) if _is_integer(value) else None
+
+    def read(atom: Any) -> _Integers | None:
+        return _Integers(atom.val) if isinstance(atom, Literal) else env.get(atom)
+
+    for equation in opened.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        if equation.primitive.name == "gather" and operands[1] is not None:
+            indexed += _indexed(equation, operands[1])
+        call = control_flow(equation)
+        results: Sequence[_Integers | None] = [None] * len(equation.outvars)
+        if isinstance(call, Call):
+            before = len(indexed)
+            results = _follow(call.jaxpr, operands, indexed)
+            # A compiled function of a library has no line of the user's code in it.
+            inner = [x._replace(where=x.where or _line(equation)) for x in indexed[before:]]
+            indexed[before:] = inner
+        elif call is None and all(_is_integer(x.aval) for x in equation.outvars):
+            results = _computed(equation, operands) or results
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in opened.outvars]
+
+
+def _computed(
+    equation: JaxprEqn, operands: Sequence[_Integers | None]
+) -> list[_Integers | None] | None:
+    """The results of an operation on integers that are known."""
+    known = [x for x in operands if x is not None]
+    if len(known) < len(operands) or equation.effects:
+        return None
+    inputs = frozenset[int]().union(*(x.inputs for x in known))
+    values = bind_again(equation, [x.value for x in known])
+    return [_Integers(value, inputs) for value in values]
+
+
+def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
+    """The axes from which a gather takes single elements by integers of the batch."""
+    if not indices.inputs or indices.value.size == 0:
+        return []
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    mode = GatherScatterMode.from_any(equation.params["mode"])
+    axes = []
+    for place, axis in enumerate(numbers.start_index_map):
+        # `jnp.take(..., mode="clip")` asks for the last element; a slice under `jax.vmap` does not.
+        is_asked_for = mode is GatherScatterMode.CLIP and axis in numbers.collapsed_slice_dims
+        if sizes[axis] == 1 and not is_asked_for:
+            column = _Integers(indices.value[..., place], indices.inputs)
+            axes.append(_Indexed(equation, axis, column, _line(equation)))
+    return axes
+
+
+def _lookup(indexed: _Indexed, places: Sequence[str]) -> Lookup:
+    equation = indexed.equation
+    shape = tuple(equation.invars[0].aval.shape)
+    mode = GatherScatterMode.from_any(equation.params["mode"])
+    return Lookup(
+        indexed.where,
+        shape,
+        shape[indexed.axis],
+        tuple(places[i] for i in sorted(indexed.indices.inputs)),
+        silent=mode is not GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+def _line(equation: JaxprEqn) -> str:
+    return own_line(getattr(equation.source_info, "traceback", None))
+
+
+def _is_integer(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or is_key:
+        return False
+    return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)

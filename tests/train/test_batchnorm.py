@@ -232,3 +232,21 @@ def test_statistics_of_nnx_are_not_trained(nnx):
     np.testing.assert_array_equal(state.model["var"].value, np.ones((1, 16)))
     assert "`BatchStat`, at var" in text
     assert "nnx.split(module)[1]" in text
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_that_the_loss_closes_over_is_a_warning(frozen):
+    """Only here: the argument `model` has no state that could be returned."""
+    model, state = init_fn(jax.random.key(0))
+    model = eqx.nn.inference_mode(model, frozen)
+
+    def loss(model, batch, key):
+        return loss_fn((model, state), batch, key)[0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = rc.make_mesh(devices=jax.devices()[:1])
+        rc.prepare(model, OPTIMIZER, loss, batch_of(16), mesh=mesh)
+    texts = [str(warning.message) for warning in caught]
+    expected = "`loss_fn` reads an `eqx.nn.State` that is not in its argument"
+    assert [text.startswith(expected) for text in texts] == [True] * (not frozen)

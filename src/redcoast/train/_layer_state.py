@@ -1,5 +1,10 @@
 """Layers with state, such as BatchNorm, whose state a loss has to return."""
 
+import dis
+import functools as ft
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import equinox as eqx
@@ -47,6 +52,53 @@ def warn_of_kept_state(model: PyTree) -> None:
         f"{how_to_return(model)} If the state is to stay as it is, return the model that "
         "`loss_fn` was given."
     )
+
+
+def warn_of_outer_state(loss_fn: Any, model: PyTree) -> None:
+    """Warns if a loss reads the state of a model's layers from outside of its arguments."""
+    if layer_states(model) or not _has_layers_with_state(model) or _is_frozen(model):
+        return
+    if any(isinstance(x, eqx.nn.State) for x in _values_read(loss_fn)):
+        warn(
+            "`loss_fn` reads an `eqx.nn.State` that is not in its argument `model`, and which is "
+            "the same at every step: running averages, such as those of BatchNorm, do not move, "
+            f"and an evaluation uses their first values. {how_to_return()} If the layers are only "
+            "to read it, pass `eqx.nn.inference_mode(model)`."
+        )
+
+
+def _values_read(fn: Any) -> Iterator[Any]:
+    """The values of the closure of a function, and of the globals that its code loads."""
+    if inspect.ismethod(fn):
+        yield from _values_read(fn.__func__)
+    elif isinstance(fn, ft.partial):
+        yield from (*fn.args, *fn.keywords.values())
+        yield from _values_read(fn.func)
+    elif isinstance(fn, FunctionType):
+        yield from (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values())
+        for cell in fn.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # the name is not bound yet
+                continue
+        for name in _globals_loaded(fn.__code__):
+            yield fn.__globals__.get(name)
+    elif hasattr(fn, "__wrapped__"):  # such as a jitted function
+        yield from _values_read(fn.__wrapped__)
+
+
+def _globals_loaded(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_loaded(constant)
+
+
+def _has_layers_with_state(model: PyTree) -> bool:
+    layers = jax.tree.leaves(model, is_leaf=_has_state_index)
+    return any(map(_has_state_index, layers))
 
 
 def returns_state(value: Any) -> bool:

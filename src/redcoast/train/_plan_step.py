@@ -23,6 +23,7 @@ from ._coupled import (
     warn_of_shared_masks,
     warn_of_sums,
 )
+from ._layer_state import warn_of_outer_state
 from ._loss import LossFn, evaluate_loss
 from ._precision import as_compute_dtype
 from ._step import TrainState, refuse_other_rows
@@ -134,8 +135,9 @@ def check_faults(
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> None:
-    """Warns if the loss is a sum over the examples, if they share the masks of dropout, or if
-    NumPy's rank promotion combines each with every other.
+    """Warns if the loss is a sum over the examples, if they share the masks of dropout, if NumPy's
+    rank promotion combines each with every other, or if the loss reads the state of layers from
+    outside.
 
     With microbatches, it also warns of other metrics that are sums.
     """
@@ -146,15 +148,18 @@ def check_faults(
         given = loss_fn, state.model, batch, plan.mesh, compute_dtype
         faults = find_faults(*given, training=True)
     summed, masks, promotions = faults
+    warn_of_outer_state(loss_fn, state.model)
     warn_of_sums(summed, aux=accumulate > 1)
     warn_of_shared_masks(masks)
     warn_of_promotions(promotions)
 
 
-def check_promotions(
+def check_own_step(
     plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
 ) -> None:
-    """Warns if NumPy's rank promotion combines each example with every other."""
+    """Warns if NumPy's rank promotion combines each example with every other, or if the loss reads
+    the state of layers from outside."""
+    warn_of_outer_state(loss_fn, state.model)
     program = plan.report.program_or_none
     if program is not None:
         warn_of_promotions(program.promotions)

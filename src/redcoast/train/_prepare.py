@@ -15,7 +15,7 @@ from ..distributed._mesh import ambient_or_default
 from ..sharding import Plan
 from ._compile import CompiledStep, compile_step
 from ._loss import LossFn
-from ._plan_step import check_promotions, plan_step
+from ._plan_step import check_own_step, plan_step
 from ._precision import as_compute_dtype
 from ._start import starting_state
 from ._step import TrainState, train_step
@@ -94,7 +94,7 @@ def prepare(
             on_auto_axes(init_fn), optimizer, key, average=average, caller="prepare", **given
         )
     plan = plan_step(abstract, loss_fn, batch, mesh, overrides=overrides, **options)
-    check_promotions(plan, abstract, batch, loss_fn=loss_fn, compute_dtype=compute_dtype)
+    check_own_step(plan, abstract, batch, loss_fn=loss_fn, compute_dtype=compute_dtype)
     loss = {"loss_fn": plan.constrain(loss_fn), "optimizer": optimizer}
     step = compile_step(ft.partial(train_step, **loss, **options), plan.shardings)
     return Prepared(create(plan.shardings), step, plan)

@@ -177,7 +177,8 @@ def _indexed(equation: JaxprEqn, indices: _Integers) -> list[_Indexed]:
 
 def _lookup(indexed: _Indexed, places: Sequence[str]) -> Lookup:
     equation = indexed.equation
-    shape = tuple(equation.invars[0].aval.shape)
+    operand: Any = equation.invars[0].aval
+    shape = tuple(operand.shape)
     mode = GatherScatterMode.from_any(equation.params["mode"])
     return Lookup(
         indexed.where,
@@ -194,7 +195,5 @@ def _line(equation: JaxprEqn) -> str:
 
 def _is_integer(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if dtype is None or is_key:
-        return False
-    return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
+    kinds = (jnp.integer, jnp.bool_)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)

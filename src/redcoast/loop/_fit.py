@@ -253,7 +253,8 @@ def fit(
         reader = stack.enter_context(metrics_reader(log, info))
         saver, due = stack.enter_context(saver), bool(saved.get("due"))
         if not over:
-            state = _loop(state, data, step, stopping, reader, explain, measure, best, due, saver)
+            rest = (reader, explain, inspect, measure, best, due, saver)
+            state = _loop(state, data, step, stopping, *rest)
     last = int(state.step)
     finished = last == data.steps or (best is not None and best.is_over)
     ended = stopping.level == GO_ON or (stopping.level == ASKED and finished)

@@ -1,6 +1,5 @@
 """Layers with state, such as BatchNorm, whose state a loss has to return."""
 
-import dis
 import functools as ft
 import inspect
 from collections.abc import Iterator
@@ -81,19 +80,18 @@ def _values_read(fn: Any) -> Iterator[Any]:
                 yield cell.cell_contents
             except ValueError:  # the name is not bound yet
                 continue
-        for name in _globals_loaded(fn.__code__):
+        for name in _names_of(fn.__code__):
             yield fn.__globals__.get(name)
     elif hasattr(fn, "__wrapped__"):  # such as a jitted function
         yield from _values_read(fn.__wrapped__)
 
 
-def _globals_loaded(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            yield instruction.argval
+def _names_of(code: CodeType) -> Iterator[str]:
+    """The names that a function and those inside it use, global ones and attributes."""
+    yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _globals_loaded(constant)
+            yield from _names_of(constant)
 
 
 def _has_layers_with_state(model: PyTree) -> bool:

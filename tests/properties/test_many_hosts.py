@@ -98,14 +98,16 @@ def test_an_error_of_one_is_told_to_all(tmp_path):
         pytest.param("other constant", " = mul (2.0:float32, ", marks=pytest.mark.integration),
         pytest.param("callback", "debug_callback ", marks=pytest.mark.hosts),
         pytest.param(
-            "other data", "the first examples: example 0, 0: float32[8] ", marks=pytest.mark.hosts
+            "other data",
+            "the first examples: example 0, batch[0]: float32[8] ",
+            marks=pytest.mark.hosts,
         ),
         pytest.param(
-            "other collate", "the first examples: example 0, 0: ", marks=pytest.mark.hosts
+            "other collate", "the first examples: example 0, batch[0]: ", marks=pytest.mark.hosts
         ),
         pytest.param(
             "other evaluation",
-            "the first examples of the evaluation: example 0, 0: ",
+            "the first examples of the evaluation: example 0, batch[0]: ",
             marks=pytest.mark.hosts,
         ),
         pytest.param(

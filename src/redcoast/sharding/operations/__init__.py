@@ -7,6 +7,8 @@ table with the rules of the installed XLA.
 """
 
 from ._rule import Dimension as Dimension
+from ._rule import Dimensions as Dimensions
 from ._rule import Factor as Factor
 from ._rule import Rule as Rule
+from ._rule_table import opaque_rule as opaque_rule
 from ._rule_table import rule_of as rule_of

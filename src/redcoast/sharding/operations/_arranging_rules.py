@@ -131,12 +131,14 @@ def unwindowed(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequenc
     return equation.params["window_dimensions"][d] == 1 and before[d] == after[d]
 
 
-def untiled(equation: JaxprEqn, d: int, before: Sequence[int], after: Sequence[int]) -> bool:
-    return equation.params["reps"][d] == 1
-
-
 def along(
-    carried: Carried, *, moved: bool = False, indexed: bool = False, is_linear: bool = False
+    carried: Carried,
+    *,
+    moved: bool = False,
+    shuffled: bool = False,
+    blocked: bool = False,
+    indexed: bool = False,
+    is_linear: bool = False,
 ) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
@@ -162,11 +164,31 @@ def along(
             results,
             moved=changed if moved else [],
             whole=[] if moved else changed,
+            shuffled=changed if shuffled else [],
+            blocked=changed if blocked else [],
             indexed=changed if indexed else [],
             linear=each_alone(0) if is_linear else (),
         )
 
     return rule
+
+
+def tile_rule(equation: JaxprEqn) -> Rule:
+    """A dimension of one element is broadcast; a larger one is repeated."""
+    factors, repetitions = Factors(), equation.params["reps"]
+    before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    operand = factors.of(before)
+    result: list[Dimension] = []
+    moved: list[Dimension] = []
+    for dimension, times, size, total in zip(operand, repetitions, before, after, strict=True):
+        if times == 1:
+            result.append(dimension)
+        elif size == 1:
+            result.append(factors.new(total))
+        else:
+            result.append(dimension)
+            moved.append(dimension)
+    return factors.rule([operand], [result], moved=moved)
 
 
 def concatenate_rule(equation: JaxprEqn) -> Rule:
@@ -181,7 +203,7 @@ def stack_rule(equation: JaxprEqn) -> Rule:
     result = factors.of(shape_of(equation.outvars[0]))
     operand = [*result[:axis], *result[axis + 1 :]]
     count = len(equation.invars)
-    return factors.rule([operand] * count, [result], whole=[result[axis]], linear=together(count))
+    return factors.rule([operand] * count, [result], moved=[result[axis]], linear=together(count))
 
 
 def unstack_rule(equation: JaxprEqn) -> Rule:
@@ -199,7 +221,7 @@ def bitcast_rule(equation: JaxprEqn) -> Rule:
     before, after = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     longer = factors.of(max(before, after, key=len))
     operand, result = longer[: len(before)], longer[: len(after)]
-    return factors.rule([operand], [result], whole=longer[min(len(before), len(after)) :])
+    return factors.rule([operand], [result], moved=longer[min(len(before), len(after)) :])
 
 
 def reduction_rule(equation: JaxprEqn) -> Rule:
@@ -237,7 +259,9 @@ def fourier_rule(equation: JaxprEqn) -> Rule:
     count = len(equation.params["fft_lengths"])
     dimensions = factors.of([max(pair) for pair in zip(before, after, strict=True)])
     transformed = dimensions[len(before) - count :]
-    return factors.rule([dimensions], [dimensions], whole=transformed, linear=each_alone(0))
+    return factors.rule(
+        [dimensions], [dimensions], whole=transformed, blocked=transformed, linear=each_alone(0)
+    )
 
 
 def window_scatter_rule(equation: JaxprEqn) -> Rule:
@@ -246,8 +270,12 @@ def window_scatter_rule(equation: JaxprEqn) -> Rule:
     result = factors.of(after)
     windows = equation.params["window_dimensions"]
     operands: list[list[Dimension]] = []
+    moved = {dimension for d, dimension in enumerate(result) if windows[d] > 1}
     for atom in equation.invars:
         shape = shape_of(atom)
-        operands.append(result if len(shape) == len(after) else factors.of(shape))
-    moved = [dimension for d, dimension in enumerate(result) if windows[d] > 1]
-    return factors.rule(operands, [result], moved=moved)
+        if len(shape) != len(after):
+            operands.append(factors.of(shape))
+            continue
+        operands.append(result)
+        moved.update(x for x, a, b in zip(result, shape, after, strict=True) if a != b)
+    return factors.rule(operands, [result], moved=tuple(moved), blocked=tuple(moved))

@@ -27,7 +27,7 @@ def ragged_dot_rule(equation: JaxprEqn) -> Rule:
     (result,) = [factors.of(shape_of(var)) for var in equation.outvars]
     numbers = equation.params.get("ragged_dot_dimension_numbers")
     if numbers is None or len(left) != 2 or len(right) != 3:
-        unknown = [x for array in (left, right, result) for x in array]
+        unknown = [x for array in (left, right, *rest, result) for x in array]
         return factors.rule([left, right, *rest], [result], whole=unknown)
     right[1] = left[1]
     groups = [right[0], *(x for array in rest for x in array)]
@@ -36,6 +36,7 @@ def ragged_dot_rule(equation: JaxprEqn) -> Rule:
         [[left[0], right[2]]],
         reduced=[left[1]],
         whole=groups,
+        blocked=groups,
         indexed=[left[0]],
         sums=True,
         linear=each_alone(0, 1),
@@ -84,9 +85,14 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     if params["batch_group_count"] > 1:
         # The gradient of a grouped kernel: its batch dimension is summed over.
         result = factors.of(after)
-        return factors.rule([image, kernel], [result], whole=[*image, *kernel, *result])
+        unknown = [*image, *kernel, *result]
+        return factors.rule([image, kernel], [result], whole=unknown, blocked=unknown)
     summed = kernel[into]
+    space = [image[d] for d in spec.lhs_spec[2:]]
+    window = [kernel[d] for d in spec.rhs_spec[2:]]
+    blocked = [*space, *window]
     if groups > 1:
+        blocked.append(summed)  # each group stays on one device
         size = shape_of(equation.invars[1])
         group = factors.new(groups)
         image[channel] = (*group, *summed)
@@ -97,13 +103,13 @@ def convolution_rule(equation: JaxprEqn) -> Rule:
     result[spec.out_spec[1]] = kernel[out]
     for a, c in zip(spec.lhs_spec[2:], spec.out_spec[2:], strict=True):
         result[c] = image[a]
-    space = [image[d] for d in spec.lhs_spec[2:]]
     return factors.rule(
         [image, kernel],
         [result],
         reduced=[summed],
         moved=space,
-        whole=[kernel[d] for d in spec.rhs_spec[2:]],
+        whole=window,
+        blocked=blocked,
         sums=True,
         linear=each_alone(0, 1),
     )

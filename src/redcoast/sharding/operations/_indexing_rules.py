@@ -19,7 +19,7 @@ def gather_rule(equation: JaxprEqn) -> Rule:
     places = dict(zip(sorted(numbers.offset_dims), window, strict=True))
     rest = iter(indices[:-1])
     result: list[Dimension] = []
-    partial: list[Dimension] = []
+    partial: list[Dimension] = []  # a part of these is read
     for at, size in enumerate(shape_of(equation.outvars[0])):
         if at not in places:
             result.append(next(rest))
@@ -55,7 +55,8 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
     places = dict(zip(sorted(numbers.update_window_dims), window, strict=True))
     rest = iter(indices[:-1])
     updates: list[Dimension] = []
-    partial: list[Dimension] = []
+    partial: list[Dimension] = []  # a part of these is written, which `parts` have
+    parts: list[Dimension] = []
     for at, size in enumerate(written):
         if at not in places:
             updates.append(next(rest))
@@ -65,7 +66,8 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
             updates.append(operand[d])
         else:
             updates.append(factors.new(size))
-            partial += [operand[d], updates[-1]]
+            partial.append(operand[d])
+            parts.append(updates[-1])
     counted = [x for i, x in enumerate(indices[:-1]) if i not in indexed_batching]
     adds = equation.primitive.name in ("scatter-add", "scatter_add")
     overwrites = equation.primitive.name == "scatter"
@@ -73,10 +75,12 @@ def scatter_rule(equation: JaxprEqn) -> Rule:
         [operand, indices, updates],
         [operand],
         reduced=[] if overwrites else counted,
-        whole=[indices[-1], *partial, *(counted if overwrites else [])],
+        moved=partial,
+        whole=[indices[-1], *parts, *(counted if overwrites else [])],
         indexed=[*partial, *(operand[d] for d in numbers.inserted_window_dims)],
         sums=adds,
         linear=(frozenset([0, 2]),) if adds or overwrites else (),
+        writes=2,
     )
 
 
@@ -98,7 +102,9 @@ def dynamic_update_slice_rule(equation: JaxprEqn) -> Rule:
     return factors.rule(
         [operand, update, *places],
         [operand],
+        moved=written,
         whole=partial,
         indexed=written,
         linear=together(2),
+        writes=1,
     )

@@ -64,4 +64,4 @@ def decomposition_rule(equation: JaxprEqn) -> Rule:
 
     operands = [dimensions(shape_of(atom)) for atom in equation.invars]
     results = [dimensions(shape_of(var)) for var in equation.outvars]
-    return factors.rule(operands, results, whole=whole)
+    return factors.rule(operands, results, whole=whole, blocked=whole)

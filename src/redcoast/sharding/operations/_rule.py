@@ -27,10 +27,14 @@ class Rule:
     - `reduced`: the results combine all elements along these factors, and do not have them.
     - `moved`: elements change their places along these, or depend on their neighbours.
     - `whole`: any element may depend on any other along these.
+    - `shuffled`: any element may come from any place along these, as in a sort.
+    - `blocked`: no sharding is propagated along these, as along the space of a convolution.
     - `indexed`: elements along these are addressed by their numbers, so that an element is not
         treated as every other one is.
     - `sums`: whether `reduced` factors are summed over.
     - `linear`: what the operation is linear in.
+    - `writes`: the place of an operand that is written into the first, at places that are computed.
+        Where only a part of a dimension is written, the dimension of the first operand is `moved`.
     """
 
     operands: tuple[Dimensions, ...]
@@ -39,9 +43,12 @@ class Rule:
     reduced: frozenset[Factor] = frozenset()
     moved: frozenset[Factor] = frozenset()
     whole: frozenset[Factor] = frozenset()
+    shuffled: frozenset[Factor] = frozenset()
+    blocked: frozenset[Factor] = frozenset()
     indexed: frozenset[Factor] = frozenset()
     sums: bool = False
     linear: Linear = ()
+    writes: int | None = None
 
 
 class Factors:
@@ -67,9 +74,12 @@ class Factors:
         reduced: Sequence[Dimension] = (),
         moved: Sequence[Dimension] = (),
         whole: Sequence[Dimension] = (),
+        shuffled: Sequence[Dimension] = (),
+        blocked: Sequence[Dimension] = (),
         indexed: Sequence[Dimension] = (),
         sums: bool = False,
         linear: Linear = (),
+        writes: int | None = None,
     ) -> Rule:
         """The rule, whose sets of factors are given as dimensions."""
         return Rule(
@@ -79,9 +89,12 @@ class Factors:
             _factors(reduced),
             _factors(moved),
             _factors(whole),
+            _factors(shuffled),
+            _factors(blocked),
             _factors(indexed),
             sums,
             linear,
+            writes,
         )
 
 

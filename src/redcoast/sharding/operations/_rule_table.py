@@ -19,10 +19,10 @@ from ._arranging_rules import (
     same_size,
     squeeze_rule,
     stack_rule,
+    tile_rule,
     transpose_rule,
     unpadded,
     unstack_rule,
-    untiled,
     unwindowed,
     window_scatter_rule,
 )
@@ -35,7 +35,7 @@ from ._contracting_rules import (
 from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
 from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
 from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
-from ._rule import Rule
+from ._rule import Factors, Rule, shape_of
 
 REDUCTIONS = frozenset(
     """
@@ -44,13 +44,13 @@ REDUCTIONS = frozenset(
     """.split()  # noqa: SIM905
 )
 _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
-    "approx_top_k": along(not_along("reduction_dimension"), indexed=True),
+    "approx_top_k": along(not_along("reduction_dimension"), shuffled=True, indexed=True),
     "bitcast_convert_type": bitcast_rule,
     "broadcast_in_dim": broadcast_in_dim_rule,
     "concatenate": concatenate_rule,
     "conv_general_dilated": convolution_rule,
-    "cumlogsumexp cummax cummin cumprod": along(not_along("axis")),
-    "cumsum": along(not_along("axis"), is_linear=True),
+    "cumlogsumexp cummax cummin cumprod": along(not_along("axis"), moved=True),
+    "cumsum": along(not_along("axis"), moved=True, is_linear=True),
     "dot_general": dot_general_rule,
     "dot_product_attention_bwd_wrapper": fused_attention_rule,
     "dot_product_attention_fwd_wrapper": fused_attention_rule,
@@ -62,8 +62,10 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "pad": along(unpadded, moved=True),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
-    "reduce_window reduce_window_max reduce_window_min": along(unwindowed, moved=True),
-    "reduce_window_sum": along(unwindowed, moved=True, is_linear=True),
+    "reduce_window reduce_window_max reduce_window_min": along(
+        unwindowed, moved=True, blocked=True
+    ),
+    "reduce_window_sum": along(unwindowed, moved=True, blocked=True, is_linear=True),
     "reshape": reshape_rule,
     "rev": along(not_along("dimensions"), moved=True, is_linear=True),
     "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": scatter_rule,
@@ -71,12 +73,12 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "select_and_gather_add select_and_scatter select_and_scatter_add": window_scatter_rule,
     "sharding_constraint": pairwise_rule,
     "slice": along(same_size, moved=True, indexed=True, is_linear=True),
-    "sort": along(not_along("dimension")),
+    "sort": along(not_along("dimension"), shuffled=True),
     "split": along(not_along("axis"), moved=True, indexed=True),
     "squeeze": squeeze_rule,
     "stack": stack_rule,
-    "tile": along(untiled, moved=True),
-    "top_k": along(not_along("axis"), indexed=True),
+    "tile": tile_rule,
+    "top_k": along(not_along("axis"), shuffled=True, indexed=True),
     "transpose": transpose_rule,
     "unstack": unstack_rule,
 }
@@ -95,3 +97,12 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
     """The rule of an equation's primitive, or None if the table has none."""
     make = _TABLE.get(primitive_name(equation))
     return None if make is None else make(equation)
+
+
+def opaque_rule(equation: JaxprEqn) -> Rule:
+    """The rule of an operation that the table does not have: all arrays are needed as a whole."""
+    factors = Factors()
+    operands = [factors.of(shape_of(atom)) for atom in equation.invars]
+    results = [factors.of(shape_of(var)) for var in equation.outvars]
+    everything = [dimension for array in (*operands, *results) for dimension in array]
+    return factors.rule(operands, results, whole=everything)

@@ -1,6 +1,6 @@
 """Propagates dimensions through a jaxpr, with a rule for each primitive."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,20 +22,13 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._markers import gathered_dimension
-from ..operations._elementwise_rules import ELEMENTWISE, PAIRWISE
-from ..operations._made_rules import DECOMPOSITIONS, FRESH, KEYED
+from ..operations import opaque_rule, rule_of
 from ..operations._rule_table import REDUCTIONS
-from . import _contractions as contractions
-from . import _indexing as indexing
-from . import _shaping as shaping
-from . import _special as special
-from ._elementwise import elementwise, pairwise
+from ._follow_rule import follow_rule
 from ._graph import Graph, Value
 from ._loop_weights import can_hoist_gradient_sum
+from ._marked import gathered, record_constraint
 from ._remat import Region, find_needed
-
-# A rule adds the results of an equation to the graph, given the values of its operands.
-Rule = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
 # Only the results of these are constrained. XLA propagates shardings through other operations.
 CONSTRAINED = frozenset(
@@ -44,52 +37,15 @@ CONSTRAINED = frozenset(
     scatter-add scatter_add
     """.split()  # noqa: SIM905
 )
+# The derivatives of these need their results. XLA recomputes other elementwise results.
+KEPT = frozenset(
+    """
+    cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max pow rsqrt sin sqrt square
+    tanh
+    """.split()  # noqa: SIM905
+)
 # The assumed number of iterations of a `while` loop.
 ASSUMED_TRIPS = 10
-
-_NAMED: dict[str, Rule] = {
-    "approx_top_k top_k": shaping.top_k,
-    "bitcast_convert_type": shaping.bitcast,
-    "broadcast_in_dim": shaping.broadcast_in_dim,
-    "concatenate": shaping.concatenate,
-    "conv_general_dilated": contractions.convolution,
-    "cumsum cumprod cummax cummin cumlogsumexp": shaping.cumulative,
-    "dot_general": contractions.dot_general,
-    "dot_product_attention_fwd_wrapper": contractions.fused_attention,
-    "dot_product_attention_bwd_wrapper": contractions.fused_attention,
-    "dynamic_update_slice": indexing.dynamic_update_slice,
-    "expand_dims": shaping.expand_dims,
-    "fft": special.fourier,
-    "gather": indexing.gather,
-    "pad": shaping.pad,
-    "psum pmax pmin psum_invariant": shaping.named_reduction,
-    "ragged_dot ragged_dot_general": contractions.ragged_dot,
-    "reduce_window reduce_window_max reduce_window_min reduce_window_sum": shaping.window,
-    "reshape": shaping.reshape,
-    "rev": shaping.reverse,
-    "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": indexing.scatter,
-    "scatter_add scatter_max scatter_min scatter_mul scatter_sub": indexing.scatter,
-    "select_and_gather_add select_and_scatter": shaping.window_scatter,
-    "select_and_scatter_add": shaping.window_scatter,
-    "sharding_constraint": special.constrained,
-    "slice dynamic_slice": shaping.sliced,
-    "sort": shaping.sort,
-    "split": shaping.split_dims,
-    "squeeze": shaping.squeeze,
-    "stack": shaping.stack,
-    "tile": shaping.tile,
-    "transpose": shaping.transpose,
-    "unstack": shaping.unstack,
-}
-_RULES: dict[str, Rule] = {
-    **{name: rule for names, rule in _NAMED.items() for name in names.split()},
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(PAIRWISE, pairwise),
-    **dict.fromkeys(REDUCTIONS, shaping.reduction),
-    **dict.fromkeys(FRESH, special.fresh),
-    **dict.fromkeys(KEYED, special.keyed),
-    **dict.fromkeys(DECOMPOSITIONS, special.decomposition),
-}
 
 
 @dataclass(eq=False)
@@ -141,11 +97,15 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
 def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
     name = primitive_name(equation)
     if (d := gathered_dimension(equation)) is not None:
-        return special.gathered(graph, equation, inputs, d), []
-    if name in _RULES:
-        results = _RULES[name](graph, equation, inputs)
-        if name in CONSTRAINED:
+        return gathered(graph, equation, inputs, d), []
+    rule = rule_of(equation)
+    if rule is not None:
+        results = follow_rule(graph, equation, rule, inputs)
+        if name == "sharding_constraint":
+            record_constraint(graph, equation, inputs[0])
+        if name in CONSTRAINED or name in KEPT:
             graph.save(results[0])
+        if name in CONSTRAINED:
             graph.compute(results[0])
         if name in CONSTRAINED or name in REDUCTIONS:
             # XLA fuses other operations with one of these, so their results stay out of memory.
@@ -165,7 +125,8 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
             # Without a scope, the equation is re-bound unchanged.
             scope = _walk_called(graph, solve.solve, [inputs[place] for place in solve.places])
             return outputs_of(graph, scope), []
-    return special.opaque(graph, equation, inputs), []
+    graph.unknown[equation.primitive.name] += 1
+    return follow_rule(graph, equation, opaque_rule(equation), inputs), []
 
 
 def _call(graph: Graph, equation: JaxprEqn, call: Call, inputs: Sequence[Value]) -> Walked:

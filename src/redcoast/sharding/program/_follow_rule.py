@@ -1,0 +1,280 @@
+"""Adds the results of an operation to the graph, by the rule of its primitive."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from jax.extend.core import JaxprEqn
+
+from ...core._multiply_adds import multiply_adds
+from ..operations import Dimension, Dimensions, Factor, Rule
+from ._graph import Dims, Graph, Value
+
+
+def follow_rule(
+    graph: Graph, equation: JaxprEqn, rule: Rule, inputs: Sequence[Value]
+) -> list[Value]:
+    """Returns the results of an operation, and records in the graph what sharding it costs.
+
+    A dimension of a result is the same node as that of the operands if its factors are carried, and
+    a new node otherwise.
+    """
+    shared = _link_operands(graph, rule, inputs)
+    results = _add_results(graph, equation, rule, inputs, shared)
+    for _, _, node, dimension in _dimensions([*inputs, *results], [*rule.operands, *rule.results]):
+        if dimension[0] in rule.blocked:
+            graph.blocked.add(node)
+    if not inputs or not results:
+        return results
+    _gather_whole(graph, rule, inputs, results)
+    _cut_moved(graph, rule, inputs, results)
+    _sum_forward(graph, rule, inputs, results)
+    if rule.writes is None:
+        _sum_backward(graph, rule, inputs, results[0])
+    else:
+        _write(graph, rule, inputs, results[0])
+    _count_work(graph, equation, rule, inputs, results)
+    return results
+
+
+def _dimensions(
+    values: Sequence[Value], arrays: Sequence[Dimensions]
+) -> Iterator[tuple[Value, int, int, Dimension]]:
+    """Each dimension of some arrays: the array, its place, its node and its factors."""
+    for value, dimensions in zip(values, arrays, strict=True):
+        for d, (node, dimension) in enumerate(zip(value.dims, dimensions, strict=True)):
+            yield value, d, node, dimension
+
+
+def _resharded(rule: Rule) -> frozenset[Factor]:
+    """The factors of new dimensions in the results that correspond to those of operands."""
+    if rule.writes is not None:
+        return frozenset()  # an array that is written into keeps its dimensions
+    common = _all_factors(_all_dimensions(rule.operands))
+    common &= _all_factors(_all_dimensions(rule.results))
+    return (rule.moved | rule.whole & common) - rule.shuffled
+
+
+def _link_operands(graph: Graph, rule: Rule, inputs: Sequence[Value]) -> dict[Dimension, int]:
+    """Links the dimensions that several operands have, and returns a node for each dimension."""
+    resharded = _resharded(rule)
+    shared: dict[Dimension, int] = {}
+    for _, _, node, dimension in _dimensions(inputs, rule.operands):
+        first = shared.setdefault(dimension, node)
+        # The parts of a concatenation have a dimension each.
+        if dimension[0] not in resharded and graph.sizes[first] == graph.sizes[node]:
+            graph.link(first, node)
+    return shared
+
+
+def _add_results(
+    graph: Graph,
+    equation: JaxprEqn,
+    rule: Rule,
+    inputs: Sequence[Value],
+    shared: dict[Dimension, int],
+) -> list[Value]:
+    """Adds the results, with the nodes of the operands where dimensions are carried."""
+    of_operands = _all_factors(set(shared))
+    changed = _resharded(rule) | rule.whole
+    nodes = {dimension: node for dimension, node in shared.items() if dimension[0] not in changed}
+    results: list[Value] = []
+    for place, (var, dimensions) in enumerate(zip(equation.outvars, rule.results, strict=True)):
+        shape = tuple(getattr(var.aval, "shape", ()))
+        dims: list[int] = []
+        for size, dimension in zip(shape, dimensions, strict=True):
+            if dimension in nodes:
+                dims.append(nodes[dimension])
+                continue
+            factor = dimension[0]
+            created = size > 1 and factor not in of_operands | rule.moved | rule.whole
+            if factor in rule.shuffled:
+                # A permutation that the program samples is also created by it.
+                created = shared[dimension] in graph.made
+            dims.append(graph.node(size, made=created))
+            if factor in rule.shuffled:
+                nodes[dimension] = dims[-1]  # all results are sorted alike
+        grad, reduced = _gradient(equation, rule, inputs, place)
+        results.append(graph.value(var.aval, tuple(dims), grad=grad, reduced=reduced))
+    return results
+
+
+def _gradient(
+    equation: JaxprEqn, rule: Rule, inputs: Sequence[Value], place: int
+) -> tuple[bool, int | float | None]:
+    """Whether a gradient flows into a result, and how often that gradient is summed."""
+    name = equation.primitive.name
+    if name == "stop_gradient":
+        return False, None
+    if name in ("broadcast_in_dim", "transpose"):
+        return inputs[0].grad, inputs[0].reduced
+    if rule.operands == rule.results and len(inputs) > 1:
+        return inputs[place].grad, None
+    return any(value.grad for value in inputs), None
+
+
+def _gather_whole(
+    graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
+) -> None:
+    """Records dimensions that are needed as a whole: nothing stays sharded along them."""
+    needed = rule.whole - rule.blocked - _resharded(rule)
+    for value, _, node, dimension in _dimensions(inputs, rule.operands):
+        if dimension[0] in needed:
+            graph.cut(value, node, results[0], None)
+    for value, _, node, dimension in _dimensions(results, rule.results):
+        if dimension[0] in needed:
+            graph.cut(value, None, value, node)
+
+
+def _cut_moved(graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]) -> None:
+    """Records dimensions that are cut, joined or regrouped.
+
+    Dimensions of operands and results that begin with the same factor are linked softly: a batch
+    that is cut or joined is sharded again, because the operations that follow act on each example.
+    """
+    resharded = _resharded(rule)
+    skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
+    before, after = _all_dimensions(rule.operands), _all_dimensions(rule.results)
+    unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}
+    common = _all_factors(before) & _all_factors(after)
+    beginnings: dict[Factor, list[tuple[Value, int]]] = defaultdict(list)
+    for result, _, node, dimension in _dimensions(results, rule.results):
+        beginnings[dimension[0]].append((result, node))
+    # The cotangent of a result is gathered once for all operands.
+    first_with_grad = next((value for value in inputs if value.grad), None)
+    reached: set[int] = set()
+    for value, _, node, dimension in _dimensions(inputs, rule.operands):
+        factor = dimension[0]
+        if dimension in unchanged or factor in skipped or common.isdisjoint(dimension):
+            continue
+        # One gather of the operand serves all results.
+        source: int | None = node
+        for result, target in beginnings[factor]:
+            gathered = None
+            if value is first_with_grad or len(inputs) == 1:
+                gathered = target
+            graph.cut(value, source, result, gathered)
+            graph.soft_links.append((node, target))
+            reached.add(target)
+            source = None
+            if factor not in resharded:
+                _link_groups(graph, rule.sizes[factor], node, target)
+        if not beginnings[factor]:
+            graph.cut(value, node, results[0], None)
+    for result, _, node, dimension in _dimensions(results, rule.results):
+        regrouped = dimension not in unchanged and not common.isdisjoint(dimension)
+        if regrouped and dimension[0] not in skipped and node not in reached:
+            graph.cut(inputs[0], None, result, node)
+
+
+def _link_groups(graph: Graph, size: int, node: int, other: int) -> None:
+    """Links two dimensions that begin with the same factor, which is what is sharded."""
+    if size in (graph.sizes[node], graph.sizes[other]):
+        graph.link(node, other)
+        return
+    group = graph.node(size)
+    graph.link(node, group)
+    graph.link(group, other)
+
+
+def _all_dimensions(arrays: Sequence[Dimensions]) -> set[Dimension]:
+    return {dimension for dimensions in arrays for dimension in dimensions}
+
+
+def _all_factors(dimensions: set[Dimension]) -> set[Factor]:
+    return {factor for dimension in dimensions for factor in dimension}
+
+
+def _sum_forward(
+    graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
+) -> None:
+    """Records partial sums: each device has those of its part of a reduced dimension."""
+    operands_with = Counter(x[0] for dimensions in rule.operands for x in dimensions)
+    indexed = _indexed(rule, inputs)
+    done: set[Factor] = set()
+    for value, d, node, dimension in _dimensions(inputs, rule.operands):
+        factor = dimension[0]
+        if factor not in rule.reduced - rule.blocked or factor in done:
+            continue
+        done.add(factor)
+        before = indexed
+        if operands_with[factor] == 1:
+            # An array that is sharded along an earlier dimension is not sharded along this one.
+            before = value.dims[:d]
+        for result in results:
+            graph.sum(node, result, before=before)
+
+
+def _sum_backward(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
+    """Records the dimensions of the result that an operand does not have.
+
+    The operand is used along all of them, so that its cotangent is summed over them. Where its own
+    dimensions follow one of these in the result, both cannot be sharded alike.
+    """
+    indexed = _indexed(rule, inputs)
+    skipped = rule.whole | rule.moved | rule.blocked
+    dimensions = rule.results[0]
+    for value, of_value in zip(inputs, rule.operands, strict=True):
+        own = _all_factors(set(of_value))
+        lacking: list[int] = []
+        for d, (node, dimension) in enumerate(zip(result.dims, dimensions, strict=True)):
+            if dimension in of_value:
+                graph.meet(value, node, tuple(lacking))
+            elif own.isdisjoint(dimension) and dimension[0] not in skipped:
+                before = (*result.dims[:d], *indexed)
+                graph.sum(node, value, backward=True, before=before)
+                lacking.append(node)
+
+
+def _indexed(rule: Rule, inputs: Sequence[Value]) -> Dims:
+    """The dimensions of the first operand that are addressed by number.
+
+    Rows that are indexed by themselves, as in `x[jnp.arange(len(x)), labels]`, stay on their
+    device.
+    """
+    pairs = zip(inputs[0].dims, rule.operands[0], strict=True)
+    return tuple(node for node, dimension in pairs if dimension[0] in rule.indexed)
+
+
+def _write(graph: Graph, rule: Rule, inputs: Sequence[Value], result: Value) -> None:
+    """Records dimensions of which a part is written, and updates that overwrite.
+
+    Updates that overwrite cannot be summed, so they are gathered, with their indices. If such a
+    write is differentiated, it gathers which update wrote each element, and adds those updates.
+    """
+    assert rule.writes is not None
+    for value, _, node, dimension in _dimensions(inputs[:1], rule.operands[:1]):
+        if dimension[0] in rule.moved:
+            graph.cut(value, node, result, None)
+    indexed = _indexed(rule, inputs)
+    indices = _all_dimensions(rule.operands[1 : rule.writes])
+    for node, dimension in zip(inputs[rule.writes].dims, rule.operands[rule.writes], strict=True):
+        if dimension not in indices or dimension[0] not in rule.whole:
+            continue
+        for value in inputs[1:]:
+            graph.meet(value, node, (node,), along=indexed)
+        if result.grad:
+            graph.sum(node, result, before=indexed)
+
+
+def _count_work(
+    graph: Graph, equation: JaxprEqn, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
+) -> None:
+    """Records the arithmetic of a contraction, forward and backward."""
+    count = multiply_adds(equation)
+    # Nothing is divided along the dimensions of a grouped convolution's derivative.
+    is_whole = _all_dimensions(rule.results) and all(x[0] in rule.whole for x in rule.results[0])
+    if count is None or is_whole:
+        return
+    summed = [
+        node
+        for _, _, node, x in _dimensions(inputs[:1], rule.operands[:1])
+        if rule.reduced & set(x)
+    ]
+    if "dot_product_attention" in equation.primitive.name:
+        # The backward pass has five products and the forward pass two.
+        passes = graph.forwards + 2.5 * inputs[0].grad
+        if "bwd" in equation.primitive.name:
+            passes = 1
+    else:
+        passes = graph.forwards + inputs[0].grad + inputs[1].grad
+    graph.work((*results[0].dims, *summed), 2.0 * count, passes, *inputs)

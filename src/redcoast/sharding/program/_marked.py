@@ -1,0 +1,33 @@
+"""What a program itself says about the sharding of its arrays."""
+
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec as P
+
+from ..tree._overrides import spec_axes
+from ._graph import Graph, Value, output
+
+
+def record_constraint(graph: Graph, equation: JaxprEqn, operand: Value) -> None:
+    """Keeps what the program constrains itself, dimension by dimension."""
+    params = equation.params
+    spec = getattr(params["sharding"], "spec", None)
+    if spec is None:
+        return
+    entries = (*spec, *(None for _ in operand.dims[len(spec) :]))
+    for d, (node, entry) in enumerate(zip(operand.dims, entries, strict=True)):
+        if entry is P.UNCONSTRAINED or d in params["unconstrained_dims"]:
+            continue
+        before = graph.asked.get(node, ())
+        graph.asked[node] = (*before, *(a for a in spec_axes(entry) if a not in before))
+
+
+def gathered(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value], d: int) -> list[Value]:
+    """The sequence is needed as a whole, and gathered if it is split. What uses the result sums its
+    cotangent."""
+    (operand,) = inputs
+    node = operand.dims[d]
+    graph.meet(operand, node, (node,))
+    dims = (*operand.dims[:d], graph.node(operand.shape[d]), *operand.dims[d + 1 :])
+    return [graph.value(output(equation), dims, grad=operand.grad)]

@@ -5,7 +5,7 @@ from math import gcd
 
 from jax.extend.core import JaxprEqn
 
-from ._rule import Dimension, Factors, Rule, each_alone, shape_of, together
+from ._rule import Dimension, Factors, Linear, Rule, each_alone, shape_of, together
 
 
 def transpose_rule(equation: JaxprEqn) -> Rule:
@@ -138,7 +138,7 @@ def along(
     shuffled: bool = False,
     blocked: bool = False,
     indexed: bool = False,
-    is_linear: bool = False,
+    linear: Linear = (),
 ) -> Callable[[JaxprEqn], Rule]:
     """The rule of operations along dimensions of arrays that all have the first operand's shape.
 
@@ -167,7 +167,7 @@ def along(
             shuffled=changed if shuffled else [],
             blocked=changed if blocked else [],
             indexed=changed if indexed else [],
-            linear=each_alone(0) if is_linear else (),
+            linear=linear,
         )
 
     return rule
@@ -188,7 +188,7 @@ def tile_rule(equation: JaxprEqn) -> Rule:
         else:
             result.append(dimension)
             moved.append(dimension)
-    return factors.rule([operand], [result], moved=moved)
+    return factors.rule([operand], [result], moved=moved, linear=each_alone(0))
 
 
 def concatenate_rule(equation: JaxprEqn) -> Rule:
@@ -235,11 +235,7 @@ def reduction_rule(equation: JaxprEqn) -> Rule:
     sums = equation.primitive.name == "reduce_sum"
     linear = each_alone(0) if sums else ()
     results = [result] * len(equation.outvars)
-    # `argmax` returns the number of an element.
-    indexed = reduced if equation.primitive.name.startswith("arg") else []
-    return factors.rule(
-        operands, results, reduced=reduced, indexed=indexed, sums=sums, linear=linear
-    )
+    return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 
 def named_reduction_rule(equation: JaxprEqn) -> Rule:
@@ -250,7 +246,8 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
     results = [[x for d, x in enumerate(operand) if d not in axes] for operand in operands]
     reduced = [operand[d] for operand in operands for d in axes]
     sums = equation.primitive.name.startswith("psum")
-    return factors.rule(operands, results, reduced=reduced, sums=sums)
+    linear = each_alone(*range(len(operands))) if sums else ()
+    return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 
 def fourier_rule(equation: JaxprEqn) -> Rule:

@@ -25,10 +25,11 @@ PAIRWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 _LINEAR_IN_FIRST = """
-    conj convert_element_type copy copy_p div imag name neg real redcoast_mark stop_gradient
+    conj convert_element_type copy copy_p div imag name neg real redcoast_mark reduce_precision
+    stop_gradient
 """.split()  # noqa: SIM905
 _LINEAR: dict[str, Linear] = {
-    **dict.fromkeys(["add", "add_any", "sub"], together(2)),
+    **dict.fromkeys(["add", "add_any", "complex", "sub"], together(2)),
     **dict.fromkeys(_LINEAR_IN_FIRST, each_alone(0)),
     "mul": each_alone(0, 1),
 }
@@ -57,4 +58,4 @@ def elementwise_rule(equation: JaxprEqn) -> Rule:
 def pairwise_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operands = [factors.of(shape_of(atom)) for atom in equation.invars]
-    return factors.rule(operands, operands)
+    return factors.rule(operands, operands, linear=each_alone(*range(len(operands))))

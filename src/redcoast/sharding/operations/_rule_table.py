@@ -35,7 +35,7 @@ from ._contracting_rules import (
 from ._elementwise_rules import ELEMENTWISE, PAIRWISE, elementwise_rule, pairwise_rule
 from ._indexing_rules import dynamic_update_slice_rule, gather_rule, scatter_rule
 from ._made_rules import DECOMPOSITIONS, FRESH, KEYED, decomposition_rule, fresh_rule, keyed_rule
-from ._rule import Factors, Rule, shape_of
+from ._rule import Factors, Rule, each_alone, shape_of, together
 
 REDUCTIONS = frozenset(
     """
@@ -50,31 +50,31 @@ _NAMED: dict[str, Callable[[JaxprEqn], Rule]] = {
     "concatenate": concatenate_rule,
     "conv_general_dilated": convolution_rule,
     "cumlogsumexp cummax cummin cumprod": along(not_along("axis"), moved=True),
-    "cumsum": along(not_along("axis"), moved=True, is_linear=True),
+    "cumsum": along(not_along("axis"), moved=True, linear=each_alone(0)),
     "dot_general": dot_general_rule,
     "dot_product_attention_bwd_wrapper": fused_attention_rule,
     "dot_product_attention_fwd_wrapper": fused_attention_rule,
-    "dynamic_slice": along(same_size, indexed=True, is_linear=True),
+    "dynamic_slice": along(same_size, indexed=True, linear=each_alone(0)),
     "dynamic_update_slice": dynamic_update_slice_rule,
     "expand_dims": expand_dims_rule,
     "fft": fourier_rule,
     "gather": gather_rule,
-    "pad": along(unpadded, moved=True),
+    "pad": along(unpadded, moved=True, linear=together(2)),
     "pmax pmin psum psum_invariant": named_reduction_rule,
     "ragged_dot ragged_dot_general": ragged_dot_rule,
     "reduce_window reduce_window_max reduce_window_min": along(
         unwindowed, moved=True, blocked=True
     ),
-    "reduce_window_sum": along(unwindowed, moved=True, blocked=True, is_linear=True),
+    "reduce_window_sum": along(unwindowed, moved=True, blocked=True, linear=each_alone(0)),
     "reshape": reshape_rule,
-    "rev": along(not_along("dimensions"), moved=True, is_linear=True),
+    "rev": along(not_along("dimensions"), moved=True, linear=each_alone(0)),
     "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": scatter_rule,
     "scatter_add scatter_max scatter_min scatter_mul scatter_sub": scatter_rule,
     "select_and_gather_add select_and_scatter select_and_scatter_add": window_scatter_rule,
     "sharding_constraint": pairwise_rule,
-    "slice": along(same_size, moved=True, indexed=True, is_linear=True),
+    "slice": along(same_size, moved=True, indexed=True, linear=each_alone(0)),
     "sort": along(not_along("dimension"), shuffled=True),
-    "split": along(not_along("axis"), moved=True, indexed=True),
+    "split": along(not_along("axis"), moved=True, indexed=True, linear=each_alone(0)),
     "squeeze": squeeze_rule,
     "stack": stack_rule,
     "tile": tile_rule,

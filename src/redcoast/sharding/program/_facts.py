@@ -1,0 +1,167 @@
+"""Follows facts about the arrays of a program, from its inputs to its outputs.
+
+A fact is anything that the fact of a result follows from those of the operands, such as whether an
+array depends on the model. This is the walk through loops, branches and calls for all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from ...core._control_flow import Cond, Scan, While, control_flow
+from ...core._frames import own_line
+from ...core._jaxpr import variables
+from ..operations import Dimension, Rule, rule_of
+from ._graph import Value
+from ._walk import Scope
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation, the program that it is in, and the call, loop or branch around that program."""
+
+    scope: Scope
+    equation: JaxprEqn
+    outer: "Operation | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def rule(self) -> Rule | None:
+        return rule_of(self.equation)
+
+    @property
+    def result(self) -> Value:
+        return self.scope.values[self.equation.outvars[0]]
+
+    @property
+    def operands(self) -> list[Value | None]:
+        """The values of the operands; None for literals."""
+        values = self.scope.values
+        return [None if isinstance(x, Literal) else values[x] for x in self.equation.invars]
+
+    def dimensions(self) -> list[tuple[int, int, Dimension]]:
+        """The place of the operand, the node and the factors of each dimension of the operands."""
+        rule = self.rule
+        if rule is None:
+            return []
+        return [
+            (place, node, dimension)
+            for place, (value, dimensions) in enumerate(
+                zip(self.operands, rule.operands, strict=True)
+            )
+            if value is not None
+            for node, dimension in zip(value.dims, dimensions, strict=True)
+        ]
+
+    def producer(self, atom: Any) -> JaxprEqn | None:
+        """The equation of the same program that an operand is a result of."""
+        equations = self.scope.jaxpr.eqns
+        return next((one for one in equations if atom in one.outvars), None)
+
+    def line(self) -> str:
+        """The line of the user's code, such as `train.py:12`.
+
+        A compiled function of a library has none, and that of its call is returned.
+        """
+        line = own_line(getattr(self.equation.source_info, "traceback", None))
+        if not line and self.outer is not None:
+            return self.outer.line()
+        return line
+
+
+@dataclass(frozen=True)
+class Facts(Generic[Fact]):
+    """How facts follow from each other.
+
+    - `of_number`: the fact of a literal or a constant, from its value.
+    - `of_results`: the fact of the results of an operation, from those of its operands.
+    - `join`: the fact of an array that comes from one of several branches.
+    - `widen`: the fact of a loop's carry, from those before and after an iteration.
+    - `control`: the fact of a result, from itself and those that a branch or a loop is chosen by.
+    """
+
+    of_number: Callable[[Any], Fact]
+    of_results: Callable[[Operation, Sequence[Fact]], Fact]
+    join: Callable[[Sequence[Fact]], Fact]
+    widen: Callable[[Fact, Fact], Fact]
+    control: Callable[[Fact, Sequence[Fact]], Fact] = lambda fact, _: fact
+
+
+def follow_facts(
+    facts: Facts[Fact],
+    scope: Scope,
+    inputs: Sequence[Fact],
+    *,
+    needed: Sequence[Any] | None = None,
+    outer: Operation | None = None,
+) -> list[Fact]:
+    """Returns the facts of a program's results; what they do not depend on is left out.
+
+    `needed` are the variables whose facts are asked for, by default the results.
+    """
+    jaxpr = scope.jaxpr
+    known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+    constants = zip(jaxpr.constvars, scope.consts, strict=False)
+    known.update((var, facts.of_number(value)) for var, value in constants)
+
+    def read(atom: Any) -> Fact:
+        if isinstance(atom, Literal):
+            return facts.of_number(atom.val)
+        return known[atom] if atom in known else facts.of_number(None)
+
+    for place in _used(jaxpr, jaxpr.outvars if needed is None else needed):
+        equation = jaxpr.eqns[place]
+        operation = Operation(scope, equation, outer)
+        operands = [read(atom) for atom in equation.invars]
+        if place in scope.inner:
+            results = _follow_inner(facts, operation, scope.inner[place], operands)
+        else:
+            results = [facts.of_results(operation, operands)] * len(equation.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _used(jaxpr: Jaxpr, needed: Sequence[Any]) -> list[int]:
+    """The places of the equations that the needed results depend on."""
+    wanted, used = set(variables(needed)), []
+    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if not wanted.isdisjoint(equation.outvars):
+            used.append(place)
+            wanted.update(variables(equation.invars))
+    return used[::-1]
+
+
+def _follow_inner(
+    facts: Facts[Fact], operation: Operation, inner: Sequence[Scope], operands: Sequence[Fact]
+) -> list[Fact]:
+    """The facts of the results of a loop, a branch or a call."""
+
+    def run(scope: Scope, inputs: Sequence[Fact]) -> list[Fact]:
+        return follow_facts(facts, scope, inputs, outer=operation)
+
+    def loop(body: Scope, consts: Sequence[Fact], carry: Sequence[Fact], xs: Sequence[Fact]):
+        results = run(body, [*consts, *carry, *xs])
+        # A carried value may depend on the results of an earlier iteration.
+        pairs = zip(carry, results, strict=False)
+        carried = [facts.widen(before, after) for before, after in pairs]
+        return run(body, [*consts, *carried, *xs])
+
+    match control_flow(operation.equation):
+        case Cond():
+            branches = [run(scope, operands[1:]) for scope in inner]
+            joined = [facts.join(results) for results in zip(*branches, strict=True)]
+            return [facts.control(fact, operands[:1]) for fact in joined]
+        case Scan() as scan:
+            return loop(inner[0], *scan.split(operands))
+        case While() as while_loop:
+            condition, consts, carry = while_loop.split(operands)
+            results = loop(inner[1], consts, carry, [])
+            return [facts.control(fact, condition) for fact in results]
+    return run(inner[0], operands)

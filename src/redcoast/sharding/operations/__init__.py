@@ -10,5 +10,7 @@ from ._rule import Dimension as Dimension
 from ._rule import Dimensions as Dimensions
 from ._rule import Factor as Factor
 from ._rule import Rule as Rule
+from ._rule import fixed_operands as fixed_operands
+from ._rule import is_linear as is_linear
 from ._rule_table import opaque_rule as opaque_rule
 from ._rule_table import rule_of as rule_of

@@ -246,7 +246,7 @@ def named_reduction_rule(equation: JaxprEqn) -> Rule:
     results = [[x for d, x in enumerate(operand) if d not in axes] for operand in operands]
     reduced = [operand[d] for operand in operands for d in axes]
     sums = equation.primitive.name.startswith("psum")
-    linear = each_alone(*range(len(operands))) if sums else ()
+    linear = together(len(operands)) if sums else ()
     return factors.rule(operands, results, reduced=reduced, sums=sums, linear=linear)
 
 

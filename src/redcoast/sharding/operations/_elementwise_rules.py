@@ -58,4 +58,4 @@ def elementwise_rule(equation: JaxprEqn) -> Rule:
 def pairwise_rule(equation: JaxprEqn) -> Rule:
     factors = Factors()
     operands = [factors.of(shape_of(atom)) for atom in equation.invars]
-    return factors.rule(operands, operands, linear=each_alone(*range(len(operands))))
+    return factors.rule(operands, operands, linear=together(len(operands)))

@@ -115,3 +115,25 @@ def each_alone(*places: int) -> Linear:
 def together(count: int, first: int = 0) -> Linear:
     """Linear in several operands at once, as a sum of them is."""
     return (frozenset(range(first, count)),)
+
+
+def is_linear(rule: Rule, varied: Sequence[bool]) -> bool:
+    """Whether an operation is linear in each of the `varied` operands, in one or by itself."""
+    return all(
+        any(place in group for group in rule.linear)
+        for place, varies in enumerate(varied)
+        if varies
+    )
+
+
+def fixed_operands(rule: Rule, varied: Sequence[bool]) -> list[bool]:
+    """Which operands the derivative of a linear operation by the `varied` ones needs.
+
+    These are the operands that are fixed while it is linear in a varied one: the other factor of a
+    product, and the indices of a lookup.
+    """
+    fixed = [False] * len(varied)
+    for group in rule.linear:
+        if any(varied[place] for place in group):
+            fixed = [needed or place not in group for place, needed in enumerate(fixed)]
+    return fixed

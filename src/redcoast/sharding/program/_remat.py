@@ -15,23 +15,10 @@ from ...core._control_flow import (
     control_flow,
     inner_jaxprs,
     open_jaxpr,
-    primitive_name,
     saves,
 )
 from ...core._jaxpr import is_inexact, variables
-
-# The derivatives of these need no operands except indices and masks.
-_LINEAR = frozenset(
-    """
-    add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum
-    device_put dynamic_slice dynamic_update_slice expand_dims gather imag name neg
-    optimization_barrier pad psum psum_invariant pvary real redcoast_mark reduce_precision
-    reduce_sum reshape rev scatter-add scatter_add select_n sharding_constraint slice split
-    squeeze stack stop_gradient sub tile transpose unstack
-    """.split()  # noqa: SIM905
-)
-# The derivatives of these need an operand if a gradient flows into the other one.
-_PRODUCTS = frozenset(["conv_general_dilated", "dot_general", "mul", "ragged_dot"])
+from ..operations import fixed_operands, is_linear, rule_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ def find_needed(jaxpr: Jaxpr, region: Region, grads: Sequence[bool]) -> Needed:
     for index, equation in reversed(list(enumerate(jaxpr.eqns))):
         has_grad = [not isinstance(atom, Literal) and atom in with_grad for atom in equation.invars]
         derived = region.derived and any(var in with_grad for var in equation.outvars)
-        if derived and not _needs_no_results(equation):
+        if derived and _needs_results(equation, has_grad):
             needed.update(equation.outvars)
         outs = tuple(var in needed and not region.keeps(equation) for var in equation.outvars)
         inner[index], operands = _called(equation, Region(outs, derived, region.policy), has_grad)
@@ -97,10 +84,12 @@ def _with_grad(jaxpr: Jaxpr, grads: Sequence[bool]) -> set[Any]:
     return found
 
 
-def _needs_no_results(equation: JaxprEqn) -> bool:
-    """Whether the derivative of an equation needs none of its results."""
-    name = primitive_name(equation)
-    return name in _LINEAR or name in _PRODUCTS or _differentiates_inside(equation)
+def _needs_results(equation: JaxprEqn, has_grad: Sequence[bool]) -> bool:
+    """Whether the derivative of an equation needs its results."""
+    if _differentiates_inside(equation):
+        return False
+    rule = rule_of(equation)
+    return rule is None or not is_linear(rule, has_grad)
 
 
 def _differentiates_inside(equation: JaxprEqn) -> bool:
@@ -112,11 +101,9 @@ def _differentiates_inside(equation: JaxprEqn) -> bool:
 
 def _derived(equation: JaxprEqn, has_grad: Sequence[bool]) -> list[bool]:
     """Which operands the derivative of an equation needs, beside those of the jaxprs in it."""
-    name = primitive_name(equation)
-    if name in _LINEAR:
-        return [not is_inexact(atom.aval) for atom in equation.invars]
-    if name in _PRODUCTS:
-        return [any(has_grad[:i]) or any(has_grad[i + 1 :]) for i in range(len(has_grad))]
+    rule = rule_of(equation)
+    if rule is not None and is_linear(rule, has_grad):
+        return fixed_operands(rule, has_grad)
     flow = control_flow(equation)
     is_remat = isinstance(flow, Call) and flow.kind is CallKind.REMAT
     needs_none = _differentiates_inside(equation) and not is_remat

@@ -12,6 +12,8 @@ from ...core._jaxpr import is_inexact
 from ._remat import Region
 
 Dims = tuple[int, ...]  # the nodes of an array's dimensions
+# An equation, after the loops, branches and calls around it, outermost first.
+Source = tuple[JaxprEqn, ...]
 Sizes = defaultdict[Dims, float]
 
 
@@ -51,6 +53,7 @@ class Sum:
     uses: int = 1
     of: Value | None = None
     before: Dims = ()
+    source: Source = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Cut:
     dims: Dims
     times: int | float
     grad: bool
+    operation: Source = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Meeting:
     dims: Dims
     bytes: int
     times: int | float
+    source: Source = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Work:
     flops: int | float
     forward: int | float
     of: tuple[Dims, ...]
+    source: Source = ()
 
 
 @dataclass
@@ -124,6 +130,7 @@ class Graph:
     computed: Sizes = field(default_factory=lambda: defaultdict(float))
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
+    source: Source = ()  # the current equation
     skipped: frozenset[int] = frozenset()  # scans that do not count, by the `id` of the equation
     # For the current equation: how often it runs in the forward pass and for rematerialisation,
     # whether its results are kept for the backward pass, and what each region around it needs of
@@ -178,13 +185,16 @@ class Graph:
         uses = self.sums[key].uses + 1 if key in self.sums else 1
         if backward and value.reduced is not None:
             times, uses = value.reduced, 1
-        self.sums[key] = Sum(node, value.dims, value.bytes, times, backward, uses, value, before)
+        self.sums[key] = Sum(
+            node, value.dims, value.bytes, times, backward, uses, value, before, self.source
+        )
 
     def meet(self, value: Value, node: int, before: Dims, along: Dims = ()) -> None:
         """Records that `node` of an operand follows the dimensions `before` in the result."""
         if before:
             times = self.times * self.forwards
-            self.meetings.append(Meeting(node, before, along, value.dims, value.bytes, times))
+            met = Meeting(node, before, along, value.dims, value.bytes, times, self.source)
+            self.meetings.append(met)
 
     def cut(
         self, value: Value, source: int | None, result: Value | None, target: int | None
@@ -196,7 +206,9 @@ class Graph:
         """
         dims = value.dims if result is None else result.dims
         out = 0 if result is None else result.bytes
-        self.cuts.append(Cut(source, target, value.bytes, out, dims, self.times, value.grad))
+        self.cuts.append(
+            Cut(source, target, value.bytes, out, dims, self.times, value.grad, self.source)
+        )
         if source is not None and target is not None:
             self.soft_links.append((source, target))
 
@@ -217,7 +229,7 @@ class Graph:
         """Adds `flops` operations for each of the forward and backward `passes`."""
         forward = flops * self.times
         of = tuple(value.dims for value in operands)
-        self.works.append(Work(dims, forward * passes, forward, of))
+        self.works.append(Work(dims, forward * passes, forward, of, self.source))
 
 
 def output(equation: JaxprEqn) -> Any:

@@ -77,8 +77,11 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         graph.forwards = 1.0 + sum(index in each.equations for each in remats)
         graph.kept = all(region.keeps(equation) for region in regions[2:])
         graph.inner = [each.inner[index] for each in (used, differentiated, *remats)]
+        outer = graph.source
+        graph.source = (*outer, equation)
         with _repeated(graph, 1.0 if index in used.equations else 0.0):
             results, inner = _apply_rule(graph, equation, values)
+        graph.source = outer
         if inner:
             scope.inner[index] = inner
         scope.values.update(zip(equation.outvars, results, strict=True))

@@ -7,7 +7,8 @@ from itertools import chain
 from math import prod
 
 from ...distributed._mesh import PIPE
-from ..solver import _cost as cost
+from ..solver._collectives import BatchDims, of_batch, of_model
+from ..solver._cost import gathers
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
 from ..solver._strategy import Decision, batch_gathers, batch_of, is_split, parts, stored, used_axes
@@ -79,42 +80,43 @@ def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None
     return Pipelining(one.stages, one.layers, one.microbatches, one.bubble, sent)
 
 
-def _tensor_parallel(reasons: Reasons, batch: cost.BatchDims, hardware: Hardware) -> Entries:
+def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
-    decision, classes = reasons.decision, reasons.decision.classes
-    graph = decision.program.graph
-    # Overrides may shard two dimensions of an array, of which one counts.
-    named = lambda root: reasons.sets[root].names if root in reasons.sets else "arrays of overrides"
-    for found in cost.reduced(graph.sums.values(), classes, hardware):
-        if is_split(decision, (found.node,)):
-            cause = f"all-reduces of activations, {_way(found.backward)}: "
-            cause += named(classes[found.node])
-            size = cost.sum_bytes(found, hardware) / batch.parts(found.dims)
-            yield reasons.over, "activations", cause, all_reduce(reasons.n, size)
-    for root, size in chain(*(cost.cut_sides(cut, classes, batch) for cut in graph.cuts)):
-        if root in decision.chosen:
-            cause = f"all-gathers after tensor-parallel arrays: {named(root)}"
-            yield reasons.over, "activations", cause, all_gather(reasons.n, size)
+    decision = reasons.decision
+    graph, classes = decision.program.graph, decision.classes
+    for one in of_model(graph, classes, batch, reasons.n, hardware):
+        if one.root not in decision.chosen:
+            continue
+        # Overrides may shard two dimensions of an array, of which one counts.
+        names = "arrays of overrides"
+        if one.root in reasons.sets:
+            names = reasons.sets[one.root].names
+        cause = f"all-reduces of activations, {_way(one.backward)}: {names}"
+        if one.cause == "gathered":
+            cause = f"all-gathers after tensor-parallel arrays: {names}"
+        yield reasons.over, "activations", cause, one.bytes
 
 
-def _over_batch(reasons: Reasons, batch: cost.BatchDims, hardware: Hardware) -> Entries:
+def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
     """Sums over the batch, and all-gathers of it."""
     decision, graph = reasons.decision, reasons.decision.program.graph
     spread = used_axes(decision.strategy.batch, reasons.axes)
-    tokens = decision.program.batch.sequence
-    what = "sequence" if tokens else "batch"
-    count = lambda dims: reasons.n if is_split(decision, dims) else 1
-    for found in cost.batch_sums(graph, batch, hardware):
-        size = cost.over_batch(found, batch, stored(decision.strategy, reasons.axes), hardware)
-        size = size / count(found.dims)
-        if found.backward and batch.parts(found.dims) == 1:
-            yield spread, "gradients", f"gradients, summed over the {what}", size
-        else:
-            yield spread, "activations", f"sums over the {what}, {_way(found.backward)}", size
-    for meeting in cost.batch_meetings(graph, batch):
-        use = "written by index" if meeting.node in meeting.before else "compared with itself"
-        cause = "all-gathers of keys and values" if tokens else f"all-gathers of the batch, {use}"
-        yield spread, "activations", cause, cost.met(meeting, batch) / count(meeting.dims)
+    of_tokens = decision.program.batch.sequence
+    what = "sequence" if of_tokens else "batch"
+    causes = {
+        "gradients": f"gradients, summed over the {what}",
+        "written": "all-gathers of the batch, written by index",
+        "compared": "all-gathers of the batch, compared with itself",
+    }
+    if of_tokens:
+        causes |= dict.fromkeys(("written", "compared"), "all-gathers of keys and values")
+    for one in of_batch(graph, batch, stored(decision.strategy, reasons.axes), hardware):
+        size = one.bytes
+        if is_split(decision, one.dims):
+            size = size / reasons.n
+        cause = causes.get(one.cause, f"sums over the {what}, {_way(one.backward)}")
+        kind = "gradients" if one.cause == "gradients" else "activations"
+        yield spread, kind, cause, size
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)
     yield ("fsdp",), "activations", cause, size
@@ -135,7 +137,7 @@ def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -
         kept |= {PIPE} & used if place in layered else set()
         over = tuple(axis for axis in axes if axis in used - kept)
         # A stage gathers its layers once, before its first microbatch.
-        times = 1 if place in layered else cost.gathers(decision.program.graph, value)
+        times = 1 if place in layered else gathers(decision.program.graph, value)
         part = value.bytes * times / prod(axes[axis] for axis in kept)
         found.append((over, row.leaf.name, all_gather(parts(over, axes), part)))
     for over, gathered in grouped(found, lambda one: one[0]).items():

@@ -1,13 +1,14 @@
 """The cost of sharding classes of dimensions, as an optimization problem over sets."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..program._graph import Cut, Graph, Meeting, Sum, Value
+from ..program._graph import Graph, Value
 from ._classes import Classes
-from ._hardware import Hardware, all_gather, all_reduce
+from ._collectives import BatchDims, of_batch, of_model
+from ._hardware import Hardware, all_gather
 
 Choice = frozenset[int]
 
@@ -55,26 +56,6 @@ class Axes:
     fsdp: int
     model: int
     stored: int
-
-
-@dataclass(frozen=True)
-class BatchDims:
-    """The nodes that are sharded like the batch, over `count` devices."""
-
-    classes: Classes
-    roots: frozenset[int]
-    count: int
-
-    def __getitem__(self, node: int) -> int:
-        # Gradients of all rows are summed together, whether the rows are linked or not.
-        root = self.classes[node]
-        return -1 if root in self.roots else root
-
-    def has(self, node: int) -> bool:
-        return self.classes[node] in self.roots
-
-    def parts(self, dims: Iterable[int]) -> int:
-        return self.count if any(self.has(node) for node in dims) else 1
 
 
 def group(
@@ -147,19 +128,11 @@ def build_problem(
     problem = Problem(sorted(set(group_of.values())), {k: set(v) for k, v in against.items()})
     groups = lambda dims: frozenset(group_of[x] for x in classes.of(dims) if x in group_of)
     model, spread = hardware.model_bandwidth, hardware.batch_bandwidth
-    for found in reduced(graph.sums.values(), classes, hardware):
-        if (one := classes[found.node]) in group_of and classes.divides(found.node):
-            local = sum_bytes(found, hardware) / batch.parts(found.dims)
-            problem.single[group_of[one]] += all_reduce(axes.model, local) / model
-    for found in batch_sums(graph, batch, hardware):
-        seconds = over_batch(found, batch, axes.stored, hardware) / spread
-        _add_shared(problem, groups(found.dims), seconds, axes.model)
-    for meeting in batch_meetings(graph, batch):
-        _add_shared(problem, groups(meeting.dims), met(meeting, batch) / spread, axes.model)
-    for cut in graph.cuts:
-        for one, size in cut_sides(cut, classes, batch):
-            if one in group_of:
-                problem.single[group_of[one]] += all_gather(axes.model, size) / model
+    for one in of_model(graph, classes, batch, axes.model, hardware):
+        if one.root is not None and one.root in group_of:
+            problem.single[group_of[one.root]] += one.bytes / model
+    for one in of_batch(graph, batch, axes.stored, hardware):
+        _add_shared(problem, groups(one.dims), one.bytes / spread, axes.model)
     for work in graph.works:
         seconds = work.flops / batch.parts(work.dims) / hardware.flops
         _add_shared(problem, groups(work.dims), seconds, axes.model)
@@ -174,53 +147,6 @@ def build_problem(
     return problem
 
 
-def reduced(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:
-    """Partial sums, one for all uses of a value if the compiler adds their cotangents first."""
-    seen: set[tuple[Value | None, int]] = set()
-    for found in sums:
-        key = found.of, classes[found.node]
-        if not (found.backward and hardware.adds_first and key in seen):
-            yield found
-        seen.add(key)
-
-
-def batch_sums(graph: Graph, batch: BatchDims, hardware: Hardware) -> Iterator[Sum]:
-    """The partial sums over a sharded batch."""
-    over = (one for one in graph.sums.values() if batch.has(one.node))
-    split = (one for one in over if not any(map(batch.has, one.before)))
-    return reduced(split, batch, hardware)
-
-
-def batch_meetings(graph: Graph, batch: BatchDims) -> Iterator[Meeting]:
-    """Operations that need all of the batch, such as a table of all pairs of examples."""
-    for meeting in graph.meetings:
-        met = batch.has(meeting.node) and any(map(batch.has, meeting.before))
-        if met and not any(map(batch.has, meeting.along)):
-            yield meeting
-
-
-def met(meeting: Meeting, batch: BatchDims) -> int | float:
-    """Bytes that each device sends to all-gather one of the two operands."""
-    return all_gather(batch.count, meeting.bytes) * meeting.times
-
-
-def sum_bytes(found: Sum, hardware: Hardware) -> int | float:
-    """Bytes that are reduced in a step for one partial sum."""
-    return found.bytes * found.times * (1 if hardware.adds_first else found.uses)
-
-
-def over_batch(found: Sum, batch: BatchDims, stored: int, hardware: Hardware) -> int | float:
-    """Bytes that each device sends to sum over the batch. Results without rows are gradients.
-
-    `stored` is the number of shards that a gradient is stored as.
-    """
-    size = sum_bytes(found, hardware)
-    # XLA uses an all-reduce if the gradient is sharded over only some of the devices.
-    scatters = hardware.scatters and stored == batch.count
-    is_gradient = found.backward and batch.parts(found.dims) == 1
-    return (all_gather if is_gradient and scatters else all_reduce)(batch.count, size)
-
-
 def _add_shared(problem: Problem, groups: Choice, seconds: int | float, parts: int) -> None:
     """Adds `seconds`, which are divided by `parts` if one of the groups is chosen."""
     _add(problem, groups, seconds / parts, seconds)
@@ -232,21 +158,6 @@ def _add(problem: Problem, groups: Choice, hit: int | float, miss: int | float) 
         return
     before = problem.covers.get(groups, (0.0, 0.0))
     problem.covers[groups] = (before[0] + hit, before[1] + miss)
-
-
-def cut_sides(cut: Cut, classes: Classes, batch: BatchDims) -> Iterator[tuple[int, int | float]]:
-    """The classes that end at a cut, and the bytes that sharding them gathers there."""
-    source, target = (
-        None if node is None or not classes.divides(node) else classes[node]
-        for node in (cut.source, cut.target)
-    )
-    if source == target:
-        return
-    # Compilers gather the array, and its cotangent in the backward pass, on either side.
-    gathers = cut.times * (1 + cut.grad) / batch.parts(cut.dims)
-    for one, size in ((source, cut.source_bytes), (target, cut.target_bytes)):
-        if one is not None:
-            yield one, size * gathers
 
 
 def gathers(graph: Graph, value: Value) -> int:

@@ -13,7 +13,8 @@ from ..program._trace import Traced
 from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
 from ._classes import Classes, conflicts, splittable
-from ._cost import Axes, BatchDims, Parameter, Problem, build_problem, group
+from ._collectives import BatchDims
+from ._cost import Axes, Parameter, Problem, build_problem, group
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
 

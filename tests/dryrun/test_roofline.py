@@ -40,6 +40,12 @@ def test_each_bound_and_which_is_the_largest():
     assert found == Bounds(2.0, 0.5, {"model": 0.5, "data": 8.0}, "network (data)", 0.25)
 
 
+def test_what_devices_repeat_is_no_utilisation():
+    found = bounds(repeated=0.75)
+    assert found.arithmetic == bounds().arithmetic
+    assert found.utilisation == 0.25
+
+
 def test_several_axes_are_as_fast_as_the_fastest_of_them():
     found = bounds(sent_bytes={"data": 4e9, "data+fsdp": 5e10, "data+fsdp+model": 2e10})
     assert found.network == {"data": 4.0, "data+fsdp": 5.0, "data+fsdp+model": 1.0}

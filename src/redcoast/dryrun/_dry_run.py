@@ -148,6 +148,7 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
             sent_bytes=compiled.sent,
             chip=target.chip,
             bandwidths=axis_bandwidths(target, mesh),
+            repeated=_repeated(plan, mesh),
         )
     if count := compiled.open_loops:
         notes.append(
@@ -171,6 +172,14 @@ def _result(job: Job, place: Place, mesh: Mesh, plan: Plan, compiled: Compiled) 
         compile_seconds=compiled.seconds,
         plan=plan,
     )
+
+
+def _repeated(plan: Plan, mesh: Mesh) -> float:
+    """The part of a device's arithmetic that other devices do as well."""
+    program = plan.report.program_or_none
+    if program is None or not program.arithmetic.per_device:
+        return 0.0
+    return max(0.0, 1 - program.arithmetic.flops / (mesh.size * program.arithmetic.per_device))
 
 
 def _memory(job: Job, plan: Plan, mesh: Mesh, compiled: Compiled) -> dict[str, int]:

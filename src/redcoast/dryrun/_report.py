@@ -196,7 +196,14 @@ def _time(run: DryRun) -> list[str]:
         what = f": {flops}" if name == "arithmetic" and flops else ""
         mark = "  <- the bottleneck" if name == bounds.binding else ""
         lines.append(f"  {seconds * 1e3:>12,.4g} ms  {name}{what}{mark}")
-    return [*lines, f"Upper bound on utilisation: {bounds.utilisation:.0%}"]
+    largest = every[bounds.binding]
+    repeated = 0.0
+    if bounds.arithmetic:
+        repeated = 1 - bounds.utilisation * largest / bounds.arithmetic
+    text = f"Upper bound on utilisation: {bounds.utilisation:.0%}"
+    if repeated >= _LITTLE:
+        text += f"; {repeated:.0%} of the arithmetic is repeated by several devices"
+    return [*lines, text]
 
 
 def _changes(run: DryRun) -> list[str]:

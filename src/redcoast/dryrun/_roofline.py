@@ -17,8 +17,8 @@ class Bounds:
     - `network`: For each set of mesh axes, such as `"model"` or `"data+fsdp"`, the time of the
         communication over them, without overlap.
     - `binding`: The name of the largest bound: `"arithmetic"`, `"memory"`, or `"network (model)"`.
-    - `utilisation`: `arithmetic` divided by the largest bound: an upper bound on the utilisation of
-        the peak rate.
+    - `utilisation`: `arithmetic` divided by the largest bound, without what several devices repeat:
+        an upper bound on the utilisation of the peak rate.
     """
 
     arithmetic: float
@@ -35,6 +35,7 @@ def time_bounds(
     sent_bytes: Mapping[str, int | float],
     chip: Chip,
     bandwidths: Mapping[str, int | float],
+    repeated: float = 0.0,
 ) -> Bounds:
     """Computes lower bounds on the time of a step, assuming that all of them overlap.
 
@@ -45,6 +46,7 @@ def time_bounds(
     - `sent_bytes`: Bytes that a device communicates, by mesh axes joined with `+`.
     - `chip`: The device.
     - `bandwidths`: Bytes per second that it can send along each mesh axis.
+    - `repeated`: The part of the arithmetic, from 0 to 1, that other devices do as well.
 
     **Returns:**
 
@@ -72,7 +74,8 @@ def time_bounds(
     every = {"arithmetic": arithmetic, "memory": memory}
     every |= {f"network ({axes})": seconds for axes, seconds in network.items()}
     binding = max(every, key=lambda name: every[name])
-    utilisation = arithmetic / every[binding] if every[binding] else 0.0
+    useful = arithmetic * (1 - repeated)
+    utilisation = useful / every[binding] if every[binding] else 0.0
     return Bounds(float(arithmetic), float(memory), network, binding, float(utilisation))
 
 

@@ -155,10 +155,21 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 def own_line(trace: Any) -> str:
     """The innermost line of the user's code in a traceback of JAX's, such as `train.py:12`."""
+    frame = own_frame(trace)
+    if frame is None:
+        return ""
+    file, number = frame
+    return f"{os.path.basename(file)}:{number}"
+
+
+def own_frame(trace: Any) -> tuple[str, int] | None:
+    """The file and the number of the innermost line of the user's code in a traceback of JAX's."""
     libraries = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
     foreign = (*_HIDDEN, "<", *libraries)
-    own = (f for f in getattr(trace, "frames", ()) if not f.file_name.startswith(foreign))
-    return next((f"{os.path.basename(f.file_name)}:{f.line_num}" for f in own), "")
+    for frame in getattr(trace, "frames", ()):
+        if not frame.file_name.startswith(foreign):
+            return frame.file_name, frame.line_num
+    return None
 
 
 def is_hidden(file: str) -> bool:

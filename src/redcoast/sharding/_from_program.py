@@ -18,11 +18,12 @@ from .program._trace import trace_over
 from .report import _reasons
 from .report._coupling import find_coupling
 from .report._data import ProgramReport
+from .report._lines import find_lines
 from .report._masks import find_shared_masks
 from .report._promotion import find_promotions
 from .report._repeated import repeated
 from .report._sums import find_sums
-from .report._traffic import pipelining, traffic
+from .report._traffic import all_sent, pipelining, traffic
 from .solver import _memory
 from .solver._hardware import Hardware
 from .solver._replicate import replicate
@@ -269,6 +270,7 @@ def _report(
 ) -> ProgramReport:
     """The figures of a decision; `others` are the arrays of the batch that are not rows."""
     axes, reasons = task.axes, _reasons.find_reasons(task.leaves, decision, task.axes)
+    sent = all_sent(rows, reasons, task.hardware)
     return ProgramReport(
         batch_axes=_reasons.batch_axes(decision, axes),
         model_axes=reasons.over,
@@ -276,7 +278,7 @@ def _report(
         batch_sizes=_reasons.batch_sizes(decision),
         not_rows=others,
         hindrances=_reasons.hindrances(reasons),
-        traffic=traffic(rows, reasons, task.hardware),
+        traffic=traffic(sent),
         closed_over=_reasons.closed_over(reasons),
         coupled=find_coupling(task.program),
         summed=find_sums(task.program),
@@ -290,4 +292,5 @@ def _report(
         device_memory_known=task.hardware.memory is not None,
         sequences=decision.program.batch.sequence,
         pipeline=pipelining(decision, axes),
+        lines=find_lines(sent, decision, axes),
     )

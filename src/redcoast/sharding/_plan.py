@@ -56,16 +56,27 @@ class Plan:
 
         return draw_html(self.report)
 
-    def table(self) -> str:
-        """Lists every array with its spec and the reason for it.
+    @hide_frames
+    def table(self, *, by: str = "array") -> str:
+        """Lists every array with its spec and the reason for it, or what each line of code costs.
 
-        Below the table are the sums of bytes, the estimated memory and communication with their
-        causes, and what happens to the batch. Similar arrays, such as those of repeated layers,
-        share a line.
+        Below the table of arrays are the sums of bytes, the estimated memory and communication with
+        their causes, and what happens to the batch. Similar arrays, such as those of repeated
+        layers, share a line.
+
+        **Arguments:**
+
+        - `by`: `"array"`, or `"line"` for the lines of the planned function that cost most, the
+            costliest first: the estimated bytes that are kept for the backward pass, and those that
+            are communicated, on each device in a step.
 
         **Returns:**
 
         Lines of at most 80 columns.
+
+        **Raises:**
+
+        `ValueError` with `by="line"` if the plan was made without a function.
 
         !!! example
 
@@ -77,9 +88,48 @@ class Plan:
             print(rc.plan_shardings(model, rc.make_mesh(model=4)).table())
             ```
         """
+        if by not in ("array", "line"):
+            raise ValueError(f'`by` is {by!r}. A table is by "array" or by "line".')
+        if by == "line":
+            from .report._lines import draw_lines
+
+            return draw_lines(self.report.program)
         from .report._table import draw_table
 
         return draw_table(self.report)
+
+    @hide_frames
+    def check(
+        self, *, max_bytes: int | float | None = None, max_memory: int | float | None = None
+    ) -> None:
+        """Raises an error if the estimates exceed limits, for a test of your own.
+
+        **Arguments:**
+
+        - `max_bytes`: Bytes that each device communicates in a step.
+        - `max_memory`: Bytes of memory on each device.
+
+        **Raises:**
+
+        `ValueError` with the estimate, the limit, and the lines of the function that cost most.
+
+        !!! example
+
+            ```python
+            import jax
+            import jax.numpy as jnp
+            import redcoast as rc
+
+            model = {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))}
+            batch = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+            loss_fn = lambda p, x, key: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+            plan = rc.plan_shardings(model, rc.make_mesh(), fn=loss_fn, args=(batch, None))
+            plan.check(max_bytes=1e6, max_memory=1e9)
+            ```
+        """
+        from .report._limits import check_limits
+
+        check_limits(self.report.program, max_bytes, max_memory)
 
     def constrain(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function with its activations constrained to the plan.

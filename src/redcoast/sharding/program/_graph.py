@@ -123,11 +123,12 @@ class Graph:
     meetings: list[Meeting] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     # Bytes of values, by their dimensions: the largest value, what is read and written, what is
-    # saved for the backward pass, and the results of contractions.
+    # saved for the backward pass (also by the operation), and the results of contractions.
     together: dict[Dims, int] = field(default_factory=dict)
     traffic: Sizes = field(default_factory=lambda: defaultdict(float))
-    saved: Sizes = field(default_factory=lambda: defaultdict(float))
+    saved: dict[tuple[Dims, Source], float] = field(default_factory=lambda: defaultdict(float))
     computed: Sizes = field(default_factory=lambda: defaultdict(float))
+    first_use: dict[Dims, Source] = field(default_factory=dict)  # by the dimensions of a value
     unknown: Counter[str] = field(default_factory=Counter)
     times: int | float = 1.0
     source: Source = ()  # the current equation
@@ -215,7 +216,7 @@ class Graph:
     def save(self, value: Value) -> None:
         """Records a value that is kept for the backward pass, unless it is recomputed there."""
         if value.grad and self.kept:
-            self.saved[value.dims] += value.bytes * self.times
+            self.saved[value.dims, self.source] += value.bytes * self.times
 
     def compute(self, value: Value) -> None:
         """Records the result of a contraction, a gather or a scatter."""

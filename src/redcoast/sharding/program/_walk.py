@@ -103,6 +103,8 @@ def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Wa
         return gathered(graph, equation, inputs, d), []
     rule = rule_of(equation)
     if rule is not None:
+        for value in inputs:
+            graph.first_use.setdefault(value.dims, graph.source)
         results = follow_rule(graph, equation, rule, inputs)
         if name == "sharding_constraint":
             record_constraint(graph, equation, inputs[0])

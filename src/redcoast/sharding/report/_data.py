@@ -87,6 +87,25 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class LineCost:
+    """What a line of the user's code costs on each device.
+
+    **Attributes:**
+
+    - `file`, `number`: The line; `""` and 0 for what belongs to no line of the user's code.
+    - `memory_bytes`: What is kept of it for the backward pass, and arrays that it closes over.
+    - `sent_bytes`: What a device communicates in a step because of it.
+    - `causes`: The causes of communication and of memory, the largest first.
+    """
+
+    file: str
+    number: int
+    memory_bytes: int
+    sent_bytes: int
+    causes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ClosedOver:
     """A large array that the function closes over, and the axes that it is tensor-parallel over."""
 
@@ -167,6 +186,7 @@ class ProgramReport:
         examples.
     - `promotions`: The lines of the user's code that combine predictions of shape `(n, 1)` with
         labels of shape `(n,)`, so that NumPy's rank promotion makes an `(n, n)` array.
+    - `lines`: The lines of the user's code that cost memory or communication, the costliest first.
     - `device_memory`, `device_memory_known`: The bytes of memory that a device has, and whether the
         devices, or `Hardware.memory`, specify it. Otherwise it is 80 GB.
     """
@@ -191,6 +211,7 @@ class ProgramReport:
     summed: Mapping[str, str] = field(default_factory=dict)
     shared_masks: tuple[str, ...] = ()
     promotions: tuple[str, ...] = ()
+    lines: tuple[LineCost, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)

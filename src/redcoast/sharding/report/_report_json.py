@@ -86,6 +86,7 @@ def program_from_json(saved: Mapping[str, Any]) -> data.ProgramReport:
         summed=saved.get("summed", {}),
         shared_masks=tuple(saved.get("shared_masks", ())),
         promotions=tuple(saved.get("promotions", ())),
+        lines=tuple(map(_line_cost, saved.get("lines", ()))),
     )
 
 
@@ -95,6 +96,11 @@ def _traffic(one: Mapping[str, Any]) -> data.Traffic:
         kind = "parameters" if cause.startswith("gathers of parameters") else "activations"
         kind = "gradients" if cause.startswith("gradients") else kind
     return data.Traffic(tuple(one["axis"].split(" x ")), kind, cause, one["bytes"])
+
+
+def _line_cost(one: Mapping[str, Any]) -> data.LineCost:
+    sizes = one["memory_bytes"], one["sent_bytes"]
+    return data.LineCost(one["file"], one["number"], *sizes, tuple(one["causes"]))
 
 
 def _closed_over(one: Mapping[str, Any]) -> data.ClosedOver:

@@ -151,7 +151,23 @@ def _estimates(report: PlanReport, *, short: bool) -> list[str]:
             f"{one.bubble:.0%}{of_time}{scaled(one.bytes)} {sent}"
         )
         lines += hanging(_labelled("Pipeline", ""), text)
-    return [*lines, _labelled("Memory", _memory(program)), *_communication(program)]
+    lines.append(_labelled("Memory", _memory(program)))
+    if program.closed_over:
+        lines += _closed_over(program, short=short)
+    return [*lines, *_communication(program)]
+
+
+def _closed_over(program: ProgramReport, *, short: bool) -> list[str]:
+    """The large arrays that the function closes over, which every device has."""
+    size = scaled(sum(one.bytes for one in program.closed_over))
+    names = list(dict.fromkeys(one.name for one in program.closed_over))
+    shown = ", ".join(names[:2])
+    if len(names) > 2:
+        shown += f" and {len(names) - 2} more"
+    text = f"{size} replicated: {shown}"
+    if not short:
+        text += ". As a part of the model, they would be sharded."
+    return hanging(_labelled("Closed over", ""), text)
 
 
 def _memory(program: ProgramReport) -> str:

@@ -1,12 +1,12 @@
 """The estimated communication of a plan, by mesh axis and by cause."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from ...distributed._mesh import PIPE
+from ..program._graph import Source
 from ..solver._collectives import BatchDims, of_batch, of_model
 from ..solver._cost import gathers
 from ..solver._figures import Pipelining
@@ -19,49 +19,72 @@ from ._reasons import Reasons
 from ._text import grouped, shortened
 
 Axes = tuple[str, ...]
-Entries = Iterable[tuple[Axes, TrafficKind, str, int | float]]
-Collected = dict[tuple[Axes, TrafficKind, str], float]
 
 
-def traffic(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> tuple[Traffic, ...]:
-    """The bytes that each device communicates in a step, the largest cause first."""
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that each device sends in a step over some axes, and the operation that causes it."""
+
+    axes: Axes
+    kind: TrafficKind
+    cause: str
+    bytes: int | float
+    source: Source = ()
+
+
+def all_sent(rows: Sequence[Row], reasons: Reasons, hardware: Hardware) -> list[Sent]:
+    """What each device communicates in a step."""
     decision, axes = reasons.decision, reasons.axes
-    found = _collected(_of_program(reasons, hardware))
+    entries = list(_of_program(reasons, hardware))
     if (staged := decision.program.staged) is not None:
         reasons = replace(reasons, decision=replace(decision, program=staged.outside))
-        outside = _collected(_of_program(reasons, hardware))
-        for entry, size in found.items():
+        outside: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
+        total: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
+        for one in entries:
+            total[one.axes, one.kind, one.cause] += one.bytes
+        for one in _of_program(reasons, hardware):
+            outside[one.axes, one.kind, one.cause] += one.bytes
+        scaled: list[Sent] = []
+        for one in entries:
+            key = one.axes, one.kind, one.cause
             # The gradients of a stage are summed over its microbatches first.
-            share = 1 / staged.stages if entry[1] == "gradients" else staged.share
-            found[entry] = outside[entry] + (size - outside[entry]) * share
-    found |= _collected(chain(_gathers(rows, decision, axes), _between_stages(decision, axes)))
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+            share = staged.share
+            if one.kind == "gradients":
+                share = 1 / staged.stages
+            size = outside[key] + (total[key] - outside[key]) * share
+            scaled.append(replace(one, bytes=one.bytes * size / max(1, total[key])))
+        entries = scaled
+    entries += _gathers(rows, decision, axes)
+    entries += _between_stages(decision, axes)
+    return entries
+
+
+def traffic(entries: Iterable[Sent]) -> tuple[Traffic, ...]:
+    """The bytes that each device communicates in a step by their causes, the largest first."""
+    sums: dict[tuple[Axes, TrafficKind, str], float] = defaultdict(float)
+    for one in entries:
+        sums[one.axes, one.kind, one.cause] += one.bytes
+    ordered = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Traffic(*key, round(size)) for key, size in ordered if size > 0)
 
 
-def _collected(entries: Entries) -> Collected:
-    found: Collected = defaultdict(float)
-    for over, kind, cause, size in entries:
-        found[over, kind, cause] += size
-    return found
-
-
-def _of_program(reasons: Reasons, hardware: Hardware) -> Entries:
+def _of_program(reasons: Reasons, hardware: Hardware) -> Iterator[Sent]:
     batch = batch_of(reasons.decision, reasons.axes)
     yield from _tensor_parallel(reasons, batch, hardware)
     yield from _over_batch(reasons, batch, hardware)
 
 
-def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Entries:
+def _between_stages(decision: Decision, axes: Mapping[str, int]) -> Iterator[Sent]:
     if (staged := decision.program.staged) is None:
         return
     cause = "from each stage of the pipeline to the next, and back"
-    yield (PIPE,), "activations", cause, sent_between(decision, axes)
+    yield Sent((PIPE,), "activations", cause, sent_between(decision, axes))
     # The results of the last stage go to all stages, and the gradients of the first stage's.
     shards = batch_of(decision, axes).count
     gradients = staged.returned * staged.ticks / staged.microbatches
     size = all_reduce(staged.stages, (staged.carried + gradients) / shards)
-    yield (PIPE,), "activations", "what enters and leaves the pipeline, on all stages", size
+    cause = "what enters and leaves the pipeline, on all stages"
+    yield Sent((PIPE,), "activations", cause, size)
 
 
 def sent_between(decision: Decision, axes: Mapping[str, int]) -> float:
@@ -80,7 +103,7 @@ def pipelining(decision: Decision, axes: Mapping[str, int]) -> Pipelining | None
     return Pipelining(one.stages, one.layers, one.microbatches, one.bubble, sent)
 
 
-def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
     """All-reduces of sums over tensor-parallel dimensions, and all-gathers after them."""
     decision = reasons.decision
     graph, classes = decision.program.graph, decision.classes
@@ -94,10 +117,10 @@ def _tensor_parallel(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> 
         cause = f"all-reduces of activations, {_way(one.backward)}: {names}"
         if one.cause == "gathered":
             cause = f"all-gathers after tensor-parallel arrays: {names}"
-        yield reasons.over, "activations", cause, one.bytes
+        yield Sent(reasons.over, "activations", cause, one.bytes, one.source)
 
 
-def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entries:
+def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Iterator[Sent]:
     """Sums over the batch, and all-gathers of it."""
     decision, graph = reasons.decision, reasons.decision.program.graph
     spread = used_axes(decision.strategy.batch, reasons.axes)
@@ -115,21 +138,24 @@ def _over_batch(reasons: Reasons, batch: BatchDims, hardware: Hardware) -> Entri
         if is_split(decision, one.dims):
             size = size / reasons.n
         cause = causes.get(one.cause, f"sums over the {what}, {_way(one.backward)}")
-        kind = "gradients" if one.cause == "gradients" else "activations"
-        yield spread, kind, cause, size
+        kind: TrafficKind = "activations"
+        if one.cause == "gradients":
+            kind = "gradients"
+        yield Sent(spread, kind, cause, size, one.source)
     cause = "all-gathers of the batch, which is given split over fsdp too"
     size = batch_gathers(decision.program, decision.strategy, reasons.axes)
-    yield ("fsdp",), "activations", cause, size
+    yield Sent(("fsdp",), "activations", cause, size)
 
 
 def _way(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> Entries:
+def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -> Iterator[Sent]:
     """FSDP-sharded arrays are all-gathered, over the axes of their storage alone."""
-    found: list[tuple[Axes, str, float]] = []
+    found: list[tuple[Axes, str, float, Source]] = []
     parameters, staged = decision.program.parameters, decision.program.staged
+    first_use = decision.program.graph.first_use
     layered = frozenset() if staged is None else staged.layered
     for place, (row, value, d) in enumerate(zip(rows, parameters, decision.computed, strict=True)):
         kept = set() if d is None else set(spec_axes([*row.spec, *[None] * len(value.dims)][d]))
@@ -139,7 +165,11 @@ def _gathers(rows: Sequence[Row], decision: Decision, axes: Mapping[str, int]) -
         # A stage gathers its layers once, before its first microbatch.
         times = 1 if place in layered else gathers(decision.program.graph, value)
         part = value.bytes * times / prod(axes[axis] for axis in kept)
-        found.append((over, row.leaf.name, all_gather(parts(over, axes), part)))
+        size = all_gather(parts(over, axes), part)
+        # A scan uses one layer of an array at a time.
+        source = first_use.get(value.dims, first_use.get(value.dims[1:], ()))
+        found.append((over, row.leaf.name, size, source))
     for over, gathered in grouped(found, lambda one: one[0]).items():
-        cause = f"all-gathers of parameters: {shortened([name for _, name, _ in gathered])}"
-        yield over, "parameters", cause, sum(size for _, _, size in gathered)
+        names = shortened([name for _, name, _, _ in gathered])
+        for _, _, size, source in gathered:
+            yield Sent(over, "parameters", f"all-gathers of parameters: {names}", size, source)

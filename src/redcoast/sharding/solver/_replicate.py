@@ -62,7 +62,8 @@ def replicate(
 def _memory_only(rows: Sequence[Row], decision: Decision) -> list[list[int]]:
     """Sets of arrays whose sharding over `model` only saves memory, each of one class."""
     classes, program = decision.classes, decision.program
-    busy = [work.dims for work in program.graph.works] + list(program.graph.saved)
+    busy = [work.dims for work in program.graph.works]
+    busy += [dims for dims, _ in program.graph.saved]
     needed = classes.of(node for dims in busy for node in dims if classes.divides(node))
     stored: list[list[int]] = []
     together: dict[int, list[int]] = defaultdict(list)

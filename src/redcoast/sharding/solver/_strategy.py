@@ -1,13 +1,13 @@
 """Decides which dimensions of a tree's arrays to shard, from the program that uses them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
 
 from ...core._control_flow import open_jaxpr
 from ..program._constants import Constant, find_constants
-from ..program._graph import Graph, Value
+from ..program._graph import Graph, Source, Value
 from ..program._remat import Region
 from ..program._trace import Traced
 from ..program._walk import Scope, walk
@@ -330,12 +330,16 @@ def staged_sum(decision: Decision, measure: Callable[[Decision], int | float]) -
 
 def saved_bytes(decision: Decision, axes: Mapping[str, int]) -> int | float:
     """Bytes per device that are saved for the backward pass."""
-    n = parts(decision.strategy.model, axes)
+    return staged_sum(decision, lambda one: sum(size for size, _ in saved_parts(one, axes)))
 
-    def saved(one: Decision) -> float:
-        batch, total = batch_of(one, axes), 0.0
-        for dims, size in one.program.graph.saved.items():
-            total += size / batch.parts(dims) / (n if is_split(one, dims) else 1)
-        return total
 
-    return staged_sum(decision, saved)
+def saved_parts(
+    decision: Decision, axes: Mapping[str, int]
+) -> Iterator[tuple[int | float, Source]]:
+    """Bytes per device that are saved for the backward pass, and the operation of each."""
+    batch, n = batch_of(decision, axes), parts(decision.strategy.model, axes)
+    for (dims, source), size in decision.program.graph.saved.items():
+        share = batch.parts(dims)
+        if is_split(decision, dims):
+            share *= n
+        yield size / share, source

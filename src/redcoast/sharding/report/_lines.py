@@ -1,0 +1,91 @@
+"""The memory and the communication of a plan, by the line of the user's code."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from linecache import getline
+
+from ...core._frames import own_frame
+from ..program._graph import Source
+from ..solver._strategy import Decision, saved_parts
+from ._data import LineCost, ProgramReport
+from ._text import WIDTH, hanging, megabytes
+from ._traffic import Sent
+
+Frame = tuple[str, int]  # a file and the number of a line
+_NOWHERE: Frame = ("", 0)
+_SHOWN = 20  # lines of a table
+
+
+def find_lines(
+    entries: Iterable[Sent], decision: Decision, axes: Mapping[str, int]
+) -> tuple[LineCost, ...]:
+    """The lines of the user's code that cost most, with the bytes of each."""
+    frames = _Frames()
+    sent: Counter[Frame] = Counter()
+    saved: Counter[Frame] = Counter()
+    causes: dict[Frame, Counter[str]] = defaultdict(Counter)
+    for one in entries:
+        frame = frames.of(one.source)
+        sent[frame] += one.bytes  # pyright: ignore[reportArgumentType]
+        causes[frame][one.cause.partition(":")[0]] += one.bytes  # pyright: ignore
+    for size, source in saved_parts(decision, axes):
+        saved[frames.of(source)] += size  # pyright: ignore[reportArgumentType]
+    for constant in decision.program.constants:
+        source = decision.program.graph.first_use.get(constant.values[0].dims, ())
+        frame = frames.of(source)
+        saved[frame] += constant.bytes
+        causes[frame]["arrays that the function closes over"] += constant.bytes
+    lines = [
+        LineCost(
+            file=file,
+            number=number,
+            memory_bytes=round(saved[file, number]),
+            sent_bytes=round(sent[file, number]),
+            causes=tuple(cause for cause, size in causes[file, number].most_common() if size),
+        )
+        for file, number in {*sent, *saved}
+    ]
+    costly = [one for one in lines if one.memory_bytes or one.sent_bytes]
+    order = lambda one: (-(one.memory_bytes + one.sent_bytes), one.file, one.number)
+    return tuple(sorted(costly, key=order))
+
+
+class _Frames:
+    """The lines of operations; those of the same operation are read once."""
+
+    def __init__(self):
+        self._known: dict[int, Frame | None] = {}
+
+    def of(self, source: Source) -> Frame:
+        """The line of an operation, or else of the innermost call around it that has one."""
+        for equation in reversed(source):
+            if id(equation) not in self._known:
+                trace = getattr(equation.source_info, "traceback", None)
+                self._known[id(equation)] = own_frame(trace)
+            frame = self._known[id(equation)]
+            if frame is not None:
+                return frame
+        return _NOWHERE
+
+
+def draw_lines(program: ProgramReport) -> str:
+    """A table of the lines that cost most, with their code."""
+    lines = [f"{'saved MB':>10}  {'sent MB':>10}  line"]
+    for one in program.lines[:_SHOWN]:
+        first = f"{megabytes(one.memory_bytes):>10}  {megabytes(one.sent_bytes):>10}  "
+        code = getline(one.file, one.number).strip()
+        named = f"{os.path.basename(one.file)}:{one.number}"
+        if not one.file:
+            named = "no line of your code"
+        lines += hanging(first, f"{named}  {code}"[: 3 * WIDTH])
+        lines += hanging(" " * len(first) + "  ", "; ".join(one.causes)) if one.causes else []
+    if len(program.lines) > _SHOWN:
+        rest = program.lines[_SHOWN:]
+        memory = megabytes(sum(one.memory_bytes for one in rest))
+        sent = megabytes(sum(one.sent_bytes for one in rest))
+        lines.append(f"{memory:>10}  {sent:>10}  {len(rest)} other lines")
+    memory = program.memory
+    others = memory.total - memory.activations - memory.closed_over
+    lines.append(f"{megabytes(others):>10}  {'':>10}  the model, its gradients and optimizer state")
+    return "\n".join(lines)

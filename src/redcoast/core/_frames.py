@@ -34,6 +34,8 @@ _HIDDEN = (
     ft.__file__,
     inspect.__file__,
 )
+_LIBRARIES = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
+_FOREIGN = (*_HIDDEN, "<", *_LIBRARIES)
 # Raised by a line of redcoast itself, these are mistakes in redcoast, and its frames are needed.
 _DEFECTS = (AssertionError, AttributeError, LookupError, NameError)
 _LONGEST = 10_000  # letters of a message
@@ -164,10 +166,8 @@ def own_line(trace: Any) -> str:
 
 def own_frame(trace: Any) -> tuple[str, int] | None:
     """The file and the number of the innermost line of the user's code in a traceback of JAX's."""
-    libraries = {sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib", "stdlib")}
-    foreign = (*_HIDDEN, "<", *libraries)
     for frame in getattr(trace, "frames", ()):
-        if not frame.file_name.startswith(foreign):
+        if not frame.file_name.startswith(_FOREIGN):
             return frame.file_name, frame.line_num
     return None
 

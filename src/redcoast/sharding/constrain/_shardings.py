@@ -16,8 +16,8 @@ from ..pipeline._stages import Pipeline
 from ..program._graph import Value
 from ..program._walk import Scope
 from ..solver._classes import Classes
-from ..solver._collectives import BatchDims
 from ..solver._memory import asked_axes
+from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims, parts, split_axes
 from ..tree._overrides import spec_axes
 from ..tree._plan_rows import Compute

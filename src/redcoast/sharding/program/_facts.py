@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from ...core._control_flow import Cond, Scan, While, control_flow
 from ...core._frames import own_line
 from ...core._jaxpr import variables
-from ..operations import Dimension, Rule, rule_of
+from ..operations import Dimension, Rule
 from ._graph import Value
 from ._walk import Scope
 
@@ -25,8 +25,12 @@ class Operation:
     """An equation, the program that it is in, and the call, loop or branch around that program."""
 
     scope: Scope
-    equation: JaxprEqn
+    place: int  # of the equation in the program
     outer: "Operation | None" = None
+
+    @property
+    def equation(self) -> JaxprEqn:
+        return self.scope.jaxpr.eqns[self.place]
 
     @property
     def name(self) -> str:
@@ -34,7 +38,7 @@ class Operation:
 
     @property
     def rule(self) -> Rule | None:
-        return rule_of(self.equation)
+        return self.scope.rules[self.place]
 
     @property
     def result(self) -> Value:
@@ -62,8 +66,8 @@ class Operation:
 
     def producer(self, atom: Any) -> JaxprEqn | None:
         """The equation of the same program that an operand is a result of."""
-        equations = self.scope.jaxpr.eqns
-        return next((one for one in equations if atom in one.outvars), None)
+        before = reversed(self.scope.jaxpr.eqns[: self.place])
+        return next((equation for equation in before if atom in equation.outvars), None)
 
     def line(self) -> str:
         """The line of the user's code, such as `train.py:12`.
@@ -118,7 +122,7 @@ def follow_facts(
 
     for place in _used(jaxpr, jaxpr.outvars if needed is None else needed):
         equation = jaxpr.eqns[place]
-        operation = Operation(scope, equation, outer)
+        operation = Operation(scope, place, outer)
         operands = [read(atom) for atom in equation.invars]
         if place in scope.inner:
             results = _follow_inner(facts, operation, scope.inner[place], operands)

@@ -18,15 +18,17 @@ def follow_rule(
     A dimension of a result is the same node as that of the operands if its factors are carried, and
     a new node otherwise.
     """
-    shared = _link_operands(graph, rule, inputs)
-    results = _add_results(graph, equation, rule, inputs, shared)
+    resharded = _resharded(rule)
+    shared = _link_operands(graph, rule, resharded, inputs)
+    results = _add_results(graph, equation, rule, resharded, inputs, shared)
     for _, _, node, dimension in _dimensions([*inputs, *results], [*rule.operands, *rule.results]):
         if dimension[0] in rule.blocked:
             graph.blocked.add(node)
     if not inputs or not results:
         return results
-    _gather_whole(graph, rule, inputs, results)
-    _cut_moved(graph, rule, inputs, results)
+    if rule.whole:
+        _gather_whole(graph, rule, resharded, inputs, results)
+    _cut_moved(graph, rule, resharded, inputs, results)
     _sum_forward(graph, rule, inputs, results)
     if rule.writes is None:
         _sum_backward(graph, rule, inputs, results[0])
@@ -47,16 +49,17 @@ def _dimensions(
 
 def _resharded(rule: Rule) -> frozenset[Factor]:
     """The factors of new dimensions in the results that correspond to those of operands."""
-    if rule.writes is not None:
+    if rule.writes is not None or not rule.moved | rule.whole:
         return frozenset()  # an array that is written into keeps its dimensions
     common = _all_factors(_all_dimensions(rule.operands))
     common &= _all_factors(_all_dimensions(rule.results))
     return (rule.moved | rule.whole & common) - rule.shuffled
 
 
-def _link_operands(graph: Graph, rule: Rule, inputs: Sequence[Value]) -> dict[Dimension, int]:
+def _link_operands(
+    graph: Graph, rule: Rule, resharded: frozenset[Factor], inputs: Sequence[Value]
+) -> dict[Dimension, int]:
     """Links the dimensions that several operands have, and returns a node for each dimension."""
-    resharded = _resharded(rule)
     shared: dict[Dimension, int] = {}
     for _, _, node, dimension in _dimensions(inputs, rule.operands):
         first = shared.setdefault(dimension, node)
@@ -70,12 +73,13 @@ def _add_results(
     graph: Graph,
     equation: JaxprEqn,
     rule: Rule,
+    resharded: frozenset[Factor],
     inputs: Sequence[Value],
     shared: dict[Dimension, int],
 ) -> list[Value]:
     """Adds the results, with the nodes of the operands where dimensions are carried."""
     of_operands = _all_factors(set(shared))
-    changed = _resharded(rule) | rule.whole
+    changed = resharded | rule.whole
     nodes = {dimension: node for dimension, node in shared.items() if dimension[0] not in changed}
     results: list[Value] = []
     for place, (var, dimensions) in enumerate(zip(equation.outvars, rule.results, strict=True)):
@@ -113,10 +117,14 @@ def _gradient(
 
 
 def _gather_whole(
-    graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]
+    graph: Graph,
+    rule: Rule,
+    resharded: frozenset[Factor],
+    inputs: Sequence[Value],
+    results: Sequence[Value],
 ) -> None:
     """Records dimensions that are needed as a whole: nothing stays sharded along them."""
-    needed = rule.whole - rule.blocked - _resharded(rule)
+    needed = rule.whole - rule.blocked - resharded
     for value, _, node, dimension in _dimensions(inputs, rule.operands):
         if dimension[0] in needed:
             graph.cut(value, node, results[0], None)
@@ -125,13 +133,18 @@ def _gather_whole(
             graph.cut(value, None, value, node)
 
 
-def _cut_moved(graph: Graph, rule: Rule, inputs: Sequence[Value], results: Sequence[Value]) -> None:
+def _cut_moved(
+    graph: Graph,
+    rule: Rule,
+    resharded: frozenset[Factor],
+    inputs: Sequence[Value],
+    results: Sequence[Value],
+) -> None:
     """Records dimensions that are cut, joined or regrouped.
 
     Dimensions of operands and results that begin with the same factor are linked softly: a batch
     that is cut or joined is sharded again, because the operations that follow act on each example.
     """
-    resharded = _resharded(rule)
     skipped = (rule.whole - resharded) | rule.blocked | rule.reduced
     before, after = _all_dimensions(rule.operands), _all_dimensions(rule.results)
     unchanged = {dimension for dimension in before & after if dimension[0] not in resharded}

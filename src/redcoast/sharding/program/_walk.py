@@ -22,7 +22,7 @@ from ...core._control_flow import (
     primitive_name,
 )
 from ...core._markers import gathered_dimension
-from ..operations import opaque_rule, rule_of
+from ..operations import Rule, opaque_rule, rule_of
 from ..operations._rule_table import REDUCTIONS
 from ._follow_rule import follow_rule
 from ._graph import Graph, Value
@@ -50,11 +50,12 @@ ASSUMED_TRIPS = 10
 
 @dataclass(eq=False)
 class Scope:
-    """The values of a jaxpr, and the scopes of the jaxprs that its equations call, by index."""
+    """The values of a jaxpr, and by index of an equation, its rule and the scopes of its jaxprs."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any] = ()
     values: dict[Any, Value] = field(default_factory=dict)
+    rules: dict[int, Rule | None] = field(default_factory=dict)
     inner: dict[int, list["Scope"]] = field(default_factory=dict)
 
 
@@ -79,8 +80,9 @@ def walk(graph: Graph, closed: AnyJaxpr, inputs: Sequence[Value]) -> Scope:
         graph.inner = [each.inner[index] for each in (used, differentiated, *remats)]
         outer = graph.source
         graph.source = (*outer, equation)
+        scope.rules[index] = rule_of(equation)
         with _repeated(graph, 1.0 if index in used.equations else 0.0):
-            results, inner = _apply_rule(graph, equation, values)
+            results, inner = _apply_rule(graph, equation, scope.rules[index], values)
         graph.source = outer
         if inner:
             scope.inner[index] = inner
@@ -97,11 +99,12 @@ def _read(graph: Graph, scope: Scope, atom: Any) -> Value:
     return graph.value(atom.aval) if isinstance(atom, Literal) else scope.values[atom]
 
 
-def _apply_rule(graph: Graph, equation: JaxprEqn, inputs: Sequence[Value]) -> Walked:
+def _apply_rule(
+    graph: Graph, equation: JaxprEqn, rule: Rule | None, inputs: Sequence[Value]
+) -> Walked:
     name = primitive_name(equation)
     if (d := gathered_dimension(equation)) is not None:
         return gathered(graph, equation, inputs, d), []
-    rule = rule_of(equation)
     if rule is not None:
         for value in inputs:
             graph.first_use.setdefault(value.dims, graph.source)

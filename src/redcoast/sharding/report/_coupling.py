@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ...core._jaxpr import is_inexact
 from ..operations import Factor, Rule
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._collectives import BatchDims
+from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
 from ._data import Coupling
 

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..operations._rule import shape_of
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._collectives import BatchDims
+from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
 
 _WIDENING = frozenset(["broadcast_in_dim", "reshape", "expand_dims"])

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...core._pytree import join, show_path
 from ..program._facts import Facts, Operation, follow_facts
-from ..solver._collectives import BatchDims
+from ..solver._planned_collectives import BatchDims
 from ..solver._strategy import Program, batch_dims
 
 # The result grows as the operand that grows most, though it is not linear in it.

@@ -7,10 +7,10 @@ from math import prod
 
 from ...distributed._mesh import PIPE
 from ..program._graph import Source
-from ..solver._collectives import BatchDims, of_batch, of_model
 from ..solver._cost import gathers
 from ..solver._figures import Pipelining
 from ..solver._hardware import Hardware, all_gather, all_reduce
+from ..solver._planned_collectives import BatchDims, of_batch, of_model
 from ..solver._strategy import Decision, batch_gathers, batch_of, is_split, parts, stored, used_axes
 from ..tree._overrides import spec_axes
 from ..tree._plan_rows import Row

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..program._graph import Graph, Value
 from ._classes import Classes
-from ._collectives import BatchDims, of_batch, of_model
 from ._hardware import Hardware, all_gather
+from ._planned_collectives import BatchDims, of_batch, of_model
 
 Choice = frozenset[int]
 

@@ -13,10 +13,10 @@ from ..program._trace import Traced
 from ..program._walk import Scope, walk
 from ._batch import BatchNodes, find_batch
 from ._classes import Classes, conflicts, splittable
-from ._collectives import BatchDims
 from ._cost import Axes, Parameter, Problem, build_problem, group
 from ._eliminate import search_groups
 from ._hardware import Hardware, all_gather
+from ._planned_collectives import BatchDims
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class BatchDims:
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Bytes that each device sends in a step for one array.
 
     `root` is the class of dimensions whose sharding over `model` is the cause; where it is None,
@@ -50,7 +50,7 @@ class Collective:
 
 def of_model(
     graph: Graph, classes: Classes, batch: BatchDims, n: int, hardware: Hardware
-) -> Iterator[Collective]:
+) -> Iterator[PlannedCollective]:
     """What is sent if a class of dimensions is sharded over the `n` devices of `model`.
 
     Partial sums along it are all-reduced, and arrays that it does not stay sharded in are
@@ -60,16 +60,16 @@ def of_model(
         if classes.divides(one.node):
             size = all_reduce(n, _sum_bytes(one, hardware) / batch.parts(one.dims))
             root = classes[one.node]
-            yield Collective("partial sums", size, one.backward, root, one.dims, one.source)
+            yield PlannedCollective("partial sums", size, one.backward, root, one.dims, one.source)
     for cut in graph.cuts:
         for root, size in _cut_sides(cut, classes, batch):
             sent = all_gather(n, size)
-            yield Collective("gathered", sent, False, root, cut.dims, cut.operation)
+            yield PlannedCollective("gathered", sent, False, root, cut.dims, cut.operation)
 
 
 def of_batch(
     graph: Graph, batch: BatchDims, stored: int, hardware: Hardware
-) -> Iterator[Collective]:
+) -> Iterator[PlannedCollective]:
     """What is sent if the batch is sharded. A gradient is stored as `stored` different shards."""
     over = (one for one in graph.sums.values() if batch.has(one.node))
     split = (one for one in over if not any(map(batch.has, one.before)))
@@ -82,17 +82,17 @@ def of_batch(
         if is_gradient and scatters:
             sent = all_gather(batch.count, _sum_bytes(one, hardware))
         if is_gradient:
-            yield Collective("gradients", sent, True, None, one.dims, one.source)
+            yield PlannedCollective("gradients", sent, True, None, one.dims, one.source)
         else:
             cause = "sums over the batch"
-            yield Collective(cause, sent, one.backward, None, one.dims, one.source)
+            yield PlannedCollective(cause, sent, one.backward, None, one.dims, one.source)
     for meeting in _meetings_of_batch(graph, batch):
         # Operations that need all of the batch, such as a table of all pairs of examples.
         sent = all_gather(batch.count, meeting.bytes) * meeting.times
         if meeting.node in meeting.before:
-            yield Collective("written", sent, False, None, meeting.dims, meeting.source)
+            yield PlannedCollective("written", sent, False, None, meeting.dims, meeting.source)
         else:
-            yield Collective("compared", sent, False, None, meeting.dims, meeting.source)
+            yield PlannedCollective("compared", sent, False, None, meeting.dims, meeting.source)
 
 
 def _once(sums: Iterable[Sum], classes: Classes | BatchDims, hardware: Hardware) -> Iterator[Sum]:

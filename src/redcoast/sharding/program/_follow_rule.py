@@ -21,21 +21,28 @@ def follow_rule(
     resharded = _resharded(rule)
     shared = _link_operands(graph, rule, resharded, inputs)
     results = _add_results(graph, equation, rule, resharded, inputs, shared)
-    for _, _, node, dimension in _dimensions([*inputs, *results], [*rule.operands, *rule.results]):
-        if dimension[0] in rule.blocked:
-            graph.blocked.add(node)
+    if rule.blocked:
+        _block(graph, rule, [*inputs, *results])
     if not inputs or not results:
         return results
     if rule.whole:
         _gather_whole(graph, rule, resharded, inputs, results)
-    _cut_moved(graph, rule, resharded, inputs, results)
-    _sum_forward(graph, rule, inputs, results)
+    if resharded or any(len(dimension) > 1 for dimension in shared):
+        _cut_moved(graph, rule, resharded, inputs, results)
+    if rule.reduced:
+        _sum_forward(graph, rule, inputs, results)
     if rule.writes is None:
         _sum_backward(graph, rule, inputs, results[0])
     else:
         _write(graph, rule, inputs, results[0])
     _count_work(graph, equation, rule, inputs, results)
     return results
+
+
+def _block(graph: Graph, rule: Rule, values: Sequence[Value]) -> None:
+    for _, _, node, dimension in _dimensions(values, [*rule.operands, *rule.results]):
+        if dimension[0] in rule.blocked:
+            graph.blocked.add(node)
 
 
 def _dimensions(

@@ -1,1 +1,1 @@
-"""What all others use, and what imports none of them: PyTrees, jaxprs, errors, dtypes, JSON."""
+"""Helpers for PyTrees, jaxprs, errors, dtypes and JSON. They import no other folder of redcoast."""

@@ -1,4 +1,4 @@
-"""Calls a function on Auto axes inside of a program whose arrays are on Explicit ones."""
+"""Calls a function on Auto axes inside a program whose arrays are on Explicit axes."""
 
 from collections.abc import Callable
 from typing import Any

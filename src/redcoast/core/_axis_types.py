@@ -68,7 +68,7 @@ def on_mesh(tree: PyTree, mesh: Mesh | AbstractMesh | None) -> PyTree:
 
 
 def explicit_mesh_of(tree: PyTree) -> Mesh | None:
-    """The first mesh with Explicit axes that an array of a tree is on."""
+    """The mesh of the first array of a tree that is on a mesh with Explicit axes."""
     shardings = (_explicit_sharding(x) for x in jax.tree.leaves(tree))
     meshes = (x.mesh for x in shardings if x is not None)
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)

@@ -50,7 +50,8 @@ class UnsupportedJaxVersion(RuntimeError):
 
 @dataclass(frozen=True)
 class Scan:
-    """A `scan`. The operands are `consts` constants, `carry` carried values and the scanned."""
+    """A `scan`. The operands are `consts` constants, `carry` carried values, and the scanned
+    arrays."""
 
     body: AnyJaxpr
     length: int
@@ -60,7 +61,7 @@ class Scan:
     carry: int
 
     def split(self, items: Items) -> tuple[Items, Items, Items]:
-        """Splits items, one for each operand: the constants, the carry and the scanned ones."""
+        """Splits items, one for each operand, into constants, carry and scanned arrays."""
         scanned = self.consts + self.carry
         parts = items[: self.consts], items[self.consts : scanned], items[scanned:]
         return cast(tuple[Items, Items, Items], parts)
@@ -76,7 +77,7 @@ class While:
     body_consts: int
 
     def split(self, items: Items) -> tuple[Items, Items, Items]:
-        """Splits items, one for each operand: the constants of both functions and the carry."""
+        """Splits items, one for each operand, into the constants of each function and the carry."""
         carry = self.cond_consts + self.body_consts
         parts = items[: self.cond_consts], items[self.cond_consts : carry], items[carry:]
         return cast(tuple[Items, Items, Items], parts)
@@ -90,7 +91,7 @@ class Cond:
 
 
 class CallKind(Enum):
-    """What an equation does with the jaxpr that it calls, beside calling it."""
+    """What an equation changes about the jaxpr that it calls."""
 
     PLAIN = "runs it"
     REMAT = "computes it again in the backward pass"
@@ -103,7 +104,7 @@ class CallKind(Enum):
 class Call:
     """An equation that runs a jaxpr once, with its own operands and results.
 
-    `policy` and `prevent_cse` are those of a rematerialised call.
+    `policy` and `prevent_cse` are the arguments of `jax.checkpoint`, if the call is rematerialised.
     """
 
     jaxpr: AnyJaxpr
@@ -113,7 +114,7 @@ class Call:
 
     @property
     def has_derivative(self) -> bool:
-        """Whether the call has another derivative than its jaxpr."""
+        """Whether the call has a custom derivative."""
         return self.kind not in (CallKind.PLAIN, CallKind.REMAT)
 
 
@@ -127,7 +128,7 @@ class LinearSolve:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A `pallas_call`, which runs `body` once for each of `points` of its grid."""
+    """A `pallas_call`, which runs `body` once for each point of its grid."""
 
     body: AnyJaxpr
     points: tuple[Any, ...]  # the sizes of the grid, some of which may depend on data
@@ -137,7 +138,7 @@ class Kernel:
 class Manual:
     """A `shard_map`, which runs `body` on the shards of its operands.
 
-    `axes` are those over which an operand or a result is sharded.
+    `axes` are the mesh axes over which an operand or a result is sharded.
     """
 
     body: AnyJaxpr
@@ -154,16 +155,17 @@ _CALLS = {
     "custom_jvp_call": CallKind.CUSTOM_JVP,
     "custom_vjp_call": CallKind.CUSTOM_VJP,
 }
-# If these have a jaxpr, it does not run once on the operands as they are.
+# The jaxprs of these do not run once on the operands as they are.
 _NOT_CALLS = frozenset(["custom_call", "ffi_call", "io_callback", "pure_callback"])
 _HIGH_LEVEL = "call_hi_primitive"
 _NAMED = "name"  # the primitive of `checkpoint_name`
 
 
 def control_flow(equation: JaxprEqn) -> ControlFlow | None:
-    """Returns what an equation runs, or None for an operation.
+    """Returns what an equation runs, or None if it only computes.
 
-    Raises `UnsupportedJaxVersion` if the equation lacks what all tested versions of JAX give it.
+    Raises `UnsupportedJaxVersion` if the equation lacks a parameter that it has in all tested
+    versions of JAX.
     """
     name = equation.primitive.name
     if name in _NOT_CALLS:
@@ -270,7 +272,7 @@ def saves(policy: Callable[..., Any], equation: JaxprEqn) -> bool:
 
 
 def _high_level(prim: Any) -> Call | str | None:
-    """The call of a `jax.experimental.hijax.HiPrim`, or the name of a primitive that it stands for.
+    """The call of a `jax.experimental.hijax.HiPrim`, or the name of the primitive that it replaces.
 
     None if it has no jaxpr.
     """
@@ -305,7 +307,7 @@ def _high_level_kind(cls: type) -> CallKind | str | None:
     They have no public names, so a function of each kind is traced and its class is read.
     """
     for kind, fn in _PROBES.items():
-        # A probe has the class that JAX's flags choose now, which are those of the program.
+        # JAX's flags choose the class, so it is the same for the probe and for the program.
         (equation,) = jax.make_jaxpr(fn)(1.0).eqns
         if type(equation.params.get("_prim")) is cls:
             return kind
@@ -327,7 +329,7 @@ _PROBES = {
     _NAMED: lambda x: checkpoint_name(x, "probe"),
 }
 _READ = "_redcoast_call"
-# What policies that also offload return for what is computed again.
+# What policies that can also offload return for arrays that are recomputed.
 _RECOMPUTE = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[],
@@ -359,7 +361,8 @@ def is_high_level(equation: JaxprEqn) -> bool:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    """Returns all jaxprs that an equation has, those for derivatives too, without constants."""
+    """Returns all jaxprs of an equation without their constants, including jaxprs for
+    derivatives."""
     if not is_high_level(equation):
         return list(jaxprs_in_params(equation.params))
     call = control_flow(equation)
@@ -369,7 +372,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
 def replace_parameters(equation: JaxprEqn, replace: Callable[[Any], Any]) -> JaxprEqn:
     """Returns the equation with each of its parameters, jaxprs included, replaced.
 
-    The jaxpr of an operation with derivatives of its own is left as it is.
+    The jaxpr of an operation with a custom derivative is not changed.
     """
     if not is_high_level(equation):
         params = {name: replace(value) for name, value in equation.params.items()}

@@ -1,4 +1,4 @@
-"""The options of decoding, which a configuration may hold as its model's defaults."""
+"""The options of decoding. A model's configuration may contain its defaults."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ class Decoding:
 
     - `temperature`: with 0, decoding is greedy. Otherwise tokens are sampled from the softmax of
         the logits divided by the temperature.
-    - `top_k`: sample only from the `top_k` most likely tokens, and from those that tie with the
-        last of them.
+    - `top_k`: sample only from the `top_k` most likely tokens, and from tokens that tie with the
+        last one.
     - `top_p`: of the tokens that `top_k` keeps, sample only from the smallest set with a total
         probability of at least `top_p` (nucleus sampling, Holtzman et al., 2019,
         <https://arxiv.org/abs/1904.09751>).

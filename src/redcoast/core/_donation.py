@@ -1,4 +1,4 @@
-"""Arrays whose memory a call takes over: copied where they are needed elsewhere."""
+"""Donated arrays, which are copied if they are also needed elsewhere."""
 
 from collections.abc import Iterable
 from typing import Any

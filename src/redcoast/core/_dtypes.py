@@ -1,4 +1,4 @@
-"""NumPy arrays in the dtypes that JAX computes with, where that changes no value."""
+"""Converts NumPy arrays to the dtypes of JAX, if that changes no value."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ _X64 = "JAX computes with 32 bits unless `jax_enable_x64` is set"
 
 
 def to_jax_dtype(x: np.ndarray, what: str) -> np.ndarray:
-    """Converts a NumPy array to a dtype of JAX; it is returned as it is if it has one.
+    """Converts a NumPy array to a dtype of JAX, unless it already has one.
 
-    Big-endian numbers become those of this machine, and 64-bit numbers 32-bit ones, unless JAX is
-    set to 64 bits.
+    Numbers get the byte order of this machine, and 64-bit numbers become 32-bit numbers, unless
+    `jax_enable_x64` is set.
 
     **Arguments:**
 
-    - `what`: the array in messages, such as "The array at x".
+    - `what`: how messages refer to the array, such as "The array at x".
 
     **Raises:**
 
@@ -102,7 +102,7 @@ def tree_to_jax_dtypes(tree: PyTree, root: str, *, of: str = "") -> PyTree:
         where = show_place(path, of) if of else show_path(path)
         return to_jax_dtype(np.asarray(x), f"The array at {where} of {root}" if where else root)
 
-    # The paths take longer than all else.
+    # Computing the paths takes most of the time.
     if all(map(_is_jax_leaf, jax.tree.leaves(tree))):
         return tree
     return jax.tree_util.tree_map_with_path(convert, tree)

@@ -1,5 +1,4 @@
-"""Hides the frames of redcoast and JAX in tracebacks and warnings, as JAX hides its own, and those
-of wrappers that they call functions by."""
+"""Hides the frames of redcoast, JAX and their wrappers in tracebacks and warnings."""
 
 import contextlib
 import difflib
@@ -47,7 +46,7 @@ class LastNote(str):
 
 
 def hide_frames(fn: Fn) -> Fn:
-    """Decorates a public function, so that its errors show the frames of other code only.
+    """Decorates a public function, so that its errors show only the frames of other code.
 
     With `JAX_TRACEBACK_FILTERING=off`, JAX shows all frames, and so does redcoast.
     """
@@ -71,7 +70,7 @@ def hide_frames(fn: Fn) -> Fn:
 
 
 def hide_frames_of_init(cls: type[Class]) -> type[Class]:
-    """Decorates a public dataclass, so that errors in its arguments are as `hide_frames` has it."""
+    """Decorates a public dataclass as `hide_frames` decorates a function."""
     cls.__init__ = hide_frames(cls.__init__)
     return cls
 
@@ -110,7 +109,7 @@ def _suggest(fn: Callable[..., Any], error: TypeError, kwargs: Mapping[str, Any]
 
 
 def tidy(error: BaseException) -> None:
-    """Removes hidden frames from an error and those it came from, and puts the last notes last."""
+    """Removes hidden frames from an error and its causes, and puts the last notes last."""
     for each in _chain(error):
         notes = getattr(each, "__notes__", [])
         shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]

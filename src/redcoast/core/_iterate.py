@@ -1,4 +1,4 @@
-"""Iterators that make the next items before the current one is used."""
+"""Iterators that prepare the next items before the current one is used."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -28,7 +28,7 @@ def map_in_threads(
         if errors:
             raise errors[0]
     finally:
-        # The reader may stop early; results that are not finished are then of no use.
+        # The reader may stop early, and then needs no unfinished results.
         pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,7 +1,7 @@
 """Helpers for reading and evaluating jaxprs.
 
-They use what JAX does not document: `JaxprEqn.ctx` and `Primitive.get_bind_params`. What loops,
-branches and calls run is read in `_control_flow.py`.
+They use two undocumented parts of JAX, `JaxprEqn.ctx` and `Primitive.get_bind_params`.
+`_control_flow.py` reads loops, branches and calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

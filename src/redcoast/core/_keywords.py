@@ -1,8 +1,8 @@
-"""What other libraries call an argument, and what would work in its place."""
+"""The names of arguments in other libraries, and what to pass instead."""
 
 from collections.abc import Sequence
 
-# By arguments that a function has, all of them: what to pass, and other names for the first.
+# For arguments that a function has: what to pass, and other names for the first of them.
 _REMEDIES = {
     "metric patience": (
         "Pass `metric`, the name of a metric of the evaluation, and its `mode`.",

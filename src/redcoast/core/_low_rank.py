@@ -1,4 +1,4 @@
-"""A weight with a low-rank adapter, as the rules on the structure of trees know it."""
+"""A base class by which the structural rules recognise a weight with a low-rank adapter."""
 
 import equinox as eqx
 from jaxtyping import Array, Float

@@ -1,7 +1,6 @@
-"""Marks in a traced program, by which redcoast's models tell the planner what it cannot see.
+"""Marks in a traced program, with which redcoast's models pass information to the planner.
 
-A mark is an identity with a primitive of its own, so that nothing that a user names is taken for
-one.
+A mark is an identity with its own primitive, so it cannot be confused with names in user code.
 """
 
 from enum import Enum
@@ -16,7 +15,7 @@ from ._control_flow import Call, control_flow, open_jaxpr
 
 
 class Mark(Enum):
-    """What is said of a marked array."""
+    """What a mark says about an array."""
 
     WHOLE_SEQUENCE = "its sequence is needed as a whole from here on"
     ONLY_LARGEST = "only its largest element is used, and only to skip needless work"

@@ -1,4 +1,5 @@
-"""Prints what a run shows. A full disk, a closed pipe or a closed terminal does not end a run."""
+"""Prints the output of a run. A full disk, a closed pipe or a closed terminal does not end the
+run."""
 
 import contextlib
 import errno
@@ -19,7 +20,7 @@ _failed: weakref.WeakSet[Any] = weakref.WeakSet()
 class ForgivingStream:
     """A text stream that drops what cannot be written, after one warning.
 
-    It stands for the stream that it wraps, whose attributes it has.
+    It has the attributes of the stream that it wraps.
     """
 
     def __init__(self, stream: Any):
@@ -72,7 +73,7 @@ class ForgivingStream:
 
 
 def _discard_buffer(stream: Any, error: Exception) -> None:
-    """Empties the buffer of a stream whose file takes nothing.
+    """Empties the buffer of a stream that cannot be written to.
 
     Python would try to write it again at exit, and the process would end with exit code 120.
     """
@@ -80,7 +81,7 @@ def _discard_buffer(stream: Any, error: Exception) -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         if isinstance(error, OSError) and error.errno == errno.EBADF:
-            # The descriptor was closed, and the next file that is opened would get its number.
+            # The descriptor was closed, and the next file that is opened would get the same number.
             os.dup2(nothing, number)
             return
         before = os.dup(number)

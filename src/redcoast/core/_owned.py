@@ -1,7 +1,7 @@
-"""What a function of the user returned and may write again, such as a buffer that it fills anew.
+"""Detects memory that a user's function may overwrite after returning it, such as a reused buffer.
 
-Such memory is copied before the function is called again. It need not be where the references to it
-show that nobody else has it.
+Such memory is copied before the function is called again, unless its reference counts show that
+nothing else refers to it.
 """
 
 import copy
@@ -16,17 +16,17 @@ import numpy as np
 
 
 def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bool]:
-    """Whether others may have the memory of each array, or of the arrays in each container.
+    """Whether other code may refer to the memory of each array, or of the arrays in each container.
 
-    They may if more refers to an array, to one that it is a view of, or to a dict or list, than
-    `objects`; if the memory is not NumPy's, such as a memory map's; and if it is a JAX array on
-    the CPU, which may be a view of a NumPy array.
+    This is so if there are other references to an array, to its base, or to a dict or list; if the
+    memory does not belong to NumPy (a memory map); and for JAX arrays on the CPU, which may be
+    views of NumPy arrays.
 
     **Arguments:**
 
     - `objects`: arrays, dicts, lists and tuples, to which the caller refers only by this sequence.
-        All else is taken to be immutable.
-    - `known`: arrays that nobody writes.
+        All other objects are treated as immutable.
+    - `known`: arrays that are never written.
     """
     seen: dict[int, Any] = {}
     references: dict[int, int] = {}
@@ -40,7 +40,7 @@ def held_elsewhere(objects: Sequence[Any], known: Iterable[Any] = ()) -> list[bo
 
 @ft.cache
 def _kind(cls: type) -> type | None:
-    """Which of the types that can be written a class is; `isinstance` takes longer."""
+    """The mutable type that a class derives from, if any; `isinstance` takes longer."""
     kinds = (np.ndarray, dict, list, tuple, jax.Array)
     return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
@@ -66,7 +66,7 @@ def _visit(x: Any, seen: dict[int, Any], references: dict[int, int]) -> None:
 def _parts(x: Any, kind: type) -> Iterable[Any]:
     if kind is dict:
         return x.values()
-    # A list of numbers is not looked through.
+    # A list of numbers is not searched.
     return x if x and _kind(type(x[0])) is not None else ()
 
 
@@ -74,7 +74,7 @@ def _references(seen: dict[int, Any], key: int) -> int:
     return sys.getrefcount(seen[key])
 
 
-# What is counted for an object that only `seen` refers to; it depends on the interpreter.
+# The reference count of an object that only `seen` refers to depends on the interpreter.
 _ALONE = _references({0: object()}, 0)
 
 
@@ -102,7 +102,7 @@ def _is_array_held(x: Any, held: set[int], safe: set[int]) -> bool:
 
 
 def memory_of(x: Any) -> list[int]:
-    """Where the arrays and the dicts and lists of a tree are."""
+    """The addresses of the arrays, dicts and lists of a tree."""
     kind = _kind(type(x))
     if kind is np.ndarray:
         if x.base is None:
@@ -115,7 +115,7 @@ def memory_of(x: Any) -> list[int]:
 
 
 def copied(x: Any) -> Any:
-    """Copies the arrays and the containers of a tree; all else is taken to be immutable."""
+    """Copies the arrays and the containers of a tree. Other objects are treated as immutable."""
     kind = _kind(type(x))
     if kind is None:
         return x

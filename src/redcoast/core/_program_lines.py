@@ -1,6 +1,6 @@
 """A traced program as lines of text, which are equal wherever the same program is traced.
 
-The text of JAX itself holds addresses of functions and omits the values of constants.
+JAX's own text contains addresses of functions, and omits the values of constants.
 """
 
 import functools as ft
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ._control_flow import AnyJaxpr, consts_of, inner_jaxprs, is_high_level, open_jaxpr
 from ._frames import own_line
 
-# An address in memory, and the folder of a file, which may be another on each machine.
+# A memory address, and the directory of a file, which may differ between machines.
 _OF_A_PROCESS = re.compile(r"\b0x[0-9a-f]+\b|(?<=['\" ])/[^'\" ]*/")
 # Parameters that change no value: names, and functions for derivatives that are not taken.
 _IGNORED = frozenset(
@@ -31,10 +31,11 @@ Lines = list[tuple[str, JaxprEqn | None]]
 
 
 def program_lines(jaxpr: AnyJaxpr) -> Lines:
-    """Returns a line for each equation and constant of a jaxpr and those inside, and its equation.
+    """Returns a line for each equation and constant of a jaxpr and its inner jaxprs, with the
+    equation.
 
-    Constants count with their values. What functions on the host do, which callbacks call, is not
-    part of a program.
+    Constants are described by their values. The host functions that callbacks call are not part of
+    a program.
     """
     return _Describer().lines(jaxpr)
 
@@ -123,7 +124,7 @@ class _Describer:
 
 
 class _Names:
-    """Numbers for the variables of a jaxpr, in the order in which they are met."""
+    """Numbers the variables of a jaxpr in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}

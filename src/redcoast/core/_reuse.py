@@ -1,4 +1,4 @@
-"""Results for functions, kept as long as the functions and what they read are the same."""
+"""Results that are cached as long as functions, and what they read, do not change."""
 
 import dis
 import functools as ft
@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 
 _MOST = 16  # results in a cache
-_MOST_OBJECTS = 10_000  # a function that refers to more of them takes long to look through
+_MOST_OBJECTS = 10_000  # searching a function that refers to more of them takes too long
 
 
 class Weakly:
@@ -44,10 +44,10 @@ def reuse(
 ) -> Any:
     """Returns what `make(functions)` returned for the same functions and an equal key before.
 
-    Functions are compared by identity. `make` is given functions that refer to them weakly, so the
-    result does not keep them alive. It is dropped with them, and made again if a name that one of
-    them reads was bound to something else since. Functions that cannot be referred to weakly, and
-    keys without a hash, are given to `make` each time.
+    Functions are compared by identity. `make` gets functions that refer to them weakly, so the
+    result does not keep them alive. The result is dropped with them, and recomputed if a name that
+    one of them reads has been rebound. Functions without weak references and unhashable keys are
+    never cached.
     """
 
     def drop(_: Any, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -67,7 +67,7 @@ def reuse(
     # A value, the marks of what was read when it was made, and what keeps these marks valid.
     if entry is None or entry[1] != marks:
         entry = make(weak), marks, kept
-    cache[key] = entry  # the last is the one that was used last
+    cache[key] = entry  # the last one is the most recently used
     while len(cache) > _MOST:
         cache.pop(next(iter(cache)), None)
     return entry[0]
@@ -103,9 +103,9 @@ def _is_value(x: Any) -> bool:
 def bindings(fn: Any) -> list[Any]:
     """Returns a function, and the objects that it and the functions it calls read by name.
 
-    Names in closures are followed into all functions, names in modules into functions of the same
-    module. Attributes that can be set, such as a configuration's, count as names. Names that
-    a function itself assigns to are left out.
+    Names in closures are followed into all functions, and global names into functions of the same
+    module. Attributes that can be set, such as a configuration's, count as names. Names that a
+    function itself assigns to are left out.
     """
     found, seen, todo = [], set(), [fn]
     module = getattr(fn, "__module__", None)
@@ -161,7 +161,7 @@ def _is_mutable(x: Any) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of those that are defined in it."""
+    """The code of a function and of the functions defined inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,4 +1,4 @@
-"""The number of parts into which a program that is traced divides its sequences.
+"""The number of parts into which a traced program divides its sequences.
 
 A plan may split the sequence of a batch that has fewer rows than there are devices. Attention and
 losses in chunks then have a dimension for the parts, which is split over the devices, so that every
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import jax
 
-# JAX's caches depend on it, so that nothing that was traced with parts is used without them.
+# JAX's caches depend on it, so that a function that was traced with parts is traced again without.
 _parts = jax.make_user_context()
 
 

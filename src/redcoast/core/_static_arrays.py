@@ -1,4 +1,4 @@
-"""Explains the errors of JAX about arrays in the static fields of modules, which name no field."""
+"""Explains JAX's errors about arrays in static fields of modules, which do not name the field."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ _INIT_FN = ("init_fn", "model_or_state")  # arguments that are functions of a ke
 
 
 def static_arrays(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
-    """The fields of dataclasses in a tree that hold arrays and are no children of their PyTree."""
+    """Yields the static fields of dataclasses in a tree that contain arrays."""
     inner = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     if any(child is tree for _, child in inner):  # a leaf
         return
@@ -44,7 +44,8 @@ def _holds_array(value: Any) -> bool:
 def explain_static_arrays(
     fn: Callable[..., Any], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ValueError | None:
-    """The error to raise in place of one of `fn(*args, **kwargs)`, if static arrays caused it."""
+    """Returns the error to raise in place of an error of `fn(*args, **kwargs)` that static arrays
+    caused."""
     texts = [str(each) for each in (error, error.__cause__, error.__context__)]
     if not any(map(_COMPARED.search, texts)):
         return None
@@ -66,7 +67,7 @@ def explain_static_arrays(
 
 
 def _model_of(name: str, value: Any) -> Any:
-    """An argument; of a function that creates a model, the model."""
+    """Returns an argument, or the model if it is a function that creates one."""
     if name not in _INIT_FN or not callable(value) or jax.tree.leaves(value) != [value]:
         return value
     models: list[Any] = []

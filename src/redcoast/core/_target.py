@@ -7,19 +7,19 @@ from typing import Any
 
 import jax
 
-# JAX's caches depend on it, so that nothing that was traced for one device is used for another.
+# JAX's caches depend on it, so that functions are traced again for another device.
 _given = jax.make_user_context()
 
 
 @dataclass(frozen=True)
 class Target:
-    """What models choose their operations by.
+    """The properties of a device that models choose their operations by.
 
     **Attributes:**
 
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`.
     - `capability`: the compute capability of an NVIDIA GPU, without the digits after the point; 0
-        for all else.
+        for other devices.
     """
 
     platform: str

@@ -1,4 +1,4 @@
-"""What functions are traced with: keys that are nothing but shapes, a mesh, and its devices.
+"""Traces functions for the devices of a mesh, with abstract keys.
 
 JAX evaluates some operations while it traces, such as those in `jax.ensure_compile_time_eval`, and
 their results remember the ambient mesh. A library may keep them: Equinox's rotary embeddings do.
@@ -20,7 +20,7 @@ from ._axis_types import is_explicit, with_auto_axes
 from ._target import compiling_for, target_of
 
 T = TypeVar("T")
-# JAX's caches depend on it, so that nothing that was traced for one mesh is used for another.
+# JAX's caches depend on it, so that functions are traced again for another mesh.
 _mesh = jax.make_user_context()
 
 
@@ -83,7 +83,7 @@ def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator
         stack.enter_context(on)
         stack.enter_context(_mesh(mesh))
         stack.enter_context(_resolving_specs(mesh))
-        # Inside of `jax.shard_map` it is the same mesh, some of whose axes are manual.
+        # Inside `jax.shard_map`, it is the same mesh with some manual axes.
         same = dict(here.shape) == dict(mesh.shape) and not is_explicit(here)
         if here.empty or not same:
             # JAX changes to a mesh of another size only if there is none in between.
@@ -96,7 +96,7 @@ def traced_over(mesh: Mesh | AbstractMesh, *, ambient: bool = False) -> Iterator
 @contextmanager
 def _resolving_specs(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Lets `with_sharding_constraint` resolve a bare `PartitionSpec` without an ambient mesh."""
-    # It is what `with mesh:` sets, of which JAX warns since an ambient mesh is to take its place.
+    # `with mesh:` sets it too, but JAX deprecates that in favour of an ambient mesh.
     resources = getattr(_jax_mesh, "thread_resources", None)
     if resources is None:
         yield

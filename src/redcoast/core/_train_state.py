@@ -1,4 +1,4 @@
-"""What is sharded, saved and donated as one: a model with the state of its optimizer."""
+"""The base class of a training state, which contains a model and its optimizer state."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ from jaxtyping import PyTree
 
 
 class AbstractTrainState(eqx.Module):
-    """A training state, by which the planner tells one from a model with parts of equal names."""
+    """A training state. The planner recognises it by this class, and not by the names of its
+    fields."""
 
     model: eqx.AbstractVar[PyTree]
     opt_state: eqx.AbstractVar[PyTree]

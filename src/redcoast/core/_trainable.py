@@ -1,4 +1,4 @@
-"""Which leaves of a model are trained: what `trainable` may be, as a partition of the model."""
+"""Partitions a model into trainable and frozen leaves, for each form of `trainable`."""
 
 import difflib
 import inspect
@@ -56,7 +56,7 @@ def trainable_arrays(tree: PyTree, trainable: PyTree) -> list[bool]:
 
 
 def _as_filter(model: PyTree, trainable: PyTree) -> PyTree:
-    """What `eqx.partition` takes, of any of the forms that `trainable` may have."""
+    """Converts each form of `trainable` to a filter for `eqx.partition`."""
     if trainable is eqx.is_inexact_array:
         return trainable
     if isinstance(trainable, str | re.Pattern):
@@ -95,7 +95,7 @@ def _required_arguments(fn: Callable[..., Any]) -> int:
 def _of_leaves(
     model: PyTree, select: Callable[[Any, Any], Any], *, of_model: Exception | None = None
 ) -> PyTree:
-    """A mask of what a function says of each path and floating array.
+    """Returns a mask with the result of a function for each path and floating array.
 
     `of_model` is the error that the function raised for the model itself.
     """
@@ -130,7 +130,7 @@ def _shown(error: Exception) -> str:
 def _part(model: PyTree, select: Callable[[PyTree], Any], chosen: PyTree) -> PyTree:
     """A mask of the part of a model that a function returned, `chosen`."""
     leaves, structure = jax.tree.flatten(model)
-    # A model may have one array at several places, and a part of it may be at one of them.
+    # A model may contain an array several times, and the selected part may contain it once.
     apart = list(map(_stand_in, leaves))
     try:
         of_apart = jax.tree.leaves(select(structure.unflatten(apart)))
@@ -182,7 +182,7 @@ def _matching(model: PyTree, patterns: Sequence[Any]) -> PyTree:
 
 
 def _does_not_fit(model: PyTree, trainable: PyTree) -> ValueError | None:
-    """What is wrong with `trainable`, if it is one of the usual things."""
+    """Returns an error that explains why `trainable` does not fit, for common mistakes."""
     given = jax.tree_util.tree_leaves_with_path(trainable, is_leaf=lambda x: x is None)
     other = [path for path, x in given if not (isinstance(x, bool) or callable(x))]
     leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]

@@ -17,7 +17,7 @@ from ._frames import LastNote, is_hidden
 from ._pytree import show_path, show_place
 
 MOST = 1000  # examples that are compared
-# How redcoast calls the functions that it is given.
+# How redcoast calls the user's functions.
 _CALLS = {
     "init_fn": "init_fn(key)",
     "loss_fn": "loss_fn(model, batch, key)",
@@ -29,7 +29,7 @@ _CALLS = {
 }
 
 
-# Words of errors that arguments in another order lead to.
+# Words of the errors that arguments in the wrong order cause.
 _OF_ANOTHER_ORDER = (
     "non-iterable",
     "not callable",
@@ -61,12 +61,12 @@ def describe(tree: PyTree, of: str = "") -> str:
 
 
 def calling(name: str, given: Mapping[str, PyTree], *, where: str = "") -> noting:
-    """Adds notes to an error of a function: whose it is, what it was given, and what would help.
+    """Adds notes to an error of a function: its name, its arguments, and a remedy.
 
     **Arguments:**
 
     - `name`: the name of the function, one of those in `_CALLS`.
-    - `given`: those of its arguments that the note describes, by what they are called there.
+    - `given`: the arguments that the note describes, by the names that it uses for them.
     - `where`: the rest of the first note.
     """
 
@@ -110,14 +110,14 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
         return [
             f"`{name}` is one program over all devices of the mesh, and its batch is split over "
             "them. So it cannot use `jax.pmap`, or `jax.shard_map` with another mesh. Replace "
-            "`jax.pmap` by `jax.vmap`, and means over devices, such as `jax.lax.pmean`, by those "
+            "`jax.pmap` by `jax.vmap`, and means over devices, such as `jax.lax.pmean`, by means "
             "over the batch; leave out the `mesh` of `jax.shard_map`."
         ]
     if isinstance(error, ValueError) and "mesh AbstractMesh" in str(error):
         return [
             f"`{name}` uses an array of its own that is on a mesh with Explicit axes, such as one "
-            "that was created inside of `jax.set_mesh(jax.make_mesh(...))`. Make it a NumPy array, "
-            "or create it inside of the function, or use a mesh from `redcoast.make_mesh`, whose "
+            "that was created inside `jax.set_mesh(jax.make_mesh(...))`. Make it a NumPy array, "
+            "or create it inside the function, or use a mesh from `redcoast.make_mesh`, whose "
             "axes are Auto."
         ]
     if isinstance(error, RuntimeError) and "requires a key" in str(error):  # `eqx.nn.Dropout`
@@ -148,7 +148,7 @@ def _hints(error: BaseException, name: str, batch: PyTree) -> list[str]:
 
 
 def _known_words(text: str, name: str) -> str:
-    """A hint for an error of a library, by words of its message; empty for all others."""
+    """A hint for an error of a library, by words of its message; empty for other errors."""
     if "Tracer.__format__" in text:
         return (
             f"`{name}` is compiled before the values of its arrays are known, so they cannot be "

@@ -1,5 +1,5 @@
 """From raw examples to batches on the devices: sources, their order, threads, and resumption.
 
-A batch is a function of the seed and the step where the source has an index, so a resumed run reads
-what it would have read.
+If the source has an index, a batch is a function of the seed and the step, so a resumed run reads
+the same examples as an uninterrupted one.
 """

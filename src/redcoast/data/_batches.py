@@ -40,12 +40,12 @@ logger = logging.getLogger("redcoast")
 
 
 class Batch(NamedTuple):
-    """A batch on the devices, and its place in the run.
+    """A batch on the devices, and its position in the run.
 
     **Attributes:**
 
     - `arrays`: the result of `collate_fn`, on the devices: a PyTree, batch dimension first. On a
-        single CPU device, they are NumPy arrays.
+        single CPU device, its leaves are NumPy arrays.
     - `rows`: the number of examples.
     - `step`: the number of the training step; the first step is 1.
     - `epoch_end`: whether it contains the last example of an epoch.
@@ -67,7 +67,7 @@ class Batches:
     **Attributes:**
 
     - `batch_size`: the number of examples in a batch; only the last batch of a run may have fewer.
-        If the source makes batches itself, it is that of the first one.
+        If the source makes batches itself, the number in its first batch.
     - `collate_fn`: the function that turns a list of examples into a batch.
     - `mesh`: the mesh that the batches are placed on.
     - `length`: the number of examples in an epoch; `None` for a stream.
@@ -122,7 +122,7 @@ class Batches:
 
     @property
     def given_epochs(self) -> int | None:
-        """The number of epochs that the run was given; `None` if it was given `steps`, or none."""
+        """The argument `epochs` of [`redcoast.batches`][], which may be `None`."""
         return self._epochs
 
     @property
@@ -143,7 +143,7 @@ class Batches:
 
     @property
     def resumes(self) -> bool:
-        """Whether another process can restore a state; not of an iterator without a state."""
+        """Whether another process can restore the state of the data."""
         return self.length is not None or self._examples.resumes
 
     @property
@@ -153,23 +153,23 @@ class Batches:
 
     @property
     def has_single_integers(self) -> bool:
-        """Whether an example is one integer, as of a flat array of tokens."""
+        """Whether each example is one integer, as in a flat array of tokens."""
         leaves = jax.tree.leaves(self.spec)
         return len(leaves) == 1 and leaves[0].ndim == 1 and leaves[0].dtype.kind in "iu"
 
     @property
     def is_split(self) -> bool:
-        """Whether other processes read other examples."""
+        """Whether each process reads its own examples."""
         return self._parts > 1
 
     @property
     def stream_epochs(self) -> int | None:
-        """How often a stream is read; `None` for other examples, and with `steps`."""
+        """How many times a stream is read; `None` for other examples, and with `steps`."""
         return self._epochs if self.length is None else None
 
     @property
     def per_batch(self) -> bool:
-        """Whether some arrays do not have one row for each example: [`redcoast.per_batch`][]."""
+        """Whether some arrays are marked with [`redcoast.per_batch`][]."""
         return has_per_batch(self._marked_spec)
 
     @ft.cached_property
@@ -189,9 +189,9 @@ class Batches:
     def collate_examples(self, indices: list[int], *, augment: bool = True) -> PyTree:
         """Collates examples of the first epoch on the host, without advancing.
 
-        Of a stream, they are counted from where it is. Indices beyond the last example, or beyond a
-        first batch of a stream, begin again at the first. Without `augment`, the parameter `rngs`
-        of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
+        In a stream, examples are counted from its current position. Indices wrap around at the last
+        example, or, in a stream, at the end of its next batch. Without `augment`, the parameter
+        `rngs` of `collate_fn` is `None`. Arrays that belong to the whole batch keep their mark.
         """
         if self._own:
             (item,) = self._examples.peek(1)
@@ -239,7 +239,7 @@ class Batches:
         return dict(self._state)
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state with the places of all processes, for a checkpoint.
+        """Returns a state with the positions of all processes, for a checkpoint.
 
         All processes must call it if the examples are split by host.
         """
@@ -250,7 +250,7 @@ class Batches:
         return {**state, "stream": {"parts": [streams[part] for part in range(self._parts)]}}
 
     def _own_place(self, stream: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The place in the part of this process."""
+        """The position in the part that this process reads."""
         places = (stream or {}).get("parts")
         if places is None:
             return stream
@@ -269,14 +269,14 @@ class Batches:
         **Arguments:**
 
         - `state`: from `get_state` or [`redcoast.Batch`][]. `{"step": n}` is the state after `n`
-            full batches. With `epochs`, it is the end of an epoch if complete epochs, trained in
-            one run or in a run each, can take `n` batches.
+            full batches. With `epochs`, it is the end of an epoch if a whole number of epochs, in
+            one run or in one run each, can have `n` batches.
         - `key`: a JAX key that determines the order of the examples if the state does not; in
             `fit`, `state.key` of the [`redcoast.TrainState`][].
 
         **Raises:**
 
-        `ValueError` if the state is that of a stream but the examples are not a stream, or vice
+        `ValueError` if the state belongs to a stream but the examples are not a stream, or vice
         versa.
         """
         step, length = state["step"], self.length
@@ -340,7 +340,7 @@ class Batches:
             with noting(f"Raised while the batch of step {step} was made."):
                 found = next(self._loading, None)
         except BaseException:
-            self.close()  # after an error, the next call makes this batch again
+            self.close()  # after an error, the next call tries this batch again
             raise
         if found is None:
             self._check_end()
@@ -441,24 +441,16 @@ def batches(
 
     **Arguments:**
 
-    - `examples`: an object with a length and an index (a list, a memory map, a dataset); a tuple of
-        arrays with equal first dimensions, whose rows are the examples; an iterable, which is read
-        in its own order in each epoch; a function that returns one of these, called with the epoch
-        if it takes an argument; or an iterator, which is read once.
-    - `collate_fn`: `collate_fn(examples)` turns a list of examples into a PyTree of NumPy arrays,
-        batch dimension first. It may be called in threads. If it has a parameter `rngs`, it gets
-        one NumPy `Generator` for each example, for augmentation. By default, the arrays and numbers
-        of the examples, which may be any PyTrees, are stacked leaf by leaf.
-    - `batch_size`: the number of examples in a batch, over all devices. `None` if the items of
-        `examples` are batches. A `collate_fn` is then called with a batch; without it, batches are
-        taken as they are.
-    - `key`: a JAX key that determines the order of the examples; `fit` uses that of the state.
+    - `examples`, `collate_fn`: as for [`redcoast.fit`][].
+    - `batch_size`: the number of examples in a batch, over all devices; `None` if the items of
+        `examples` are batches already, as for [`redcoast.fit`][].
+    - `key`: a JAX key that determines the order of the examples; `fit` uses `state.key`.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `epochs`, `steps`: the total length of the run, including the part before a resume. Pass
         exactly one, or neither to read an iterator to its end.
-    - `workers`: the number of threads that make batches if that takes longer than a step. With 0,
-        the calling thread makes each batch when it is needed.
-    - `ahead`: the number of batches that the threads make in advance, which are in memory.
+    - `workers`: the number of threads that prepare batches if this takes longer than a step. With
+        0, the calling thread makes each batch when it is needed.
+    - `ahead`: the number of batches that the threads prepare in advance and keep in memory.
 
     **Returns:**
 
@@ -504,8 +496,8 @@ def batches(
 
 def _position(step: int, batch_size: int, length: int | None) -> int:
     """Returns the position in the data after a number of steps, if no position was saved."""
-    # A run with `epochs` ends at the end of an epoch, and its last batch may be short: that of a
-    # single run over several epochs, or of each of several runs over one epoch.
+    # The last batch of a run with `epochs` may be short. The steps may be from one run over several
+    # epochs, or from several runs over one epoch each.
     if length is not None:
         epochs, per_epoch = step * batch_size // length, -(-length // batch_size)
         if -(-epochs * length // batch_size) == step:

@@ -20,19 +20,20 @@ class SplitByHost:
 
 
 def split_by_host(make: Callable[[int, int], Any]) -> SplitByHost:
-    """Makes a stream of which each process reads its own part, for `fit` and `batches`.
+    """Creates a stream of which each process reads its own part, for `fit` and `batches`.
 
-    Without it, each process reads a stream from beginning to end, and uses the rows of its own
-    devices. Sources with an index need neither: each process reads the examples of its own rows.
-    The parts may have different lengths: each is read again when it ends, so pass `steps`. A
-    checkpoint contains the place in each part, and a run can be resumed with as many parts only.
+    Without it, each process reads the entire stream, and uses only the rows of its own devices.
+    Sources with an index do not need it: each process reads only the examples of its own rows.
+    Parts may have different lengths, and each is read again when it ends, so pass `steps`. A
+    checkpoint contains the position in each part, and a run can only be resumed with the same
+    number of parts.
 
     **Arguments:**
 
-    - `make`: `make(part, parts)` returns a stream, as [`redcoast.fit`][] takes them: an iterable,
-        or a function that returns one. `parts` is the number of processes with different rows of
-        the batch, and `part` is between 0 and `parts - 1`. Processes that share the rows of a
-        batch, because `model` extends over them, read the same part.
+    - `make`: `make(part, parts)` returns a stream for [`redcoast.fit`][]: an iterable, or a
+        function that returns one. `parts` is the number of processes with different rows of the
+        batch, and `part` is between 0 and `parts - 1`. Processes that share the rows of a batch,
+        because `model` extends over them, read the same part.
 
     **Returns:**
 
@@ -72,7 +73,8 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
 
 
 def read_part(source: SplitByHost, mesh: Mesh, batch_size: int | None) -> tuple[Stream, int, int]:
-    """The stream of the part of this process, which part it is, and the number of parts."""
+    """Returns the stream that this process reads, the index of its part, and the number of
+    parts."""
     shards = batch_shards(mesh)
     if batch_size is None or batch_size % shards:
         raise ValueError(
@@ -84,6 +86,6 @@ def read_part(source: SplitByHost, mesh: Mesh, batch_size: int | None) -> tuple[
     if not isinstance(stream, Stream):
         raise TypeError(
             "What `make` returned to `split_by_host` has a length and an index. Pass all examples "
-            "as `examples`: each process reads only those of its own rows."
+            "as `examples`: each process reads only the examples of its own rows."
         )
     return stream, part, parts

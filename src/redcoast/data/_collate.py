@@ -34,8 +34,7 @@ def collate(
     """Calls `collate_fn`, and checks that it returned a batch with one row for each example.
 
     Arrays that are marked as `per_batch` may have any shape, and keep the mark. Arrays that
-    `collate_fn` may write into at its next call are copied. `in_turn` is that of the loop that
-    makes the batches.
+    `collate_fn` may write into at its next call are copied. All calls of one loop share `in_turn`.
     """
     return _owned(lambda: _call(collate_fn, examples, indices, rngs), in_turn)
 
@@ -45,14 +44,15 @@ def collate_own(
 ) -> PyTree:
     """Returns the arrays of a batch that the source of the examples has made.
 
-    `collate_fn` is called with the batch; `None` leaves it as it is. `number` is that of the batch,
-    from 0.
+    `collate_fn` is called with the batch; `None` leaves it as it is. Batches have the `number`s 0,
+    1, ...
     """
     return _owned(lambda: _call_with_batch(collate_fn, batch, number), in_turn)
 
 
 def _owned(make: Callable[[], PyTree], in_turn: InTurn | None) -> PyTree:
-    """The arrays that a function of the user returned, which it does not write into any more."""
+    """Returns the arrays that a user's function returned, copied if it may write into them
+    again."""
 
     def call(reuses: bool) -> tuple[PyTree, bool]:
         leaves, structure = jax.tree.flatten(make())
@@ -114,7 +114,7 @@ def foreign_to_numpy(tree: PyTree) -> PyTree:
 
 
 def count_rows(arrays: PyTree) -> int:
-    """The number of rows of a batch: that of the first array that is not marked."""
+    """Returns the number of rows of a batch, from the first array that is not marked."""
     parts = jax.tree.leaves(arrays, is_leaf=is_per_batch)
     return next(x.shape[0] for x in parts if not is_per_batch(x))
 
@@ -144,13 +144,13 @@ def _check_batch(arrays: PyTree, what: str) -> None:
 
 
 def check_batching(collate_fn: Any, batch_size: Any) -> CollateFn | None:
-    """Checks the two arguments that say how batches are made, and returns the `collate_fn` to use.
+    """Checks the two arguments that define batches, and returns the `collate_fn` to use.
 
-    By default examples are stacked, and items that are batches are taken as they are.
+    By default, examples are stacked, and items that are batches are not changed.
 
     **Raises:**
 
-    `TypeError` or `ValueError` if one of them, or both together, make no batches.
+    `TypeError` or `ValueError` if an argument, or their combination, is invalid.
     """
     if batch_size is not None:
         collate_fn = stack_examples if collate_fn is None else collate_fn

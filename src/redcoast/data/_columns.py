@@ -1,4 +1,4 @@
-"""A tuple of arrays as examples: the rows of each, as Keras takes `(x, y)`."""
+"""Examples in a tuple of arrays, such as `(x, y)`: example i is row i of each, as in Keras."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def as_columns(examples: tuple[Any, ...], name: str) -> Columns | None:
 
     **Raises:**
 
-    `ValueError` if it cannot be told whether the arrays are columns or examples.
+    `ValueError` if the arrays may be columns or examples.
     """
     if not examples or not all(map(_is_array, examples)):
         return None

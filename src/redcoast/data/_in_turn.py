@@ -1,4 +1,4 @@
-"""Calls functions that may write into what they returned before, while it is still used."""
+"""Calls functions that may write into an earlier result that is still in use."""
 
 import threading
 from collections.abc import Callable
@@ -11,22 +11,23 @@ _turn: ContextVar[threading.Lock] = ContextVar("turn", default=threading.Lock())
 
 
 class InTurn:
-    """Calls a function of the user from several threads, one call at a time where it has to be.
+    """Calls a user's function from several threads, but only one at a time if its results share
+    memory.
 
     A function that fills one buffer at each call returns a batch that its next call overwrites. Its
     results are copied, and no other such function is called until they are: the training data and
-    the evaluation may have one buffer. A function whose results nobody else refers to is called by
-    several threads at once, and nothing is copied.
+    the evaluation may share a buffer. A function whose results have no other references is called
+    by several threads at once, and nothing is copied.
     """
 
     def __init__(self) -> None:
-        self._reuses: bool | None = None  # whether it is known to return what it holds
+        self._reuses: bool | None = None  # whether it is known to keep references to its results
 
     def __call__(self, call: Callable[[bool], tuple[T, bool]]) -> T:
         """Returns the result of `call(reuses)`, which returns `(result, whether it was copied)`.
 
         `reuses` is whether an earlier result had to be copied. The call is repeated if its result
-        had to be, and another thread may have called the function at the same time.
+        had to be copied while another thread may have called the function.
         """
         if self._reuses is False:
             result, copied = call(False)

@@ -36,11 +36,11 @@ class Loaded(NamedTuple):
     position: int
     stream: Any = None  # the encoded state of the stream after this batch
     per_batch: bool = False  # whether some arrays do not have one row for each example
-    epoch: int = 0  # that of its first example, in a stream
+    epoch: int = 0  # of its first example; only in a stream
 
 
 class Threads(NamedTuple):
-    """How many threads make batches, and how many batches they make before the current one is used.
+    """The number of threads that make batches, and how many batches they prepare in advance.
 
     With no workers, the calling thread makes each batch when it is needed.
     """
@@ -53,7 +53,7 @@ USUAL_THREADS = Threads()
 
 
 def checked_threads(workers: int, ahead: int) -> Threads:
-    """The arguments of a user, checked."""
+    """Checks the user's arguments."""
     check_integer("workers", workers, least=0)
     check_integer("ahead", ahead, least=0)
     return Threads(workers, ahead)
@@ -70,7 +70,7 @@ def count_in_epoch(examples: Any, name: str = "examples") -> int | None:
     return None if isinstance(examples, OwnBatches) else count_examples(examples, name)
 
 
-# Of some rows of a batch: their examples, the indices of these, and their generators.
+# For some rows of a batch: their examples, the indices of the examples, and their generators.
 ReadRows = Callable[[list[int]], tuple[list[Any], list[int], Callable[[], Any]]]
 
 
@@ -86,7 +86,7 @@ class Collating:
         self._in_turn, self._whole = InTurn(), False
 
     def host_batch(self, rows: int, read: ReadRows) -> PyTree:
-        """The batch of so many rows that `collate_fn` returned, with its marks."""
+        """Returns the batch that `collate_fn` makes of this many rows, with its marks."""
         assert self._collate_fn is not None
         own = list(range(rows)) if self._whole else own_rows(self._mesh, rows)
         found, indices, rngs = read(own)
@@ -100,7 +100,8 @@ class Collating:
         return self._place(self.host_batch(rows, read), rows, position, stream)
 
     def own_host_batch(self, item: Any, number: int) -> tuple[PyTree, int]:
-        """The rows of this process of a batch that the source made, and its number of rows."""
+        """Returns this process's rows of a batch that the source made, and the total number of
+        rows."""
         batch = collate_own(self._collate_fn, item, number, self._in_turn)
         rows = count_rows(batch)
         own = own_rows(self._mesh, rows)
@@ -277,7 +278,7 @@ def ordered_batches(
 
 
 def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "examples") -> Stream:
-    """The stream of the items of a source that makes batches itself."""
+    """Returns a stream of the items of a source that makes batches itself."""
     source = read_source(batches.source, epochs=epochs, name=name, batched=True)
     if isinstance(source, Stream):
         return source
@@ -286,7 +287,7 @@ def read_batches(batches: OwnBatches, *, epochs: int | None = 1, name: str = "ex
 
 
 def repeatable(examples: Any, *, name: str) -> Any:
-    """Examples that can be read in order again and again: those of epoch 0.
+    """Returns the examples of epoch 0, which can be read in order any number of times.
 
     **Raises:**
 
@@ -306,7 +307,7 @@ def repeatable(examples: Any, *, name: str) -> Any:
 
 
 def first_rows(examples: Any, count: int, *, name: str) -> list[Any]:
-    """The first examples of what is read in order, or rows of its batches."""
+    """Returns the first examples of a source that is read in order, or rows of its batches."""
     if isinstance(examples, OwnBatches):
         rows = (row for batch in read_batches(examples, name=name) for row in unbatched(batch))
         return list(itertools.islice(rows, count))

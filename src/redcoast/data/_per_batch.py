@@ -12,7 +12,7 @@ from ..core._pytree import ARRAYS, show_path
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerBatch:
-    """A part of a batch; functions of the user are given its arrays."""
+    """A marked part of a batch. The user's functions receive its arrays without the mark."""
 
     arrays: PyTree
 
@@ -30,13 +30,13 @@ def per_batch(arrays: PyTree) -> PyTree:
 
     **Returns:**
 
-    A marked PyTree, as a part of what `collate_fn` returns. `loss_fn` and `predict_fn` are given
-    `arrays` in its place.
+    A marked PyTree, to return from `collate_fn` as part of the batch. `loss_fn` and `predict_fn`
+    receive `arrays` without the mark.
 
     **Raises:**
 
-    `TypeError` if a leaf is not an array. `ValueError` if there are none, or if a part is marked
-    already.
+    `TypeError` if a leaf is not an array. `ValueError` if there are none, or if a part is already
+    marked.
 
     !!! Example
 
@@ -72,7 +72,7 @@ def has_per_batch(batch: PyTree) -> bool:
 
 
 def without_marks(batch: PyTree) -> PyTree:
-    """The batch as functions of the user are given it."""
+    """Returns the batch without marks, as the user's functions receive it."""
     return jax.tree.map(
         lambda x: x.arrays if isinstance(x, PerBatch) else x, batch, is_leaf=is_per_batch
     )

@@ -1,4 +1,4 @@
-"""Computes the example at each position of a run, with nothing stored."""
+"""Computes the example at each position of a run without storing a permutation."""
 
 from collections.abc import Iterator
 

@@ -42,20 +42,20 @@ class Epochs:
 
     @contextlib.contextmanager
     def using(self, epoch: int) -> Iterator[Any]:
-        """Gives the examples of an epoch, which do not change until the context ends."""
+        """Returns the examples of an epoch, which do not change until the context ends."""
         yield self._examples
 
 
 class _EpochsOfFunction(Epochs):
     """The examples that a function of the epoch returns.
 
-    It may return one object for all epochs and change it, as datasets with a `set_epoch` do. So the
-    function is not called while examples of another epoch are read, and called again for an epoch
-    whose object it returned for another one since.
+    The function may return one object for all epochs and modify it, as datasets with a `set_epoch`
+    do. So it is not called while examples of another epoch are read, and it is called again if it
+    has since returned the same object for another epoch.
     """
 
     def __init__(self, make: Callable[[int], Any], first: Any, name: str):
-        # Those of the last two epochs are kept, because a batch may span both.
+        # The examples of two epochs are kept, because a batch may span both.
         super().__init__({0: first}, _length(first, f"{name}(0)"))
         self._make, self._name = make, name
         self._readers: collections.Counter[int] = collections.Counter()
@@ -91,13 +91,13 @@ class _EpochsOfFunction(Epochs):
 def read_source(
     examples: Any, *, epochs: int | None = None, name: str = "examples", batched: bool = False
 ) -> Epochs | Stream:
-    """Returns what reads examples: by their index, or one after the other.
+    """Returns a reader of examples, by index or in sequence.
 
     **Arguments:**
 
     - `examples`: an object with a length and an index; an iterable; an iterator; or a function that
         returns one of these, called with the epoch if it takes an argument.
-    - `epochs`: how often a stream is read; `None` for no end.
+    - `epochs`: how many times a stream is read; `None` for no end.
     - `name`: the name of the argument, for messages.
     - `batched`: whether the items may be batches.
     """
@@ -179,11 +179,10 @@ def is_indexed(examples: Any) -> bool:
 
 
 def _index_works(examples: Any) -> bool:
-    """Whether an index is more than one of a base class that says that there is none, as that of
-    PyTorch's datasets."""
+    """Whether indexing works; PyTorch's datasets inherit a method that only raises an error."""
     try:
         count = len(examples)
-    except TypeError:  # it is not known, as of a loader of an iterable
+    except TypeError:  # the length is unknown, as for a loader of an iterable
         return False
     try:
         if count:
@@ -197,7 +196,7 @@ def _refuse_columns(examples: Any, name: str) -> None:
     """Raises `TypeError` if the items of examples are columns, or letters."""
     if isinstance(examples, str | bytes):
         raise TypeError(
-            f"`{name}` is a string, {short_repr(examples)}. Pass examples, such as those of a "
+            f"`{name}` is a string, {short_repr(examples)}. Pass examples, such as the items of a "
             "dataset that was read from it."
         )
     table = hasattr(examples, "__arrow_c_stream__") and hasattr(examples, "columns")
@@ -238,8 +237,7 @@ def _length(examples: Any, name: str) -> int:
 def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> list[Any]:
     """Returns the examples with the given indices, fetched in one call if possible.
 
-    They are copied if the dataset may write into them later. `in_turn` is that of the loop that
-    reads the dataset.
+    They are copied if the dataset may write into them later. All calls of one loop share `in_turn`.
     """
     note = noting(lambda _: [f"Raised by the examples with indices {listed(indices)}."])
     with note, doing("reading examples"):
@@ -248,7 +246,7 @@ def fetch(examples: Any, indices: list[int], in_turn: InTurn | None = None) -> l
         return (in_turn or InTurn())(lambda reuses: _read(examples, indices, reuses))
 
 
-_SEQUENCES = (list, tuple, range)  # they call no function of the user
+_SEQUENCES = (list, tuple, range)  # indexing them calls no user code
 
 
 def _read(examples: Any, indices: list[int], reuses: bool) -> tuple[list[Any], bool]:
@@ -266,10 +264,10 @@ def _read(examples: Any, indices: list[int], reuses: bool) -> tuple[list[Any], b
 
 
 class StreamReader:
-    """Reads examples of a stream, which may give the same memory again and again.
+    """Reads examples of a stream, which may return the same memory for several examples.
 
-    If an example has the memory of one that is still used, that one has been overwritten: the
-    examples are read again, and each is copied before the next.
+    If an example shares memory with one that is still in use, the earlier one has been overwritten.
+    The examples are then read again, and each is copied before the next one is read.
 
     **Arguments:**
 
@@ -293,7 +291,7 @@ class StreamReader:
         found = self._read(count)
         if not self._copies:
             places = [place for x in found for place in memory_of(x)]
-            # The examples are kept, so that no other has their memory by chance.
+            # The examples are kept alive, so that their memory is not reused by chance.
             others = [place for _, of_call in self._used for place in of_call]
             self._used.append((found, places))
             if len({*places, *others}) < len(places) + len(set(others)):

@@ -15,7 +15,7 @@ _OWN = "Pass a `collate_fn` that makes arrays of the examples"
 def stack_examples(examples: list[Any]) -> PyTree[np.ndarray]:
     """Stacks the examples, PyTrees of arrays and numbers, leaf by leaf.
 
-    A list of numbers, as JSON has it, is an array.
+    A list of numbers, as in JSON, counts as an array.
 
     **Raises:**
 
@@ -55,7 +55,7 @@ def _as_array(x: Any, where: str) -> np.ndarray:
     try:
         array = np.asarray(x)
     except ValueError as error:
-        raise ValueError(f"The list at {where} is no array: {error}. {_OWN}.") from error
+        raise ValueError(f"The list at {where} is not an array: {error}. {_OWN}.") from error
     if not has_numbers(array.dtype):
         what = array.dtype if isinstance(x, np.ndarray) else type(x).__name__
         raise TypeError(
@@ -66,7 +66,7 @@ def _as_array(x: Any, where: str) -> np.ndarray:
 
 
 def _is_list_of_numbers(x: Any) -> bool:
-    """Whether a node is a list of numbers, or of lists of them: an array as JSON has it."""
+    """Whether a node is a list of numbers, possibly nested: an array in JSON."""
     while type(x) is list:
         if not x:
             return True

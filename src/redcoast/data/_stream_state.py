@@ -16,8 +16,8 @@ import numpy as np
 def encode_stream_state(state: Any) -> dict[str, Any]:
     """Encodes the state of an iterator for JSON.
 
-    It is plain data or bytes, or a tree of these and arrays, such as PyTorch's tensors. Any other
-    state is copied; it cannot be saved.
+    A state can be saved if it is plain data, bytes, or a tree of these and of arrays, such as
+    PyTorch's tensors. Any other state is only copied.
     """
     encoded = encode_if_storable(state)
     return {"plain": copy.deepcopy(state)} if encoded is None else encoded
@@ -80,7 +80,7 @@ def _decode(x: dict[str, Any]) -> Any:
     if "tuple" in x:
         return tuple(_decode(value) for value in x["tuple"])
     array = np.frombuffer(base64.b64decode(x["array"]), np.dtype(x["dtype"])).reshape(x["shape"])
-    # The library whose state it is has been imported; nothing is imported by a name in a file.
+    # The library that the state belongs to has been imported; a file never causes an import.
     library = sys.modules.get(x["library"], np)
     return library.asarray(array.copy())
 
@@ -105,4 +105,4 @@ def _bytes_of(x: Any) -> list[bytes]:
         array = np.asarray(x)
         if array.dtype != object:
             return [str((array.dtype, array.shape)).encode(), array.tobytes()]
-    return [type(x).__name__.encode()]  # such as an image: its contents are not compared
+    return [type(x).__name__.encode()]  # such as an image, whose contents are not compared

@@ -1,4 +1,4 @@
-"""Streams: sources whose examples are read one after the other, with states that can be saved."""
+"""Streams: sources whose examples are read in sequence, with states that can be saved."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ def state_methods(source: Any) -> StateMethods | None:
 
 
 def is_iterator(examples: Any) -> bool:
-    """Whether examples can be read once only."""
+    """Whether examples can be read only once."""
     return hasattr(examples, "__next__")
 
 
@@ -64,7 +64,7 @@ class Stream:
         raise NotImplementedError
 
     def set_state(self, state: Any) -> None:
-        """Continues after the example whose state it is."""
+        """Continues after the example at which the state was taken."""
         raise NotImplementedError
 
     def peek(self, count: int) -> list[Any]:
@@ -73,7 +73,7 @@ class Stream:
 
 
 class IteratorWithState(Stream):
-    """The stream of an iterator that has a state of its own."""
+    """The stream of an iterator that has its own state."""
 
     def __init__(self, iterator: Any):
         methods = state_methods(iterator)
@@ -94,7 +94,7 @@ class IteratorWithState(Stream):
         examples = [x for _, x in zip(range(count), self._iterator, strict=False)]
         self.set_state(decode_stream_state(state))
         places = [place for x in examples for place in memory_of(x)]
-        if len(set(places)) < len(places):  # it gives the same memory again and again
+        if len(set(places)) < len(places):  # it returns the same memory for several examples
             examples = [copied(x) for _, x in zip(range(count), self._iterator, strict=False)]
             self.set_state(decode_stream_state(state))
         return examples
@@ -138,17 +138,17 @@ class IteratorWithoutState(Stream):
         except StopIteration:
             raise
         except BaseException:
-            self._failed = True  # a generator ends at an error, as if it had no more examples
+            self._failed = True  # after an error, a generator stops as if it had no more examples
             raise
 
 
 class RepeatedStream(Stream):
     """The stream of a source that is read from its beginning in each epoch.
 
-    Its state has the epoch, the number of examples that were read in it, and checksums of some of
-    them. If the source or its iterator has a state that can be stored, that is restored. Otherwise,
-    or if what it restores gives other examples, as that of a shuffle buffer does, examples are
-    skipped from the beginning of the epoch.
+    Its state has the epoch, the number of examples read in it, and checksums of some of them. If
+    the source or its iterator has a state that can be stored, that state is restored. If there is
+    none, or if it does not restore the same examples (a shuffle buffer), examples are skipped from
+    the beginning of the epoch.
 
     **Arguments:**
 
@@ -205,7 +205,7 @@ class RepeatedStream(Stream):
     def get_state(self) -> dict[str, Any]:
         if self._moved:
             self._state, self._moved = self._describe(), False
-            # What was read ahead is not a part of the state of the source.
+            # The state of the source does not include examples that were read ahead.
             anchor = None
             if self._methods is not None and not self._ahead:
                 anchor = encode_if_storable(self._methods.save())
@@ -216,7 +216,7 @@ class RepeatedStream(Stream):
     def set_state(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or not {"epoch", "count", "since"} <= set(state):
             raise ValueError(
-                f"The run was started with an iterator that has a state of its own, and "
+                f"The run was started with an iterator that has its own state, and "
                 f"`{self._name}` is of another kind. Pass the same kind of `{self._name}`, or "
                 "choose another directory to start a new run."
             )
@@ -247,7 +247,7 @@ class RepeatedStream(Stream):
         }
 
     def _go_to(self, state: dict[str, Any]) -> None:
-        """Reads up to a state, from the nearest place that gives the same examples as before."""
+        """Reads up to a state, from the nearest position that restores the same examples."""
         count, epoch, since = (state[name] for name in ("count", "epoch", "since"))
         if state["anchor"] is not None:
             anchor = decode_stream_state(state["anchor"])
@@ -301,7 +301,7 @@ class RepeatedStream(Stream):
 
     def _start(self, state: Any) -> None:
         """Begins to read an epoch, from a state of the source or from its beginning."""
-        self._iterator = None  # one that is read must not share the state of the source
+        self._iterator = None  # an old iterator must not share the state of the source
         source: Any = self._begin(self._reading)
         if not isinstance(source, Iterable):
             raise TypeError(
@@ -309,10 +309,10 @@ class RepeatedStream(Stream):
                 "an iterable over examples, or have a length and an index."
             )
         if state_methods(source) is not None and not is_iterator(source):
-            source = _shallow_copy(source)  # what is restored stays in it
+            source = _shallow_copy(source)  # it keeps the restored state
         set_epoch = getattr(source, "set_epoch", None)
         if self._sets_epoch and set_epoch is not None:
-            set_epoch(self._reading)  # such as that of a dataset that shuffles with a buffer
+            set_epoch(self._reading)  # such as a dataset that shuffles with a buffer
         methods = state_methods(source)
         if methods is not None and self._initial is None:
             self._initial = copy.deepcopy(methods.save())
@@ -336,7 +336,7 @@ class RepeatedStream(Stream):
         except StopIteration:
             raise
         except BaseException:
-            self._failed = True  # a generator ends at an error, as if it had no more examples
+            self._failed = True  # after an error, a generator stops as if it had no more examples
             raise
 
     def _finished(self) -> bool:

@@ -38,24 +38,25 @@ class TokenWindows:
 def token_windows(
     tokens: _Tokens | Sequence[_Tokens], length: int, *, stride: int | None = None
 ) -> TokenWindows:
-    """Makes examples of a flat array of tokens: windows of a fixed length.
+    """Splits a flat array of tokens into windows of a fixed length, which are the examples.
 
-    Nothing but the windows of a batch is read, so `tokens` may be a memory map that is larger than
-    memory. [`redcoast.fit`][] reads the windows in a new order in each epoch.
+    Only the windows of the current batches are read, so `tokens` may be a memory map that is larger
+    than memory. [`redcoast.fit`][] reads the windows in a new order in each epoch.
 
     **Arguments:**
 
-    - `tokens`: an array of integers with one dimension, or a list of such arrays, as of several
-        files. No window extends over two of them.
-    - `length`: the number of tokens in a window. For the loss of predicting the next token, it is
-        one more than the context of the model.
-    - `stride`: the number of tokens between the starts of windows; by default `length`, so that
-        no token is in two windows. `length - 1` predicts each token once.
+    - `tokens`: a one-dimensional array of integers, or a list of such arrays, such as one for each
+        file. No window spans two arrays.
+    - `length`: the number of tokens in a window. For next-token prediction, pass the context length
+        of the model plus one.
+    - `stride`: the number of tokens between the starts of windows; by default `length`, so that no
+        token is in two windows. With `length - 1`, each token is predicted once.
 
     **Returns:**
 
-    An object with a length and an index. A window is an array `"length"` of integers of 32 bits, or
-    of 64 if `tokens` has them. The last tokens of an array, fewer than a window, are not read.
+    An object with a length and an index. A window has shape `(length,)`, and the dtype of `tokens`,
+    or int32 if that has fewer than 32 bits. Tokens at the end of an array that do not fill a window
+    are not read.
 
     **Raises:**
 

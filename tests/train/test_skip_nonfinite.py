@@ -86,5 +86,5 @@ def test_the_state_is_overwritten_in_place():
 
 
 def test_an_optimizer_state_that_changes_its_structure():
-    with pytest.raises(ValueError, match="a state with the structure of the one that it was given"):
+    with pytest.raises(ValueError, match="a state with the structure of its argument"):
         guarded_update(lambda g, s: (g, {"a": s, "b": s}), GRADS, jnp.ones(3), jnp.asarray(True))

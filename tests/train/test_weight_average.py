@@ -202,7 +202,7 @@ def test_average_of_other_leaves_than_are_trained_is_refused():
     _, state = models_of(1, DECAY)
     first = eqx.tree_at(lambda m: m.layers[0], jax.tree.map(lambda _: False, make_model()), True)
     state = dataclasses.replace(state, opt_state=optax.sgd(0.1).init({}))
-    with pytest.raises(ValueError, match="not that of the leaves that `trainable` selects"):
+    with pytest.raises(ValueError, match="do not match the leaves that `trainable` selects"):
         rc.train_step(
             state, batch_of(8), loss_fn=loss_fn, optimizer=optax.sgd(0.1), trainable=first
         )

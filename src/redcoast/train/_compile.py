@@ -46,32 +46,32 @@ def compile_step(
     *,
     mesh: Mesh | None = None,
 ) -> "CompiledStep":
-    """Compiles a training step for a custom training loop, as `fit` does for its own loop.
+    """Compiles a training step for a custom training loop, as [`redcoast.fit`][] does.
 
-    The compiled step returns before the device has finished, so the next batch can be prepared in
-    the meantime; reading a metric waits for the device. The state argument is donated: its memory
-    is reused for the new state, and the old state can no longer be read. The new state has the
-    given shardings. The step is compiled once for each shape of its arguments.
+    The compiled step returns before the device has finished, so that the next batch can be prepared
+    in the meantime; reading a metric waits for the device. The state is donated: its memory is
+    reused for the new state, and it can no longer be read. The new state has the given shardings.
+    The step is compiled once for each combination of shapes.
 
     **Arguments:**
 
     - `step`: a pure function `step(state, *args) -> (state, aux)`, such as
         [`redcoast.train_step`][] with its keyword arguments bound by `functools.partial`.
     - `state_shardings`: a `NamedSharding` for each array of the state, as returned by
-        [`redcoast.infer_shardings`][]. It may also be a prefix of the state: a sharding in place
-        of a subtree applies to all arrays of the subtree. Bare `PartitionSpec`s refer to `mesh`.
+        [`redcoast.infer_shardings`][]. It may also be a prefix of the state: a sharding in place of
+        a subtree applies to all of its arrays. Bare `PartitionSpec`s refer to `mesh`.
     - `mesh`: the mesh that bare `PartitionSpec`s refer to, in `step` too. The default is the mesh
         of `state_shardings`.
 
     **Returns:**
 
     A callable `(state, *args) -> (state, aux)`. NumPy arrays in `args` are copied to the devices,
-    with the first dimension split over `data` and `fsdp` if it divides; JAX arrays keep their
-    sharding. If an array is both in `args` and in the state, such as a target network, the copy in
-    `args` can still be read after the call. Leaves of `aux` that are neither arrays nor numbers
-    have the values from tracing. Like a jitted function, the callable has a method
-    `lower(state, *args)`, which also accepts abstract arguments; abstract arguments without a
-    sharding are treated like NumPy arrays.
+    with the first dimension sharded over `data` and `fsdp` if it is divisible; JAX arrays keep
+    their sharding. If an array is both in `args` and in the state, such as a target network, the
+    copy in `args` can still be read after the call. Leaves of `aux` that are neither arrays nor
+    numbers keep the values that they had during tracing. Like a jitted function, the callable has a
+    method `lower(state, *args)`, which also accepts abstract arguments; abstract arguments without
+    a sharding are treated like NumPy arrays.
 
     **Raises:**
 
@@ -121,7 +121,7 @@ class _Program:
 
     static: Static
     shardings: list[NamedSharding]  # of the state's arrays, on the mesh with Auto axes
-    given: list[NamedSharding]  # on the mesh that was given
+    given: list[NamedSharding]  # on the user's mesh
     outer: Any  # the structure of the state above its frozen modules
     counts: list[int | None]  # of the arrays in each leaf of `outer`; `None` if it is an array
     jitted: dict[Static, Any]  # by the constants of the other arguments
@@ -139,7 +139,7 @@ class CompiledStep:
         self._overdue = overdue_on(mesh)
         # Caches the partition of the last returned state, because partitioning a tree of many
         # modules costs more than a small step. Weak references identify its frozen modules and the
-        # arrays outside them. What can be changed in place is taken apart again.
+        # arrays outside them. Mutable nodes are flattened again.
         self._last: tuple[list[_Part], _Program] | None = None
         self._constants: Static | None = None  # of the last call
         self._closed_over: dict[Any, list[Any]] = {}  # the arrays of each jitted step's closure
@@ -187,7 +187,7 @@ class CompiledStep:
     def fresh(self) -> "CompiledStep":
         """A step for another loop, with the same programs."""
         other = copy.copy(self)
-        # The other loop has other arrays, which may share memory with those of the program.
+        # The arrays of the other loop may share memory with arrays that the program closes over.
         other._closed_over, other._last, other._constants = {}, None, None
         return other
 
@@ -272,13 +272,14 @@ class CompiledStep:
         self._last = (parts, program)
 
 
-# A reference to a module, an array or a constant of the last returned state, and its arrays: those
-# of a module until it is deleted, and not an array itself, which would be kept alive.
+# A reference to a module, an array or a constant of the last returned state, and its arrays: the
+# arrays of a module until it is deleted. An array itself is not stored, since that would keep it
+# alive.
 _Part = tuple[Callable[[], Any], list[Any] | None]
 
 
 def _known_arrays(parts: list[_Part], outer: Any, state: PyTree) -> list[Any] | None:
-    """Returns the arrays of a state if all of its parts are those that were returned last."""
+    """Returns the arrays of a state if it consists of the parts that the last call returned."""
     try:
         found = outer.flatten_up_to(state)
     except ValueError:  # it has another structure
@@ -344,14 +345,14 @@ class _Constant:
 
 
 def _called(overdue: Overdue | None, jitted: Any, *args: Any) -> Any:
-    """Calls a jitted function, and has emulated devices watched meanwhile."""
+    """Calls a jitted function while emulated devices are watched."""
     if overdue is None:
         return jitted(*args)
     overdue.begin()
     last = None
     try:
         out = jitted(*args)
-        # Of a step, the last array is one of its metrics: those of its state will be donated.
+        # The last output of a step is a metric. The arrays of the state will be donated.
         last = next((x for x in reversed(jax.tree.leaves(out)) if isinstance(x, jax.Array)), None)
         return out
     finally:
@@ -382,7 +383,7 @@ def _refuse_donated(state: PyTree, args: tuple[PyTree, ...]) -> None:
 
 
 def _match_shardings(shardings: dict[Any, NamedSharding], state: PyTree) -> list[NamedSharding]:
-    """Returns the sharding of each array of the state: that at its path, or at a prefix of it."""
+    """Returns the sharding of each array of the state, from its path or a prefix of it."""
     is_end = lambda x: x is None or not jax.tree.leaves(x)
     found, missing, known = [], [], {()}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_end):
@@ -510,7 +511,8 @@ class CompiledCall:
         return self._first_of(self._jitted.trace, *self._split(tree, args))
 
     def last(self, tree: PyTree, *args: PyTree) -> tuple[PyTree, Any]:
-        """The abstract outputs, and the last array of them, by a program that computes no other."""
+        """Returns the abstract outputs, and the last output array, from a program that computes
+        only that."""
         arrays, static, given, constants = self._split(tree, args)
         traced = self._first_of(self._jitted.trace, arrays, static, given, constants)
         jaxpr, mesh = traced.jaxpr, self.mesh
@@ -520,7 +522,7 @@ class CompiledCall:
                 return jaxpr_as_fun(jaxpr)(*arrays)[-1]
 
         if id(jaxpr) not in self._last:
-            # JAX leaves out what only the other outputs need.
+            # JAX removes operations that only the other outputs need.
             self._last[id(jaxpr)] = jaxpr, jax.jit(compute)
         return traced.out_info, self._last[id(jaxpr)][1](*arrays, *given)
 

@@ -1,4 +1,4 @@
-"""Warnings for losses that are not a mean over examples, or treat them alike by mistake."""
+"""Warnings for losses that are not a mean over examples, or use one random mask for all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -59,9 +59,9 @@ def find_faults(
     *,
     training: bool,
 ) -> tuple[Mapping[str, str], tuple[str, ...], tuple[str, ...]]:
-    """The results `(loss, aux)` that are sums over the examples, by path, and where; the lines
-    that use one random mask for all examples; and those that combine each with every other by
-    NumPy's rank promotion."""
+    """Returns the results in `(loss, aux)` that are sums over the examples, by path, with their
+    lines; the lines that use one random mask for all examples; and the lines where NumPy's rank
+    promotion combines each example with every other."""
 
     def find(loss: Callable[..., LossResult], model: PyTree, batch: PyTree) -> Any:
         def results(*args: Any) -> Any:
@@ -106,8 +106,8 @@ def warn_of_sums(summed: Mapping[str, str], *, loss: bool = True, aux: bool = Tr
         f"`loss_fn` returns the sum over the examples of a batch, and not the mean, as "
         f"{several(named)}. A batch with more examples has a larger value, and so has its "
         "gradient; microbatches and the batches of an evaluation are averaged, so that the result "
-        "depends on their size. Divide by the number of examples, as `jnp.mean` does, or by that "
-        'of tokens, and return that number as `aux["weight"]`.'
+        "depends on their size. Divide by the number of examples, as `jnp.mean` does, or "
+        'by the number of tokens, and return that number as `aux["weight"]`.'
     )
 
 
@@ -122,7 +122,7 @@ def traced_once(
     *,
     training: bool,
 ) -> Any:
-    """What `find(loss, model, batch)` returns; repeated runs and evaluations trace a loss once."""
+    """Caches `find(loss, model, batch)`, so that repeated runs trace a loss once."""
     shapes = lambda arrays: tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     arrays, static = split((model, batch))
     key = (shapes(arrays), static, mesh, compute_dtype, training)

@@ -52,7 +52,8 @@ def with_gradient(loss: Float[Array, ""], model: PyTree, gradient: PyTree) -> Fl
             raise ValueError(
                 f"`gradient` has shape {g.shape} at {name}, where `model` has {x.shape}."
             )
-        # Zero in value. Products and a sum let the planner shard a gradient as its parameter.
+        # The value is zero. The products and the sum let the planner shard a gradient like its
+        # parameter.
         zero = (x - jax.lax.stop_gradient(x)) * jax.lax.stop_gradient(g.astype(x.dtype))
         total = total + jnp.sum(zero).real.astype(total.dtype)
     return total

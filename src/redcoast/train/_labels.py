@@ -1,4 +1,4 @@
-"""Labels and masks of an optax optimizer that are modules, which optax would call."""
+"""Labels and masks of an optax optimizer that are callable modules."""
 
 import functools as ft
 import types
@@ -10,16 +10,16 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-_MOST = 10_000  # objects that are looked through
+_MOST = 10_000  # objects that are searched
 
 
 def accept_module_labels(optimizer: optax.GradientTransformation) -> None:
-    """Lets an optimizer take labels, as of `optax.multi_transform`, that are shaped like the model.
+    """Lets an optimizer such as `optax.multi_transform` take labels that are shaped like the model.
 
-    optax calls labels that are callable, to get labels for the parameters. A tree like an
-    `eqx.Module` is callable if the module is, and calling it computes with the labels. In the
+    If labels are callable, optax calls them with the parameters. A tree of labels that is an
+    `eqx.Module` is callable if the module is, and calling it computes with the labels. So in the
     closures of the optimizer, each such tree is replaced by a function that returns it, without
-    its leaves where the parameters have none.
+    leaves that the parameters do not have.
     """
     for cell in _cells(optimizer):
         if _is_tree_of_labels(cell.cell_contents):
@@ -32,7 +32,7 @@ def _labels_of(labels: PyTree, params: PyTree) -> PyTree:
 
 
 def _is_tree_of_labels(x: Any) -> bool:
-    """Whether this is a module of names, numbers or booleans in the place of its arrays."""
+    """Whether this is a module with names, numbers or booleans in place of arrays."""
     if not isinstance(x, eqx.Module):
         return False
     leaves = jax.tree.leaves(x)
@@ -40,7 +40,7 @@ def _is_tree_of_labels(x: Any) -> bool:
 
 
 def _cells(optimizer: Any) -> Iterator[types.CellType]:
-    """The cells of the closures of an optimizer and of the optimizers that it is made of."""
+    """Yields the closure cells of an optimizer and of its parts."""
     waiting, seen = [optimizer], set()
     while waiting and len(seen) < _MOST:
         x = waiting.pop()

@@ -36,9 +36,9 @@ def how_to_return(*trees: PyTree) -> str:
 
 
 def warn_of_kept_state(model: PyTree) -> None:
-    """Warns that the state of a model's layers stays as it is, if they would update it.
+    """Warns that the state of a model's layers is never updated.
 
-    It is called for a loss that returns no model.
+    It is called if the loss returns no model.
     """
     states = {path: x for path, x in layer_states(model).items() if jax.tree.leaves(x)}
     if not states or _is_frozen(model):
@@ -47,7 +47,7 @@ def warn_of_kept_state(model: PyTree) -> None:
     warn(
         f"`loss_fn` returned no model, but its argument `model` has state of layers ({kinds}, at "
         f"{several([path or 'its root' for path in states], 3)}), which is now the same at every "
-        f"step: running averages do not move, and an evaluation uses their first values. "
+        f"step: running averages are not updated, and an evaluation uses their initial values. "
         f"{how_to_return(model)} If the state is to stay as it is, return the model that "
         "`loss_fn` was given."
     )
@@ -60,9 +60,9 @@ def warn_of_outer_state(loss_fn: Any, model: PyTree) -> None:
     if any(isinstance(x, eqx.nn.State) for x in _values_read(loss_fn)):
         warn(
             "`loss_fn` reads an `eqx.nn.State` that is not in its argument `model`, and which is "
-            "the same at every step: running averages, such as those of BatchNorm, do not move, "
-            f"and an evaluation uses their first values. {how_to_return()} If the layers are only "
-            "to read it, pass `eqx.nn.inference_mode(model)`."
+            "the same at every step: running averages, as in BatchNorm, are not updated, "
+            f"and an evaluation uses their initial values. {how_to_return()} If the layers should "
+            "only read it, pass `eqx.nn.inference_mode(model)`."
         )
 
 
@@ -87,7 +87,7 @@ def _values_read(fn: Any) -> Iterator[Any]:
 
 
 def _names_of(code: CodeType) -> Iterator[str]:
-    """The names that a function and those inside it use, global ones and attributes."""
+    """Yields the global names and attributes that a function, and functions inside it, use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -100,7 +100,7 @@ def _has_layers_with_state(model: PyTree) -> bool:
 
 
 def returns_state(value: Any) -> bool:
-    """Whether what a loss returned in the place of `aux` is meant as state or as a model."""
+    """Whether the value that a loss returned as `aux` looks like a state or a model."""
     leaves = jax.tree.leaves(value, is_leaf=_is_state_or_module)
     return any(map(_is_state_or_module, leaves))
 

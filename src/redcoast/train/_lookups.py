@@ -1,6 +1,6 @@
-"""Which arrays a loss indexes with the integers of a batch, and with which indices.
+"""Finds the arrays that a loss indexes with integers of the batch, and the indices.
 
-Only the integers are computed, and not the loss.
+Only the integers are computed, not the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ def _read(
         axes[:] = [_lookup(x, places) for x in indexed]
         return [jnp.stack([jnp.min(x.indices.value), jnp.max(x.indices.value)]) for x in indexed]
 
-    # It has no other constants of the loss, which would be kept alive.
+    # It has no other constants of the loss, because it would keep them alive.
     integers = jax.make_jaxpr(extremes)(list(rows))
     replicated = NamedSharding(mesh, P()) if isinstance(mesh, Mesh) else None
     compute = lambda arrays: jaxpr_as_fun(integers)(*arrays)
@@ -138,7 +138,7 @@ def _follow(
         if isinstance(call, Call):
             before = len(indexed)
             results = _follow(call.jaxpr, operands, indexed)
-            # A compiled function of a library has no line of the user's code in it.
+            # A jitted function of a library contains no line of the user's code.
             inner = [x._replace(where=x.where or _line(equation)) for x in indexed[before:]]
             indexed[before:] = inner
         elif call is None and all(_is_integer(x.aval) for x in equation.outvars):
@@ -150,7 +150,7 @@ def _follow(
 def _computed(
     equation: JaxprEqn, operands: Sequence[_Integers | None]
 ) -> list[_Integers | None] | None:
-    """The results of an operation on integers that are known."""
+    """The results of an operation on known integers."""
     known = [x for x in operands if x is not None]
     if len(known) < len(operands) or equation.effects:
         return None

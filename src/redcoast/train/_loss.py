@@ -1,4 +1,4 @@
-"""Calls `loss_fn`, checks its result and converts it to one form."""
+"""Calls `loss_fn`, and converts its result to one form after checks."""
 
 import logging
 from collections.abc import Callable
@@ -24,13 +24,13 @@ logger = logging.getLogger("redcoast")
 _DIFFERENTIATED = (ad.JVPTracer, ad.LinearizeTracer)
 
 LossFn = Callable[..., Any]
-# Names of metrics that `train_step` returns, and of what loggers add.
+# Names of metrics that `train_step` returns, and of fields that loggers add.
 _RESERVED = ("loss", "grad_norm", "skipped", "learning_rate", "loss_scale", "skipped_total")
 _LOGGED = ("step", "time")
 
 
 class LossResult(NamedTuple):
-    """What a loss returned; `model` is the one it was given if it returned none."""
+    """The result of a loss. If it returned no model, `model` is its argument."""
 
     loss: Float[Array, ""]
     aux: dict[str, Any]
@@ -52,7 +52,7 @@ def evaluate_loss(
     compute_model = cast_floating(model, compute_dtype)
     batch = tree_to_jax_dtypes(without_marks(batch), "the batch", of="batch")
     if layer_states(model):
-        # A copy: an update makes the `eqx.nn.State` that it is made of invalid.
+        # A copy, because updating an `eqx.nn.State` invalidates the old one.
         compute_model = jax.tree.map(lambda x: x, compute_model)
     given = cast_floating(batch, compute_dtype)
     with calling("loss_fn", {"batch": given}):
@@ -104,7 +104,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
-    """Raises an error if a loss is differentiated that does not depend on the model."""
+    """Raises an error if the loss does not depend on the model that it is differentiated for."""
     # Values that depend on a differentiated leaf have the same trace as the leaf.
     trace = lambda x: id(getattr(x, "_trace", None))
     traces = {trace(x) for x in jax.tree.leaves(model) if isinstance(x, _DIFFERENTIATED)}
@@ -114,7 +114,7 @@ def _check_dependence(loss: Array, model: PyTree, *, updated: bool) -> None:
         "The loss that `loss_fn` returned does not depend on any trainable leaf of its argument "
         "`model`, so the gradient is exactly zero"
     )
-    if updated:  # the purpose may be to update only leaves that are not trained
+    if updated:  # the step may be meant to update only non-trainable leaves
         logger.warning("%s. Only the leaves of the model that it returned are updated.", problem)
         return
     raise ValueError(
@@ -150,7 +150,8 @@ def _check_aux(aux: Any, model: PyTree) -> None:
 
 
 def _is_carried(value: Any) -> bool:
-    """Whether a value may be state: also a dict of arrays, as of Flax's `mutable` collections."""
+    """Whether a value may be a state, including a dict of arrays such as Flax's `mutable`
+    collections."""
     arrays = [x for x in jax.tree.leaves(value) if eqx.is_array(x)]
     return returns_state(value) or (isinstance(value, dict) and bool(arrays))
 

@@ -15,13 +15,13 @@ _MOST = 2.0**24
 
 
 class LossScale(eqx.Module):
-    """A factor that keeps the gradients of a float16 computation in the range of float16.
+    """A factor that keeps gradients within the range of float16.
 
     The loss is multiplied by it before it is differentiated, and the gradient is divided by it
     afterwards, in float32. It doubles after `period` steps with a finite gradient, up to 2^24. It
-    halves after each step with an infinite or NaN gradient, down to 1. Such a step has to be
-    skipped. [`redcoast.train_step`][] does all of this for the `loss_scale` of its state; call the
-    methods in a step that computes its own gradients.
+    halves after each step with an infinite or NaN gradient, down to 1. Such a step must be skipped.
+    [`redcoast.train_step`][] does all of this for the `loss_scale` of its state; call the methods
+    in a step that computes its own gradients.
 
     - `value`: the factor; float32.
     - `good`: the number of steps since the factor changed or a step was skipped; int32.
@@ -50,7 +50,7 @@ class LossScale(eqx.Module):
 
         **Raises:**
 
-        `ValueError` or `TypeError` if one of them is not such a number.
+        `ValueError` or `TypeError` if an argument is out of range or not a number.
         """
         check_number("value", value)
         if not LEAST_LOSS_SCALE <= value <= _MOST:

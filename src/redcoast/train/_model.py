@@ -1,4 +1,4 @@
-"""Says why a model has nothing to train."""
+"""Explains why a model has no trainable leaves."""
 
 import equinox as eqx
 import jax
@@ -6,7 +6,7 @@ from jaxtyping import PyTree
 
 from ..core._errors import several
 
-# By the library that a class comes from: what would work in its place.
+# What to pass instead, by the library that defines the class.
 _OTHERS = {
     "flax.linen": "is a Flax module, which holds no arrays. Pass its parameters, "
     "`module.init(key, x)`, as the model, and call `module.apply(model, x)` in `loss_fn`.",

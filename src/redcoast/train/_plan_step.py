@@ -54,7 +54,7 @@ def plan_step(
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `hardware`, `microbatches`: as for [`redcoast.plan_shardings`][]. With `accumulate`, each of
-        its parts goes through the pipeline in this many microbatches.
+        the accumulated parts is divided into this many microbatches.
 
     **Returns:**
 
@@ -135,9 +135,9 @@ def check_faults(
     loss_fn: LossFn,
     compute_dtype: Any,
 ) -> None:
-    """Warns if the loss is a sum over the examples, if they share the masks of dropout, if NumPy's
-    rank promotion combines each with every other, or if the loss reads the state of layers from
-    outside.
+    """Warns if the loss is a sum over the examples, if the examples share dropout masks, if NumPy's
+    rank promotion combines each example with every other, or if the loss reads the state of layers
+    from outside.
 
     With microbatches, it also warns of other metrics that are sums.
     """
@@ -172,7 +172,7 @@ def check_own_step(
 def verify_step(
     plan: Plan, state: TrainState, batch: PyTree, *, loss_fn: LossFn, compute_dtype: Any
 ) -> None:
-    """Compares the planned program with that of one device on the first rows of a batch."""
+    """Compares the planned program with the program of one device on the first rows of a batch."""
     if jax.process_count() > 1:
         raise ValueError(
             "`plan='verify'` works only in a single process. Verify the mesh there, with as many "
@@ -180,7 +180,7 @@ def verify_step(
         )
     rows = batch_shards(plan.mesh) * plan.mesh.shape["model"]
     sizes = {x.shape[:1] for x in jax.tree.leaves(batch)}
-    # Of arrays that do not have one row for each example, others may hold indices.
+    # Arrays without one row for each example may be indexed by other arrays.
     few = jax.tree.map(lambda x: x[:rows], batch) if len(sizes) == 1 else batch
     low = compute_dtype is not None and jax.numpy.finfo(compute_dtype).bits < 32
     plan.verify(
@@ -189,7 +189,7 @@ def verify_step(
 
 
 def _loss(loss_fn: LossFn, compute_dtype: Any) -> Callable[..., Any]:
-    """The loss; with the new model, if `loss_fn` returns one, since that is communicated too."""
+    """The loss, and the new model if `loss_fn` returns one, because it is communicated too."""
 
     @ft.wraps(loss_fn, updated=())
     def measure(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:

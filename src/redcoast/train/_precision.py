@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 
 from ..core._pytree import layer_states
 
-# What other libraries call them.
+# Names of dtypes in other libraries.
 _NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -21,11 +21,11 @@ _NAMES = {
 
 
 def as_compute_dtype(dtype: Any) -> Any:
-    """The dtype of a computation: what was passed, or the dtype of a name such as `"bf16"`.
+    """Returns the dtype of a computation from a dtype or a name such as `"bf16"`.
 
     **Raises:**
 
-    `ValueError` if it is not floating, and `TypeError` if it is no dtype.
+    `ValueError` if the dtype is not floating; `TypeError` if it is not a dtype.
     """
     if dtype is None:
         return None

@@ -53,18 +53,18 @@ def prepare(
 ) -> Prepared:
     """Plans and creates the state of a custom training loop, and compiles its training step.
 
-    It is [`redcoast.plan_step`][], [`redcoast.init_state`][] with the plan's shardings, and
-    [`redcoast.compile_step`][] of [`redcoast.train_step`][] with the constrained loss.
+    It calls [`redcoast.plan_step`][], [`redcoast.init_state`][] with the plan's shardings, and
+    [`redcoast.compile_step`][] for [`redcoast.train_step`][] with the constrained loss.
 
     **Arguments:**
 
     - `init_fn`: `init_fn(key) -> model`, whose arrays are created sharded, or a model, or a
-        [`redcoast.TrainState`][], as for [`redcoast.fit`][]. A model is copied; the state that is
-        given is donated by the first step.
+        [`redcoast.TrainState`][], as for [`redcoast.fit`][]. A model is copied. A state is donated
+        by the first step.
     - `optimizer`: an optax optimizer.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
     - `batch`: a batch, or its shapes, batch dimension first.
-    - `key`: a JAX key, by default `jax.random.key(0)`. A state has its own.
+    - `key`: a JAX key, by default `jax.random.key(0)`; not for a state, which has its own.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].

@@ -1,4 +1,4 @@
-"""Plans and compiled steps that later runs with the same functions and shapes use again."""
+"""Plans and compiled steps that are reused by later runs with the same functions and shapes."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ def reused_step(
 
 
 def _parts(trainable: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree], Any]:
-    """The functions in `trainable`, a function that puts others in their place, and the rest."""
+    """Returns the functions in `trainable`, a function that replaces them, and everything else."""
     leaves, structure = jax.tree.flatten(trainable)
     functions = [x for x in leaves if callable(x)]
     rest = tuple(None if callable(x) else x for x in leaves)

@@ -1,4 +1,4 @@
-"""Arrays and modules at two places of a model, as in PyTorch's weight tying."""
+"""Arrays and modules that occur several times in a model, as in PyTorch's weight tying."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ Path = tuple[Any, ...]
 def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
     """Warns of trainable arrays that are at several places of a model.
 
-    They are trained apart, since a model is a tree.
+    They are trained separately, because a model is a tree.
     """
     params, _ = partition_trainable(model, trainable)
     arrays = dict(jax.tree_util.tree_leaves_with_path(params))
@@ -38,7 +38,7 @@ def warn_of_shared(model: PyTree, trainable: PyTree) -> None:
 
 
 def _outermost(paths: list[Path], arrays: Mapping[Path, Any]) -> list[Path]:
-    """The places of the largest part of the model, such as a module, that is shared as a whole."""
+    """Returns the paths of the largest shared subtree, such as a module."""
 
     def content(part: Path) -> dict[Path, int]:
         inside = {path: x for path, x in arrays.items() if path[: len(part)] == part}

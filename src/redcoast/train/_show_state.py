@@ -15,9 +15,9 @@ _SHOWN = 3  # parts of an optimizer
 
 
 def show_state(state: AbstractTrainState, step: Any) -> str | None:
-    """The step, and the sizes and the shardings of model and optimizer state.
+    """Returns the step, and the sizes and shardings of the model and the optimizer state, as text.
 
-    It is `None` if the leaves of the model are not arrays, as in a state of shardings.
+    The result is `None` if the leaves of the model are not arrays, as in a state of shardings.
     """
     model, opt_state = _arrays(state.model), _arrays(state.opt_state)
     if not model:
@@ -35,7 +35,7 @@ def show_state(state: AbstractTrainState, step: Any) -> str | None:
 
 def _arrays(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree)
-    # Keys have a size in bytes only in JAX.
+    # Only JAX's own keys have a size in bytes.
     return [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)]
 
 

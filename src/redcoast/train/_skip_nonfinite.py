@@ -21,19 +21,18 @@ def guarded_update(
 ) -> tuple[PyTree, PyTree]:
     """Calls `update(grads, opt_state)`, and keeps the old state unless `finite`.
 
-    Selecting between the new and the old state afterwards would make XLA copy the state. It fuses
-    the users of the new moments, such as the parameter update, with the computation of the moments
-    from the old ones, which must then be kept although they are donated. Here each new value is
-    selected as soon as it is computed, and everything after it uses the selected value, so the
-    state is overwritten in place. If `finite` is false the updates have other values, but they are
-    not applied.
+    If the new or the old state were selected at the end, XLA would copy the state: it fuses the
+    computation of the new moments with their users, such as the parameter update, and then has to
+    keep the old moments although they are donated. Here, each new value is selected right after it
+    is computed, and later operations use the selected value, so the state is overwritten in place.
+    If `finite` is false, the updates have other values, but they are not applied.
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(grads, opt_state)
     old, structure = jax.tree.flatten(opt_state)
     outputs = _evaluate(closed, [*jax.tree.leaves(grads), *old], old, finite)
     if jax.tree.structure(shapes[1]) != structure:
         raise ValueError(
-            "The optimizer must return a state with the structure of the one that it was given, "
+            "The optimizer must return a state with the structure of its argument, "
             f"{structure}, but returned {jax.tree.structure(shapes[1])}."
         )
     count = len(outputs) - len(old)
@@ -48,7 +47,7 @@ def _evaluate(closed: AnyJaxpr, inputs: list[Any], old: list[Any], finite: Array
     state_vars = jaxpr.outvars[first:]
     counts = Counter(variables(state_vars))
     computed = {var for equation in jaxpr.eqns for var in equation.outvars}
-    # A variable that is the new value of one state leaf only is selected where it is computed.
+    # A variable that is the new value of exactly one state leaf is selected where it is computed.
     replaces = {
         var: before
         for var, before in zip(state_vars, old, strict=True)

@@ -1,4 +1,4 @@
-"""The state that a run begins with, from a model, a function that makes one, or a state."""
+"""The initial state of a run, from a model, a function that creates one, or a state."""
 
 import functools as ft
 import inspect
@@ -34,9 +34,9 @@ def starting_state(
     average: int | float | None,
     caller: str,
 ) -> tuple[TrainState, PRNGKeyArray, Callable[[PyTree], TrainState]]:
-    """The abstract state of a run, its key, and a function that makes it with given shardings.
+    """Returns the abstract state of a run, its key, and a function that creates it with shardings.
 
-    `caller` is the function that was given the model, as messages name it.
+    `caller` is the name of the public function in messages.
     """
     given = {"compute_dtype": compute_dtype, "trainable": trainable, "average": average}
     if model_or_state is None:
@@ -82,7 +82,8 @@ def starting_state(
 
 
 def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
-    """Warns of adapters beside weights that are trained too, if no `trainable` was passed."""
+    """Warns if a model has adapters and `trainable` was not passed, so that all weights are
+    trained."""
     if trainable is not eqx.is_inexact_array:
         return
     is_adapted = lambda x: isinstance(x, AbstractLowRank)
@@ -98,6 +99,6 @@ def _warn_of_trained_base(model: PyTree, trainable: PyTree) -> None:
 
 
 def is_init_fn(model: Any) -> bool:
-    """Whether a model is given as a function of a key, and not as a module that can be called."""
+    """Whether a model is passed as a function of a key, and not as a callable module."""
     plain = inspect.isfunction(model) or inspect.ismethod(model)
     return plain or (isinstance(model, ft.partial) and not isinstance(model, jax.tree_util.Partial))

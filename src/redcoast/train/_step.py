@@ -53,7 +53,7 @@ class TrainState(AbstractTrainState):
     - `key`: the PRNG key of the run, the same at all steps. Step n uses `fold_in(key, n)`.
     - `loss_scale`: a [`redcoast.LossScale`][] if the loss is computed in float16, else `None`.
     - `average`: the average of the weights, if `init_state` or `fit` was given `average`, else
-        `None`. Its `weights` are those of the trainable leaves, in float32 or wider.
+        `None`. Its `weights` are the averages of the trainable leaves, in float32 or wider.
     - `averaged_model`: the model with the averaged weights; without an average, `model`.
     """
 
@@ -85,9 +85,9 @@ def init_state(
 ) -> TrainState:
     """Creates the state of a training run, sharded from the start.
 
-    The function is pure. With `eqx.filter_eval_shape` it returns the abstract state, which can be
-    planned without allocating memory. With the `shardings` of the plan, each device computes only
-    its own shards, so no device needs memory for the full model unless the plan replicates it.
+    This function is pure. `eqx.filter_eval_shape` of it is the abstract state, which can be planned
+    without allocating memory. With the `shardings` of the plan, each device computes only its own
+    shards, so no device needs memory for the full model unless the plan replicates it.
 
     **Arguments:**
 
@@ -98,8 +98,8 @@ def init_state(
     - `compute_dtype`: as in [`redcoast.train_step`][]; with `jnp.float16`, the state has a
         `loss_scale`.
     - `trainable`: the leaves that the optimizer trains, as in [`redcoast.train_step`][].
-    - `average`: the decay of an average of the weights, such as 0.999, which each step updates; as
-        in [`redcoast.fit`][]. By default, there is none.
+    - `average`: the decay of an exponential average of the weights, such as 0.999, as in
+        [`redcoast.fit`][]. By default, no average is computed.
 
     **Returns:**
 
@@ -143,7 +143,7 @@ def init_state(
 
 
 def is_model(model_or_init_fn: Any) -> bool:
-    """Whether this is a model, which may be callable, and not a function that makes one."""
+    """Whether this is a model, which may be callable, and not a function that creates one."""
     is_array = lambda x: isinstance(x, (*ARRAYS, jax.ShapeDtypeStruct))
     return any(map(is_array, jax.tree.leaves(model_or_init_fn)))
 
@@ -156,7 +156,7 @@ def state_of_model(
     shardings: PyTree[NamedSharding | None] | None,
     **options: Any,
 ) -> TrainState:
-    """Creates the state at step 0 for a given model, which stays the caller's."""
+    """Creates the state at step 0 from a copy of a model."""
     create = lambda model, key: state_of(model, optimizer, key=key, **options)
     # Copies: training donates its state.
     if shardings is None:
@@ -203,7 +203,7 @@ def with_loss_scale(state: TrainState, compute_dtype: Any) -> TrainState:
 def create_split(
     create: Callable[..., TrainState], *args: PyTree, shardings: PyTree[NamedSharding | None]
 ) -> TrainState:
-    """Calls `create(*args)`; each device computes only its own shards."""
+    """Calls `create(*args)` so that each device computes only its own shards."""
     args = on_auto_axes(args)
     arrays, constants = eqx.partition(args, eqx.is_array)
     flat_create = jax.jit(
@@ -241,43 +241,43 @@ def train_step(
     - `state`: a [`redcoast.TrainState`][].
     - `batch`: PyTree of arrays, batch dimension first.
     - `loss_fn`: `loss_fn(model, batch, key)` returns the mean loss, a scalar; or `(loss, aux)`,
-        with a dict of scalar metrics, and in custom loops of other arrays, such as the errors of
-        the examples; or `(loss, aux, model)`, with updated non-trainable leaves
-        such as running averages. `aux["weight"]` is the size of what the loss averages over, for
-        example the number of tokens; the default is the number of examples.
+        where `aux` is a dict of scalar metrics (in custom loops, also of other arrays, such as the
+        error of each example); or `(loss, aux, model)`, where `model` has updated non-trainable
+        leaves such as running averages. `aux["weight"]` is the number of items that the loss
+        averages over, such as tokens; by default, the number of examples.
     - `optimizer`: the optax optimizer that `state` was created with. Optimizers that use the loss
-        (`optax.lbfgs`, `optax.polyak_sgd`, ...) are passed `value`, `grad` and `value_fn`, as far
-        as they accept them.
+        (`optax.lbfgs`, `optax.polyak_sgd`, ...) receive `value`, `grad` and `value_fn` if they
+        accept them.
     - `accumulate`: the number of microbatches, which are processed one after the other to save
         activation memory. Loss, metrics and gradient are means over the microbatches, weighted by
-        `"weight"`. They equal those of the full batch unless the loss makes examples depend on each
-        other.
+        `"weight"`. They have the same values as for the full batch, unless the loss makes examples
+        depend on each other.
     - `compute_dtype`: the dtype in which the loss and its gradient are computed, such as
         `jnp.bfloat16` or `"bf16"`. Parameters and optimizer state keep their dtype. All floating
         arrays of the model and the batch are cast; use integers or booleans for exact counts and
         masks. With `jnp.float16`, a state without a `loss_scale` gets one. Create the state with
         the same `compute_dtype`, so that its structure does not change.
     - `trainable`: the leaves that the optimizer trains: a function of the model that returns a part
-        of it, or several in a tuple (`lambda m: m.layers[-1]`); a function of a leaf, or of its
-        path and the leaf, that returns a boolean; regular expressions, one or a list, that are
-        searched in the paths of the leaves, as for `overrides`; or a PyTree of booleans that may be
-        a prefix of the model, as for `eqx.partition`. Frozen leaves need no gradient and no
-        optimizer state. Arrays in an `eqx.nn.State`, and Flax NNX's variables that are not an
-        `nnx.Param`, are never trained: the loss returns them, or a warning is given.
+        of it, or a tuple of parts (`lambda m: m.layers[-1]`); a function of a leaf, or of its path
+        and the leaf, that returns a boolean; a regular expression or a list of them, searched in
+        the paths of the leaves, as in `overrides`; or a PyTree of booleans that may be a prefix of
+        the model, as for `eqx.partition`. Frozen leaves have no gradient and no optimizer state.
+        Arrays in an `eqx.nn.State`, and Flax NNX variables other than `nnx.Param`, are never
+        trained. The loss must return them to update them; a warning is given if it does not.
 
     **Returns:**
 
     The new state, and the metrics: `loss`, `grad_norm` (the Euclidean norm of the gradient over all
     leaves), `skipped` (1.0 if the step was skipped), `learning_rate` if the optimizer state has it
-    (`optax.inject_hyperparams`), `loss_scale` (that of this step) and `skipped_total` (the number
-    of steps skipped so far) if the state has a `loss_scale`, and the entries of `aux`.
+    (`optax.inject_hyperparams`), `loss_scale` (the scale used in this step) and `skipped_total`
+    (the number of steps skipped so far) if the state has a `loss_scale`, and the entries of `aux`.
 
     **Raises:**
 
-    `ValueError` or `TypeError`, at tracing time, if `loss_fn` returns anything else, if
-    `accumulate` does not divide the batch size, or an array has another first dimension, if
-    `compute_dtype` is not floating, or if the optimizer is not that of the state or needs the
-    gradient of each example.
+    `ValueError` or `TypeError`, during tracing, if `loss_fn` returns anything else; if `accumulate`
+    does not divide the batch size, or the first dimensions of the batch differ; if `compute_dtype`
+    is not floating; or if the optimizer does not match the state, or needs the gradient of each
+    example.
 
     !!! Example
 
@@ -342,24 +342,26 @@ def train_step(
 def train_steps(
     state: TrainState, batches: PyTree, **options: Any
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Takes a training step on each of several batches in one `jax.lax.scan`.
+    """Takes one training step on each of several batches, in a `jax.lax.scan`.
 
     Use it for the local steps of a federated client, the inner steps of meta-learning, or the
-    epochs of minibatches in PPO. It is pure, and works under `jit`, `vmap` and `compile_step`.
+    epochs of minibatches in PPO. It is pure, and can be jitted, vmapped and passed to
+    [`redcoast.compile_step`][].
 
     **Arguments:**
 
     - `state`: a [`redcoast.TrainState`][].
-    - `batches`: a PyTree of arrays of shape `steps batch ...`.
+    - `batches`: PyTree of arrays of shape `(steps, batch, ...)`.
     - `options`: keyword arguments of [`redcoast.train_step`][], such as `loss_fn` and `optimizer`.
 
     **Returns:**
 
-    The state after the last step, and the metrics of all steps, each of shape `steps`.
+    The state after the last step, and the metrics of all steps, each of shape `(steps,)`.
 
     **Raises:**
 
-    `ValueError` if the arrays have different leading dimensions; otherwise as `train_step`.
+    `ValueError` if the arrays have different leading dimensions, and the errors of
+    [`redcoast.train_step`][].
 
     !!! Example
 
@@ -488,7 +490,7 @@ def refuse_other_rows(batch: PyTree, accumulate: int) -> None:
             f"which must be the batch. Here it differs: {several(sizes, 4, separator='; ')}. "
             "Arrays that are not one row for each example, such as a bank of negatives, the "
             "weights of classes or the nodes of graphs, cannot be split. Leave out `accumulate`; "
-            "or hold such arrays in the model, not trained, or in a closure of `loss_fn`."
+            "or keep such arrays in the model as frozen leaves, or in a closure of `loss_fn`."
         )
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class WeightAverage(eqx.Module):
-    """The average of the trainable leaves over the steps taken, the latest counting most.
+    """The exponential average of the trainable leaves over the steps taken.
 
     After n steps it is the sum of `decay**(n - i) * weights_i`, divided by the sum of the factors,
-    so the first weights do not count: `optax.ema(decay, debias=True)` of the weights.
+    as in `optax.ema(decay, debias=True)`. The initial weights do not count.
 
     - `weights`: the average, in float32 or wider, with `None` at leaves that are not trained.
     - `steps`: the number of steps that were averaged; int32.
@@ -33,10 +33,10 @@ class WeightAverage(eqx.Module):
     decay: float = eqx.field(static=True)
 
     def after(self, params: PyTree, finite: Bool[Array, ""]) -> "WeightAverage":
-        """The average after a step to `params`; the same if the step was not finite."""
+        """Returns the average after a step to `params`; unchanged if the step was not finite."""
         if jax.tree.structure(params) != jax.tree.structure(self.weights):
             raise ValueError(
-                "The average of the weights in the state is not that of the leaves that "
+                "The averaged weights in the state do not match the leaves that "
                 "`trainable` selects. Pass the `trainable` with which the state was created."
             )
         steps = self.steps + 1
@@ -52,7 +52,7 @@ class WeightAverage(eqx.Module):
 
 
 def with_average(state: "TrainState", decay: int | float | None, trainable: PyTree) -> "TrainState":
-    """A state with an average of its trainable leaves; without a `decay`, the state as it is."""
+    """Adds an average of the trainable leaves to a state, if `decay` is not `None`."""
     if decay is None:
         return state
     check_number("average", decay)
@@ -70,7 +70,7 @@ def with_average(state: "TrainState", decay: int | float | None, trainable: PyTr
 
 
 def model_with(average: WeightAverage | None, model: PyTree) -> PyTree:
-    """A model with averaged weights, in the dtypes of its own; the model itself without them."""
+    """Returns the model with averaged weights, in its own dtypes; without an average, the model."""
     if average is None:
         return model
     is_none = lambda x: x is None

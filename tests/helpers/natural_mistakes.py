@@ -278,7 +278,8 @@ ROWS = {
     "a batch that does not divide": (
         lambda d: fit(batch_size=7, steps=1, mesh=rc.make_mesh(), log=None),
         None,
-        "A batch of 7 does not divide over data x fsdp = 8 devices.*A multiple of 8 would be split",
+        "A batch of 7 does not divide over data x fsdp = 8 devices"
+        ".*A multiple of 8 would be sharded",
     ),
     "a module of Flax": (
         lambda d: fit(model=FlaxNet()),

@@ -102,6 +102,6 @@ def test_a_run_is_no_part_of_a_transformed_function():
         jax.random.split(jax.random.key(0), 2)
     )
     with pytest.raises(
-        TypeError, match=r"`fit` was called inside of `jax\.vmap`.*To train several"
+        TypeError, match=r"`fit` was called inside `jax\.vmap`.*To train several"
     ):
         eqx.filter_vmap(fit)(models)

@@ -185,7 +185,7 @@ def test_fewer_examples_than_a_batch_train_and_it_says_so(caplog):
 
 def test_a_batch_that_does_not_divide_says_so(capsys):
     fit(batch_size=10, log=rc.progress_logger())
-    assert "A multiple of 8 would be split" in capsys.readouterr().out
+    assert "A multiple of 8 would be sharded" in capsys.readouterr().out
 
 
 def test_prints_versions_devices_data_the_plan_and_progress(capsys):

@@ -1,1 +1,1 @@
-"""`fit`, `evaluate` and `predict_examples`: the loops, what they check, and when they stop."""
+"""The loops `fit`, `evaluate` and `predict_examples`, with their checks and stopping conditions."""

@@ -46,20 +46,20 @@ def check_agreement(
     key: PRNGKeyArray,
     **values: Any,
 ) -> None:
-    """Raises `ValueError` on all processes if they are about to run different things.
+    """Raises `ValueError` on all processes if they are about to run different programs or data.
 
-    The error names what differs, and which process has what.
+    The error names what differs, and the value in each process.
 
     **Arguments:**
 
-    - `plan`: how the program is sharded; it follows from the program.
-    - `model`, `key`: what the run begins with. Of a function, the code is compared.
-    - `state`, `step`: the abstract state, and what returns the compiled step, whose program is
-        compared.
+    - `plan`: how the program is sharded.
+    - `model`, `key`: the initial model and key. If `model` is a function, its code is compared.
+    - `state`, `step`: the abstract state, and a function that returns the compiled step, whose
+        program is compared.
     - `collate_fn`, `loss_fn`: the code of these functions is compared.
     - `data`, `evaluation`: the number of their examples, the shapes of a batch, and some collated
         examples are compared.
-    - `values`: all else by name, as JSON can hold it.
+    - `values`: other values by name, of types that JSON supports.
     """
     if jax.process_count() == 1:
         return
@@ -104,7 +104,7 @@ def check_agreement(
 
 
 def _code(fn: Any) -> str | None:
-    """A checksum of a function's code, without that of the functions it calls."""
+    """A checksum of a function's code, not including the functions that it calls."""
     while isinstance(fn, ft.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)

@@ -1,4 +1,4 @@
-"""Early stopping: when a metric of the evaluations no longer improves, and the best state."""
+"""Early stopping by a metric of the evaluations, and the best state of a run."""
 
 import dataclasses
 import math
@@ -20,19 +20,19 @@ SAVED = "early_stopping"  # the name of the counters in the data of a checkpoint
 @hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """When `fit` stops because a metric of the evaluations no longer improves.
+    """Stops [`redcoast.fit`][] when a metric of its evaluations no longer improves.
 
-    `fit` then returns the state with the best value of the metric, not that of the last step. The
-    same holds if the run ends without being stopped early. With checkpoints, the best state is the
-    best checkpoint; without them, a copy is kept in the memory of the host.
+    `fit` then returns the state with the best value of the metric, and not the last state, also if
+    the run ends without stopping early. With checkpoints, this is the best checkpoint; without
+    them, a copy of the best state is kept in host memory.
 
     **Arguments:**
 
-    - `patience`: the number of evaluations in a row without a better value, after which to stop.
-    - `metric`: the metric of the evaluation, such as `"loss"` or what `metric_fn` returns; by
-        default that of `Checkpoints(best=...)`, or else the loss.
-    - `mode`: `"min"` if a smaller value is better, `"max"` if a larger one is; by default that of
-        `Checkpoints(best=...)`, or `"min"` for the loss. Another metric needs it.
+    - `patience`: the number of consecutive evaluations without improvement after which to stop.
+    - `metric`: the name of the metric: `"loss"`, or a key of the dict that `metric_fn` returns. By
+        default, the metric of `Checkpoints(best=...)`, or else the loss.
+    - `mode`: `"min"` if a smaller value is better, `"max"` if a larger one is. By default, the mode
+        of `Checkpoints(best=...)`, or `"min"` for the loss. It is required for other metrics.
 
     **Raises:**
 
@@ -91,7 +91,7 @@ def complete_early_stopping(
     if best and (best.metric, best.mode) != (metric, mode):
         raise ValueError(
             f"`early_stopping` stops by the {mode}imum of {metric!r}, and `checkpoints` keep the "
-            f"{best.mode}imum of {best.metric!r}. The state that is returned is that of a "
+            f"{best.mode}imum of {best.metric!r}. The state that is returned is from a "
             "checkpoint, so they must be the same: leave out one of them."
         )
     if checkpoints is not None:
@@ -120,14 +120,15 @@ class BestSoFar:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The counters, as JSON can hold them."""
+        """The counters, as values that JSON supports."""
         value = None if self.step is None else self.value
         return {"step": self.step, "value": value, "since": self.since}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Sets the counters to those of a checkpoint.
+        """Restores the counters of a checkpoint.
 
-        Without them, the best of the checkpoints counts, as of a run that begins to stop early.
+        If it has none, because the run did not use early stopping before, the best checkpoint
+        counts.
         """
         if saved is not None:
             self.step, self.since = saved["step"], saved["since"]

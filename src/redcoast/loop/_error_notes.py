@@ -1,4 +1,4 @@
-"""Errors of a run: what a device's memory holds, and the checkpoint that is left."""
+"""Notes on the errors of a run, about device memory and the last checkpoint."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ DOUBTFUL = (jax.errors.JaxRuntimeError, FloatingPointError, MemoryError)
 
 @contextlib.contextmanager
 def explained_memory(plan: Plan) -> Iterator[None]:
-    """Adds to an out-of-memory error what the plan puts on a device, and what would help."""
+    """Adds the planned memory of a device, and remedies, to an out-of-memory error."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

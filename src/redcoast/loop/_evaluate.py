@@ -1,4 +1,4 @@
-"""Evaluation and prediction over raw examples, each of which counts once."""
+"""Evaluation and prediction over raw examples."""
 
 import contextlib
 import functools as ft
@@ -70,23 +70,21 @@ def evaluate(
     workers: int = 2,
     ahead: int = 4,
 ) -> dict[str, float]:
-    """The mean loss and metrics over examples, with the model in inference mode.
+    """Computes the mean loss and metrics over examples, with the model in inference mode.
 
     Every example counts exactly once, for any batch size. If the loss makes the examples of a batch
-    depend on each other, as a contrastive loss does, the result is the mean over batches of this
+    depend on each other, as contrastive losses do, the result is the mean over batches of this
     size, and a warning is given.
 
     **Arguments:**
 
     - `model`: any PyTree, on one device or sharded.
-    - `examples`: anything with a length and an index; an iterable; a function that returns one of
-        these, such as a generator function; or a generator.
-    - `collate_fn`: `collate_fn(examples)` makes a batch of a list of examples. If it has a
-        parameter `rngs`, it is given `rngs=None` here, so that it augments nothing. By default, the
-        examples are stacked leaf by leaf.
+    - `examples`: as for [`redcoast.fit`][], but read once and in order.
+    - `collate_fn`: as for [`redcoast.fit`][]. If it has a parameter `rngs`, it is called with
+        `rngs=None`, so that it does not augment.
     - `loss_fn`: as for [`redcoast.train_step`][].
-    - `batch_size`: the number of examples in a batch, over all devices. `None` if the items of
-        `examples` are batches, as in [`redcoast.fit`][].
+    - `batch_size`: the number of examples in a batch, over all devices; `None` if the items of
+        `examples` are batches already.
     - `mesh`: the devices to use; by default the ambient mesh, or all devices as `data`.
     - `key`: a JAX key, for losses that use random numbers; `jax.random.key(0)` by default.
     - `compute_dtype`: as for [`redcoast.train_step`][].
@@ -94,8 +92,8 @@ def evaluate(
 
     **Returns:**
 
-    A dict of `loss` and all of `aux`: means weighted by `aux["weight"]`, or else by the number of
-    examples. `weight` itself, if the loss returns it, is the sum.
+    A dict with `loss` and the entries of `aux`: means weighted by `aux["weight"]`, or else by the
+    number of examples. If the loss returns `weight`, its value is the sum.
 
     **Raises:**
 
@@ -124,7 +122,7 @@ def evaluate(
 
 
 class _Loading(NamedTuple):
-    """What is read, and how batches are made of it."""
+    """The examples, and how they are collated."""
 
     examples: Any
     collate_fn: CollateFn | None
@@ -135,7 +133,7 @@ class _Loading(NamedTuple):
 def _loading(
     examples: Any, collate_fn: CollateFn | None, batch_size: int | None, workers: int, ahead: int
 ) -> _Loading:
-    """The arguments about the data, checked. A stream is begun, and can be read once."""
+    """Checks the arguments about the data. A stream is opened, and can be read once."""
     collate_fn = check_batching(collate_fn, batch_size)
     threads = checked_threads(workers, ahead)
     if batch_size is None:
@@ -187,19 +185,19 @@ def predict_examples(
     workers: int = 2,
     ahead: int = 4,
 ) -> list[Any]:
-    """Predicts examples, in order, with the model in inference mode.
+    """Computes predictions for examples, in order, with the model in inference mode.
 
     **Arguments:**
 
     - `model`, `examples`, `collate_fn`, `batch_size`, `mesh`, `key`, `compute_dtype`, `workers`,
         `ahead`: as for [`redcoast.evaluate`][].
     - `predict_fn`: `predict_fn(model, batch, key)`, as for [`redcoast.predict`][].
-    - `output_fn`: `output_fn(predictions)`, run on the host, turns the predictions of a batch
-        (NumPy arrays) into a list with one entry for each example, such as decoded text. By
-        default, the entries are the rows.
-    - `gather`: which of several processes get the predictions. `"all"`: each of them. `"first"`:
-        process 0, while the others get an empty list. `"none"`: each process gets those of its own
-        devices, as pairs of an index and an entry.
+    - `output_fn`: `output_fn(predictions)`, run on the host, converts the predictions of a batch
+        (NumPy arrays) to a list with one entry for each example, such as decoded text. By default,
+        the entries are the rows of the predictions.
+    - `gather`: which of several processes get the predictions. `"all"`: all processes. `"first"`:
+        process 0; the others get an empty list. `"none"`: each process gets the predictions of its
+        own devices, as pairs `(index, entry)`.
 
     **Returns:**
 
@@ -261,7 +259,7 @@ def _plan(
 ) -> tuple[Plan, Generator[Loaded, None, None], PRNGKeyArray]:
     """The plan of a program on the first batch, all batches, and the key on the devices."""
     examples, collate_fn, batch_size, threads = loading
-    if jax.process_count() > 1:  # they would wait for each other in vain
+    if jax.process_count() > 1:  # they would wait for each other forever
         values = {"`batch_size`": batch_size, "the number of `examples`": count_in_epoch(examples)}
         values |= {"`mesh`": dict(mesh.shape), "`key`": describe_array(_default(key))}
         first = first_examples(examples, collate_fn, batch_size=batch_size, mesh=mesh)
@@ -269,7 +267,7 @@ def _plan(
     batches = ordered_batches(
         examples, collate_fn, batch_size=batch_size, mesh=mesh, threads=threads
     )
-    # The key of a state is on the devices of its run, which may be others.
+    # The key of a state is on the devices of its run, which may be other devices.
     key = put(_default(key), NamedSharding(mesh, P()))
     if mesh.size == 1:
         return plan_shardings(model, mesh), batches, key
@@ -433,14 +431,13 @@ def weighted_metrics(
     batches: Iterable[Loaded],
     key: PRNGKeyArray | None = None,
 ) -> list[str]:
-    """The names of the metrics, if any of the batches has a weight.
+    """Returns the names of the metrics, after a check that a batch has a weight.
 
-    The evaluation is traced, and of its values only the weights are computed, up to the first that
-    is not 0.
+    The evaluation is traced. Only the weights are computed, up to the first one that is not 0.
 
     **Raises:**
 
-    `ValueError` if all are.
+    `ValueError` if all weights are 0.
     """
     rows = 0
     for batch in batches:
@@ -523,7 +520,7 @@ def _outputs(predictions: PyTree, output_fn: OutputFn | None, rows: int) -> list
 def _one_behind(
     call: Callable[..., Any], model: PyTree, batches: Iterable[Loaded], key: PRNGKeyArray | None
 ) -> Generator[tuple[int, Any], None, None]:
-    """Rows and results, each when the next is under way."""
+    """Yields rows and results, each after the next one was dispatched."""
     key = _default(key)
     results = (
         (batch.rows, call(model, batch.arrays, jax.random.fold_in(key, i)))

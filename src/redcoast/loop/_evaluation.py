@@ -1,4 +1,4 @@
-"""Evaluation in a training loop: the loss on other examples, and metrics of predictions."""
+"""Evaluation in a training loop: the loss on validation examples, and metrics of predictions."""
 
 import contextlib
 import dataclasses
@@ -58,23 +58,23 @@ MetricFn = Callable[[list[Any], list[Any]], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What a training loop evaluates, and how often.
+    """What a training loop evaluates, and when.
 
     **Arguments:**
 
-    - `examples`: as for [`redcoast.evaluate`][], but no generator, which can be read only once.
+    - `examples`: as for [`redcoast.evaluate`][], except iterators, which can be read only once.
     - `every`: the number of steps between evaluations; by default `fit` evaluates at the end of
         each epoch. It always evaluates at the end of training.
     - `predict_fn`, `output_fn`: as for [`redcoast.predict_examples`][].
     - `metric_fn`: `metric_fn(examples, outputs)` compares examples with predictions, and returns a
-        dict of numbers. It is called in process 0 only.
-    - `loss_fn`, `collate_fn`, `batch_size`: as for [`redcoast.evaluate`][]; in `fit`, by default
-        those of training, also if `batch_size` is `None` there. Pass them where the training loss
-        has no meaning in an evaluation.
+        dict of numbers. It is only called in process 0.
+    - `loss_fn`, `collate_fn`, `batch_size`: as for [`redcoast.evaluate`][]. In `fit`, they default
+        to the arguments of `fit`, including `batch_size=None`. Pass a `loss_fn` if the training
+        loss is not meaningful on validation examples.
 
     **Raises:**
 
-    `TypeError` or `ValueError` if an argument has the wrong type or lacks another one.
+    `TypeError` or `ValueError` if an argument is invalid, or needs another one that is missing.
 
     !!! Example
 
@@ -160,7 +160,7 @@ class CompiledEvaluation:
         return each * ((self.mean_loss is not None) + (self.prediction is not None))
 
     def rehearse(self, model: PyTree, key: PRNGKeyArray | None = None) -> list[str]:
-        """The names of the metrics. The loss is traced, and predictions are made for one batch."""
+        """Returns the names of the metrics. The loss is traced, and one batch is predicted."""
         self._check_agreement(model, key)
         names: list[str] = []
         if self.mean_loss is not None:
@@ -203,7 +203,8 @@ class CompiledEvaluation:
         taken: dict[str, float],
         advance: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """What `metric_fn` returns for the predictions of so many batches, on all processes."""
+        """Returns the result of `metric_fn` for the predictions of all batches, on all
+        processes."""
         metric_fn, output_fn = self.evaluation.metric_fn, self.evaluation.output_fn
         if self.prediction is None or metric_fn is None:
             return {}
@@ -234,23 +235,23 @@ class CompiledEvaluation:
 def compile_evaluation(
     evaluation: Evaluation, plan: Plan, *, compute_dtype: Any = None
 ) -> CompiledEvaluation:
-    """Compiles an evaluation of models that are sharded by a plan.
+    """Compiles an evaluation for models that are sharded by a plan.
 
     The model is not moved, and each program is compiled once.
 
     **Arguments:**
 
-    - `evaluation`: a [`redcoast.Evaluation`][] with its `batch_size` and `loss_fn`, and its
-        `collate_fn`, if examples are not to be stacked as they are. Without a `loss_fn`, only the
+    - `evaluation`: a [`redcoast.Evaluation`][] with `batch_size` and `loss_fn`, and with
+        `collate_fn` unless the examples are stacked by default. Without a `loss_fn`, only the
         metrics of `metric_fn` are computed.
     - `plan`: the plan of a [`redcoast.TrainState`][] or of a model, over devices.
     - `compute_dtype`: as for [`redcoast.train_step`][].
 
     **Returns:**
 
-    A function `(model, key=None) -> dict[str, float]`. It returns `loss` and all of `aux`, as
-    [`redcoast.evaluate`][] does, and what `metric_fn` returns, the same in all processes. Means
-    are NaN, and a warning is logged, if the examples have a total `weight` of 0.
+    A function `(model, key=None) -> dict[str, float]`. It returns `loss` and the entries of `aux`,
+    as [`redcoast.evaluate`][] does, and the metrics of `metric_fn`. All processes get the same
+    result. If the examples have a total `weight` of 0, means are NaN, and a warning is logged.
 
     **Raises:**
 
@@ -304,7 +305,7 @@ def warn_if_not_mean(
 ) -> None:
     """Warns if the loss is not a mean over examples and there are several batches.
 
-    A warning of the training's `loss_fn` was given already.
+    There is already a warning for the `loss_fn` of the training.
     """
     count = count_in_epoch(evaluation.examples, _NAME)
     size = evaluation.batch_size or data.batch_size

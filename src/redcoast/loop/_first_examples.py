@@ -1,4 +1,4 @@
-"""Collated examples that processes compare, to see that they have the same data."""
+"""Collated examples that processes compare to check that they have the same data."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,7 +88,7 @@ def _chosen(rows: int, length: int | None) -> list[list[int]]:
 
 
 def _listing(collated: Callable[[list[int]], PyTree], groups: list[list[int]]) -> Listing:
-    """The rows of collated examples, one a line for each array."""
+    """The rows of collated examples, with one line for each array of a row."""
 
     def lines() -> list[str]:
         return [line for indices in groups for line in _lines_of(collated, indices)]

@@ -94,79 +94,78 @@ def fit(
 ) -> TrainState:
     """Trains a model on raw examples, sharded over the devices of a mesh.
 
-    The data is a function of the key and the step: each epoch has its own order, batches continue
-    across the ends of epochs, and only the last batch of a run may be short. A run that is stopped
-    and started again resumes bit for bit. Signals end it after the current step, with a checkpoint:
-    after SIGTERM, SIGUSR1 and SIGHUP it returns, and after Ctrl-C it raises `KeyboardInterrupt`. A
-    second signal ends the process. To limit its time, or to handle signals otherwise, call `fit`
-    inside of [`redcoast.stop_on_signal`][].
+    Each epoch has its own order of the examples, determined by `key`. Batches span epochs, so only
+    the last batch of a run may be short. A run that is started again resumes from its newest
+    checkpoint, bit for bit. A signal stops it after the current step, with a checkpoint: after
+    SIGTERM, SIGUSR1 and SIGHUP, `fit` returns, and after Ctrl-C it raises `KeyboardInterrupt`. A
+    second signal ends the process. To limit the time of a run, or to handle signals yourself, call
+    `fit` inside [`redcoast.stop_on_signal`][].
 
     **Arguments:**
 
-    - `model_or_state`: a model, any PyTree, of which a copy is trained; a function
-        `init_fn(key) -> model`, whose arrays are created sharded, so that the model may be larger
-        than a device; or a [`redcoast.TrainState`][], which is donated and trained further.
+    - `model_or_state`: a model (any PyTree), which is copied; a function `init_fn(key) -> model`,
+        whose arrays are created sharded, so that the model may be larger than the memory of a
+        device; or a [`redcoast.TrainState`][] to train further, which is donated.
     - `optimizer`: an optax optimizer. With `optax.inject_hyperparams`, its learning rate is logged.
-    - `examples`: anything with a length and an index (a list, a memory map, a dataset), whose order
-        is shuffled in each epoch; a tuple of arrays with equal first dimensions, `(x, y)`, whose
-        rows are the examples; an iterable, which is read in its own order; a function that
-        returns one of these, such as a generator function, called with the epoch if it takes an
-        argument; or an iterator, which is read once. An iterator without a state cannot be resumed,
-        and is an error with `checkpoints`.
-    - `collate_fn`: `collate_fn(examples)` turns a list of raw examples into a PyTree of NumPy
+    - `examples`: an object with a length and an index (a list, a memory map, a dataset), which is
+        shuffled in each epoch; a tuple of arrays with equal first dimensions, such as `(x, y)`,
+        whose rows are the examples; an iterable, which is read in its own order in each epoch; a
+        function that returns one of these, such as a generator function, and is called with the
+        epoch if it takes an argument; or an iterator, which is read once. An iterator without a
+        state cannot be resumed, so it raises an error together with `checkpoints`.
+    - `collate_fn`: `collate_fn(examples)` converts a list of raw examples to a PyTree of NumPy
         arrays, batch dimension first. It may be called in threads. If it has a parameter `rngs`, it
         gets one NumPy `Generator` for each example, for augmentation (`None` in evaluation). By
-        default, the arrays and numbers of the examples, which may be any PyTrees, are stacked leaf
-        by leaf.
+        default, examples are PyTrees of arrays and numbers, and are stacked leaf by leaf.
     - `loss_fn`: `loss_fn(model, batch, key)`, as for [`redcoast.train_step`][].
-    - `batch_size`: the number of examples in a step, over all devices. `None` if the items of
-        `examples` are batches, as those of a PyTorch `DataLoader` are. A `collate_fn` is then
-        called with a batch; without it, batches are taken as they are.
+    - `batch_size`: the number of examples in a step, over all devices; `None` if the items of
+        `examples` are batches already, as in a PyTorch `DataLoader`. A `collate_fn` is then called
+        with a batch; without one, batches are used as they are.
     - `mesh`: from [`redcoast.make_mesh`][]; by default the ambient mesh, or all devices as `data`.
-        `"auto"` compares all meshes of the devices and uses the best, as
-        [`redcoast.suggest_mesh`][] does, which compiles the step three times.
-    - `epochs`, `steps`: the length of the run, counted from its first step, before any resumption.
-        Pass one of them; with a stream, neither trains until it ends.
+        `"auto"` compares all meshes and uses the best one, as [`redcoast.suggest_mesh`][] does,
+        which compiles the step three times.
+    - `epochs`, `steps`: the total length of the run, including steps before it was resumed. Pass
+        one of them. With neither, an iterator is read to its end.
     - `key`: a JAX key that determines the order of the data and the random numbers of the loss;
         `jax.random.key(0)` by default.
-    - `evaluation`: a [`redcoast.Evaluation`][]: validation examples, for which the loss and metrics
-        of predictions are computed.
+    - `evaluation`: a [`redcoast.Evaluation`][]: the validation examples, and metrics of
+        predictions.
     - `early_stopping`: a [`redcoast.EarlyStopping`][]: stops when a metric of the evaluation no
         longer improves, and returns the best state.
     - `checkpoints`: a [`redcoast.Checkpoints`][], or the path of its directory; without it, nothing
         is saved.
     - `log`: a callable `(metrics, step)`, such as [`redcoast.wandb_logger`][] returns, or a list of
-        callables. Each gets `loss`, `grad_norm`, `skipped`, `learning_rate` and aux at each step,
-        and `eval/...` after evaluations. One with a parameter `state` also gets the state after the
-        step, in each process. If one returns [`redcoast.STOP`][], the run stops. Unless a
-        [`redcoast.progress_logger`][] is among them, one is added. `None` prints the progress and
-        the evaluations, and `False` nothing.
+        callables. They are called with `loss`, `grad_norm`, `skipped`, `learning_rate` and `aux`
+        after each step, and with `eval/...` after evaluations. A callable with a parameter `state`
+        also gets the state after the step, in each process. If one returns [`redcoast.STOP`][], the
+        run stops. A [`redcoast.progress_logger`][] is added if there is none. `None` prints the
+        progress and the evaluations, and `False` prints nothing.
     - `accumulate`, `compute_dtype`, `trainable`: as for [`redcoast.train_step`][].
-    - `average`: the decay at each step of an exponential average of the weights, such as 0.999. The
-        averaged model is evaluated in place of the model, and is `averaged_model` of the returned
-        state. It takes as much memory as the trainable leaves in float32.
+    - `average`: the decay of an exponential average of the weights, such as 0.999. The averaged
+        model is used in evaluations, and is `averaged_model` of the returned state. It needs as
+        much memory as the trainable leaves in float32.
     - `overrides`: as for [`redcoast.infer_shardings`][].
     - `plan`: a plan of the state, from [`redcoast.plan_step`][] or [`redcoast.load_plan`][]; by
-        default, the step is planned. `"verify"` also compares loss and gradients of the planned
-        program with those of one device, on a few examples; the model must fit on one device.
+        default, the step is planned. `"verify"` also compares loss and gradients with a program for
+        one device, on a few examples; the model must fit on one device.
     - `workers`, `ahead`: as for [`redcoast.batches`][].
 
     **Returns:**
 
     The [`redcoast.TrainState`][] at the end, or, with `early_stopping`, at the best evaluation. Its
-    `model` is the trained model. If a signal stopped the run, its `step` is below `steps`, and
-    other calls of `fit`, [`redcoast.evaluate`][] and [`redcoast.predict_examples`][] in this
+    `model` is the trained model. If a signal stopped the run, its `step` is less than `steps`, and
+    further calls to `fit`, [`redcoast.evaluate`][] and [`redcoast.predict_examples`][] in this
     process raise a `RuntimeError`.
 
     **Raises:**
 
-    `ValueError` or `TypeError` before the first step, if an argument or what one of the functions
-    returns is invalid. `FloatingPointError` if the loss or the gradient is NaN or infinite at 20
-    steps in a row: it names the gradients and the examples. An error of one of the functions has
-    notes that name the function, the step, the examples and the last checkpoint.
-    [`redcoast.CheckpointNotSaved`][] if the final state could not be saved; a failure to save an
-    earlier state is a warning. `KeyboardInterrupt` after Ctrl-C, when the state has been saved.
-    `RuntimeError` if a signal asked an earlier run of this process to end.
+    `ValueError` or `TypeError` before the first step, if an argument or the result of a function is
+    invalid. `FloatingPointError` if the loss or the gradient is NaN or infinite for 20 steps in a
+    row; it names the gradients and the examples. Errors in your functions get notes that name the
+    function, the step, the examples and the last checkpoint. [`redcoast.CheckpointNotSaved`][] if
+    the final state could not be saved; a failure to save an earlier state is a warning.
+    `KeyboardInterrupt` after Ctrl-C, once the state has been saved. `RuntimeError` if a signal
+    stopped an earlier run of this process.
 
     !!! Example
 
@@ -339,7 +338,8 @@ def _loop(
                 inspect(batch, done.state)  # while the step is taken
             asked_to_stop()
             stop = stopping() and not batch.last
-            # After a signal, a run does not wait for an evaluation; it follows on resumption.
+            # After a signal, a run does not wait for an evaluation, which is computed when it is
+            # resumed.
             later = stop and stopping.level > ASKED and not saver.keeps_best
             metrics = evaluate() if measure and due and not later else {}
             over = best is not None and best.is_over

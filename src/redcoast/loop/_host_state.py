@@ -1,4 +1,4 @@
-"""A copy of a sharded state in the memory of the host."""
+"""A copy of a sharded state in host memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ class _HostArray:
     sharding: Sharding
     parts: dict[str, np.ndarray]  # by the index of the shard
     devices: dict[Any, str]
-    key_impl: Any  # of a typed PRNG key, which is kept as its data
+    key_impl: Any  # of a typed PRNG key, which is stored as its data
 
     def to_devices(self) -> jax.Array:
         shards = [jax.device_put(self.parts[at], device) for device, at in self.devices.items()]

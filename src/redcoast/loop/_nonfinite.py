@@ -1,8 +1,8 @@
-"""Why a step was skipped: which gradients, parameters and examples are NaN or infinite.
+"""Explains why a step was skipped: which gradients, parameters and examples are NaN or infinite.
 
-It is found by computing the gradient again when a run stops for it, at no cost to training steps,
-and the loss with `jax.experimental.checkify`. When a run goes on after its first skipped step, only
-the batch is looked at.
+If a run stops for this reason, the gradient is recomputed, and the loss is computed with
+`jax.experimental.checkify`, which costs nothing in other steps. After the first skipped step of a
+run, only the batch is examined.
 """
 
 import functools as ft
@@ -47,7 +47,7 @@ def explain_step(
 ) -> str:
     """Sentences about a skipped step: what is NaN or infinite, which examples, which checkpoint.
 
-    `trained` is whether any step of the run changed the state; `options` are those of
+    `trained` is whether any step of the run changed the state; `options` are passed to
     `find_nonfinite`.
     """
     indices, examples = data.examples_of(done.batch)
@@ -64,7 +64,7 @@ def explain_step(
 
 
 def explain_batch(data: Batches, batch: Batch) -> str:
-    """Sentences about the inputs of a skipped step, at the cost of looking at them once."""
+    """Sentences about the inputs of a skipped step, which are read once."""
     indices, examples = data.examples_of(batch)
     is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.size > 0
     ranges = {path: x for path, x in arrays_of_batch(batch).items() if is_integer(x)}
@@ -136,12 +136,12 @@ def find_nonfinite(
 
 
 def _key(state: TrainState) -> jax.Array:
-    # A skipped step changes nothing of the state but its number.
+    # A skipped step changes only the step number of the state.
     return jax.random.fold_in(state.key, state.step - 1)
 
 
 def _wrong(path: str, x: jax.Array) -> jax.Array:
-    # Optimizers begin with infinity where they look for the best so far.
+    # Some optimizers initialise a best value with infinity.
     return ~jnp.isfinite(x) if path.startswith("model") else jnp.isnan(x)
 
 
@@ -165,7 +165,7 @@ def arrays_of_batch(batch: Batch | Loaded) -> dict[str, Any]:
 def sentences(
     found: Nonfinite, indices: list[int], first: str | None = None, *, trained: bool
 ) -> str:
-    """Describes what was found; `indices` are those of the batch's examples."""
+    """Describes the nonfinite values; `indices` are the indices of the batch's examples."""
     when = "" if trained else " before any step"
     parts = [
         f"{path} holds {count:,} value{'s that are' if count > 1 else ' that is'} NaN or infinite"
@@ -188,7 +188,7 @@ def _inputs(found: dict[str, Any], indices: list[int]) -> list[str]:
 
 
 def _held(what: str, path: str, rows: Any, indices: list[int]) -> str:
-    """A sentence about what an array of the batch holds in some of its rows."""
+    """A sentence about values in some rows of an array of the batch."""
     where = f"The batch's array {path}" if path else "The batch"
     held = np.flatnonzero(rows).tolist()
     if np.size(rows) != len(indices):  # it does not have one row for each example
@@ -267,7 +267,8 @@ def _holders(
     indices: list[int],
     paths: tuple[str, ...] | None = None,
 ) -> str:
-    """A sentence about the examples with an integer, in the arrays at some paths or in any."""
+    """A sentence about the examples that contain an integer, in the arrays at some paths or in
+    any."""
     arrays = arrays_of_batch(batch)
     arrays = {path: x for path, x in arrays.items() if paths is None or path in paths}
     integers = {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
@@ -330,8 +331,8 @@ def _first_beyond(
 ) -> str | None:
     """Sentences about the first index that is out of range; `None` if none is found.
 
-    In training, it is one that reads the last element: others make the loss NaN. Negative indices
-    count from the end there, and a mask may leave their results out.
+    In training, only indices that read the last element matter, because others make the loss NaN.
+    Negative indices count from the end, and a mask may exclude their results.
     """
     if not any(jnp.issubdtype(x.dtype, jnp.integer) for x in arrays_of_batch(batch).values()):
         return None

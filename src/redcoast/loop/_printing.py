@@ -73,7 +73,7 @@ def describe_run(
 
 
 def precision_of(state: TrainState, compute_dtype: Any) -> str:
-    """The dtypes of the parameters, and that of the computation if it is another."""
+    """The dtypes of the parameters, and the dtype of the computation if it differs."""
     names = sorted({str(x.dtype) for x in jax.tree.leaves(state.model) if is_inexact(x)})
     computed = None if compute_dtype is None else str(jax.numpy.dtype(compute_dtype))
     if computed is None or names == [computed]:
@@ -82,7 +82,8 @@ def precision_of(state: TrainState, compute_dtype: Any) -> str:
 
 
 def cost_of_float32(device_kind: str, precision: str) -> str:
-    """What a computation in float32 costs on a device that computes in bfloat16; else nothing."""
+    """A sentence about the cost of float32 on a device with bfloat16 units; empty on other
+    devices."""
     # Imported where it is used, so that importing redcoast stays fast.
     from ..dryrun._chips import CHIPS
 
@@ -95,21 +96,21 @@ def cost_of_float32(device_kind: str, precision: str) -> str:
 
 
 def _wrapped(label: str, text: str) -> str:
-    """A line of the summary, in the columns of the plan's."""
+    """A line of the summary, aligned with the summary of the plan."""
     return textwrap.fill(f"{label:<15}{text}", width=79, subsequent_indent=" " * 15)
 
 
 def announce(
     plan: Plan, data: Batches, *, resumed: bool, over: bool | None = False, quiet: bool
 ) -> None:
-    """Prints how the model is sharded, what a user should know about the run, and what is next."""
+    """Prints how the model is sharded, notes about the run, and that the step is compiled."""
     if quiet:
         return
     say(str(plan))
     shards, batch_size, rows = batch_shards(plan.mesh), data.batch_size, data.rows_left or 0
     if resumed:
         say(f"Resumed at step {data.step}.")
-    # Of a run that is not resumed, it is a warning.
+    # If the run was not resumed, it is a warning instead.
     if resumed and (nothing := nothing_left(data, has_directory=True)):
         say(nothing)
     if rows % batch_size % shards and batch_size % shards == 0:
@@ -120,7 +121,7 @@ def announce(
     if batch_size % shards:
         say(
             f"A batch of {batch_size} does not divide over data x fsdp = {shards} devices, so each "
-            f"of them computes all of it. A multiple of {shards} would be split."
+            f"of them computes all of it. A multiple of {shards} would be sharded."
         )
     if over:
         say("Nothing is left to train: early stopping ended the run.")
@@ -129,7 +130,7 @@ def announce(
 
 
 def nothing_left(data: Batches, *, has_directory: bool) -> str:
-    """A sentence about a run whose steps are done already, and what would train on."""
+    """A sentence about a run whose steps are all done, with the argument that continues it."""
     if data.steps is None or data.step < data.steps:
         return ""
     done, steps = data.step, f"{data.steps:,} step{'s' * (data.steps != 1)}"
@@ -155,7 +156,7 @@ def conclude(
     """Prints why a run ended, where its last checkpoint is, and how to resume a run that was
     stopped.
 
-    `reason` is why it ended, if no signal stopped it; `ended`, whether it is not to be resumed.
+    `reason` is why it ended, if no signal stopped it. `ended` is whether it is complete.
     """
     if quiet:
         return

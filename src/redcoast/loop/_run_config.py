@@ -1,4 +1,4 @@
-"""What loggers get to know of a run before its first step."""
+"""The information about a run that loggers receive before its first step."""
 
 import functools as ft
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ def run_of_fit(
     compute_dtype: Any,
     trainable: PyTree,
 ) -> RunInfo:
-    """The run of a call of `fit`, with all of its settings."""
+    """Describes a call to `fit`, with all of its settings."""
     given = {"compute_dtype": compute_dtype, "trainable": trainable}
     settings = {
         "optimizer": optimizer_name(state),
@@ -54,12 +54,12 @@ def run_info(
     resumed: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> RunInfo:
-    """Describes a training run to loggers.
+    """Describes a training run, for its loggers.
 
     **Arguments:**
 
     - `plan`: the plan of the step.
-    - `data`: the batches, at the first step that is to be taken.
+    - `data`: the batches, positioned at the next step.
     - `directory`: the directory of the run, for `metrics.jsonl`.
     - `resumed`: whether the state was restored from a checkpoint.
     - `settings`: other settings to record, such as the optimizer.
@@ -134,8 +134,8 @@ def seconds_at_peak(
 ) -> float | None:
     """Seconds of a training step in which all devices compute at their peak rate.
 
-    `None` if that rate is not known, as for CPUs, or if only a part of the model is trained. The
-    backward pass counts twice the forward pass, and rematerialisation does not count, as is usual
+    `None` if that rate is unknown, as for CPUs, or if only a part of the model is trained. The
+    backward pass counts as twice the forward pass, and rematerialisation is not counted, as usual
     for model FLOPs utilisation (arXiv:2204.02311).
     """
     # Imported where it is used, so that importing redcoast stays fast.

@@ -1,4 +1,4 @@
-"""What a run does before its first step."""
+"""The set-up of a run before its first step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ from ._evaluation import CompiledEvaluation, Evaluation, compile_evaluation, war
 
 
 def mesh_of_run(mesh: Mesh | str | None, plan: Plan | str | None) -> Mesh:
-    """The mesh of a plan that is given, or else the mesh; by default, or if it is to be chosen, the
+    """Returns the mesh of `plan`, if it is a plan, or else `mesh`; by default and for `"auto"`, the
     ambient mesh or all devices."""
     if not isinstance(plan, Plan):
         if plan not in (None, "verify"):
@@ -54,7 +54,7 @@ def best_mesh(
     overrides: Sequence[tuple[str, Any]],
     **options: Any,
 ) -> Mesh:
-    """The mesh of all devices that suits the step best."""
+    """The best mesh of all devices for the step."""
     # Imported where it is used, so that importing redcoast stays fast.
     from ..dryrun._mesh_search import auto_mesh
 
@@ -72,12 +72,12 @@ def plan_run(
     compute_dtype: Any,
     trainable: PyTree,
 ) -> Plan:
-    """The plan that is given, if it fits the state, or else the plan of the step."""
+    """Returns the given plan, after a check that it fits the state, or else plans the step."""
     if accumulate > 1 and data.per_batch:
         refuse_per_batch(accumulate)
     if isinstance(plan, Plan):
         if overrides:
-            raise ValueError("`plan` holds its overrides already; leave `overrides` out.")
+            raise ValueError("`plan` already contains its overrides; leave `overrides` out.")
         check_plan_fits(plan, state)
         return plan
     step = {"accumulate": accumulate, "compute_dtype": compute_dtype}
@@ -118,7 +118,7 @@ def complete_evaluation(
     loss_fn: LossFn,
     batch_size: int | None,
 ) -> Evaluation | None:
-    """An evaluation with the functions of training where it has none of its own."""
+    """Fills in the missing functions of an evaluation with the functions of the training."""
     if evaluation is None:
         return None
     check_kind("evaluation", evaluation, Evaluation, "a `redcoast.Evaluation`")
@@ -138,14 +138,14 @@ def refuse_traced(tree: PyTree) -> None:
     """Raises `TypeError` if arrays that a run starts from are tracers."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            "`fit` was called inside of `jax.vmap`, `jax.jit` or `jax.grad`, but it is a loop over "
-            "compiled steps. To train several models at once, pass `fit` one model that holds all "
+            "`fit` was called inside `jax.vmap`, `jax.jit` or `jax.grad`, but it is a loop over "
+            "compiled steps. To train several models at once, pass `fit` one model with all "
             "of them, `eqx.filter_vmap(init_fn)(keys)`, and take the mean of their losses."
         )
 
 
 def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
-    """Raises `TypeError` if checkpoints would be resumed, and the data cannot be."""
+    """Raises `TypeError` if a run with checkpoints has data that cannot be resumed."""
     if checkpoints is not None and checkpoints.resume and not data.resumes:
         raise TypeError(
             "`examples` is an iterator without a state, which a run cannot resume from a "
@@ -156,7 +156,7 @@ def refuse_unresumable(data: Batches, checkpoints: Checkpoints | None) -> None:
 
 
 def refuse_split(data: Batches) -> None:
-    """Raises `ValueError` if the mesh decides what each process reads, and is not known yet."""
+    """Raises `ValueError` if what each process reads depends on a mesh that is not yet chosen."""
     if data.is_split:
         raise ValueError(
             "With `split_by_host`, the mesh decides what each process reads. Pass a mesh instead "
@@ -174,10 +174,10 @@ def prepare_evaluation(
     compute_dtype: Any,
     threads: Threads,
 ) -> CompiledEvaluation | None:
-    """The compiled evaluation of a run, after its loss was traced and its metrics were tried.
+    """Compiles the evaluation of a run, traces its loss and tries its metrics.
 
-    So a mistake in it shows before an epoch is spent. `needed` are the metrics that arguments of
-    the run name, by these arguments.
+    So mistakes in it are found before the first epoch. `needed` are the metrics that arguments of
+    the run refer to, by argument.
     """
     compiled, names = None, []
     if evaluation is not None:

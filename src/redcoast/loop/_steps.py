@@ -1,4 +1,4 @@
-"""The innermost loop: batches through a compiled step."""
+"""The innermost loop, which calls a compiled step on batches."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def training_steps(
     batches: Iterable[Batch],
     step: Callable[[PyTree, PyTree], tuple[PyTree, Any]],
 ) -> Iterator[Step]:
-    """Trains on batches, and yields after each step is dispatched, before the device is done.
+    """Takes a training step on each batch, and yields it before the device has finished.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Stopping early: on a signal, after a time, or when a machine is preempted."""
+"""Stops a loop on a signal, after a time, or when a machine is preempted."""
 
 import contextlib
 import contextvars
@@ -23,14 +23,14 @@ from ..core._errors import check_number
 
 logger = logging.getLogger("redcoast")
 
-# The exit code of a script whose run was stopped and is to be run again: EX_TEMPFAIL, sysexits.h.
+# The exit code of a script whose run was stopped and should be started again (EX_TEMPFAIL).
 STOPPED = 75
 # `timeout`, `uv run` and some schedulers send each signal twice.
 TWICE = 0.1
 
 
-# How a loop is asked to stop: by a function of the user; by a signal or a limit of time; by an
-# interrupt (Ctrl-C), after which `fit` raises `KeyboardInterrupt`.
+# Why a loop stops: a user's function, a signal or time limit, or an interrupt (Ctrl-C), after which
+# `fit` raises `KeyboardInterrupt`.
 GO_ON, ASKED, STOP, INTERRUPT = 0, 1, 2, 3
 
 
@@ -44,10 +44,10 @@ class StopRequest:
 
     **Attributes:**
 
-    - `level`: `ASKED`, `STOP` or `INTERRUPT` if it is, in all processes of the run alike.
-    - `reasons`: what asked this process, each with its level.
-    - `of_caller`: whether it belongs to a `stop_on_signal` of the caller, who then decides what
-        follows after the loop.
+    - `level`: if so, `ASKED`, `STOP` or `INTERRUPT`, the same in all processes of the run.
+    - `reasons`: the reasons of this process, each with its level.
+    - `of_caller`: whether it belongs to a `stop_on_signal` of the caller, who then decides what to
+        do after the loop.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StopRequest:
         of_process: "StopRequest | None" = None,
     ):
         self._ask, self.reasons, self.of_caller = ask, reasons, of_caller
-        self._of_process = of_process  # what this process asks for, if all have to agree
+        self._of_process = of_process  # the request of this process, if all have to agree
         self._asked: str | None = None
         self.level = GO_ON
 
@@ -76,7 +76,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What asked for it, as a sentence without its end."""
+        """The reason, as a sentence without a full stop."""
         if self.reasons:
             return self.reasons[0].text
         if self._asked is not None:
@@ -92,7 +92,7 @@ _enclosing: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """A signal that a run of this process received, although the process goes on.
+    """A signal that a run of this process received, after which the process continued.
 
     - `reason`: which signal, as a sentence.
     - `step`, `steps`: the step after which the run ended, and the number of its steps.
@@ -108,11 +108,11 @@ _received: list[Received] = []
 
 
 def refuse_after_signal(name: str, *, trains: bool) -> None:
-    """Raises `RuntimeError` if a signal asked an earlier run of this process to end.
+    """Raises `RuntimeError` if a signal stopped an earlier run of this process.
 
-    A script that does not look at `state.step` would otherwise go on, with a model that is not
-    fully trained. Inside of `stop_on_signal`, the caller handles signals. What only computes with a
-    model is refused if that run was cut short.
+    Otherwise, a script that does not check `state.step` would continue with a partly trained model.
+    Inside `stop_on_signal`, the caller handles signals. Functions that do not train are only
+    rejected if the run was incomplete.
     """
     if _enclosing.get() is not None:
         return
@@ -124,12 +124,12 @@ def refuse_after_signal(name: str, *, trains: bool) -> None:
             f"{signal_of_run.reason} during an earlier `fit` of this process, which ended after "
             f"step {signal_of_run.step}{of_steps}, so `{name}` does not begin. End the script when "
             "`state.step` is less than the number of steps, or handle signals yourself: call these "
-            "functions inside of `redcoast.stop_on_signal()`."
+            "functions inside `redcoast.stop_on_signal()`."
         )
 
 
 def end_after_signal(request: StopRequest, step: int, steps: int | None, *, saved: str) -> None:
-    """What follows a signal, after a run has ended and was saved.
+    """Handles a signal after a run has ended and was saved.
 
     **Raises:**
 
@@ -151,13 +151,13 @@ def end_after_signal(request: StopRequest, step: int, steps: int | None, *, save
 def stop_on_signal(
     max_seconds: int | float | None = None, *, mesh: Mesh | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Stops a loop after the current step when a signal arrives, in all processes at once.
+    """Stops a loop when a signal arrives, after the same step in all processes.
 
     The loop stops after SIGTERM, SIGINT, SIGUSR1, SIGHUP, a preemption notice that JAX receives, or
     `max_seconds`. A second signal ends the process at once. [`redcoast.fit`][] uses this function
-    itself; call `fit` inside of `stop_on_signal(max_seconds)` to limit its time. The caller then
-    handles signals: `fit` returns the state after each of them, also after Ctrl-C, and the caller
-    compares `state.step` with the number of steps.
+    itself; call `fit` inside `stop_on_signal(max_seconds)` to limit its time. The caller is then
+    responsible for signals: `fit` returns the state after every signal, including Ctrl-C, and the
+    caller compares `state.step` with the number of steps.
 
     **Arguments:**
 
@@ -195,7 +195,7 @@ def stop_on_signal(
 def stop_request(
     max_seconds: int | float | None = None, *, mesh: Mesh | None = None
 ) -> Iterator[StopRequest]:
-    """As `stop_on_signal`, for a loop that has to know what asked it to stop."""
+    """Like `stop_on_signal`, for a loop that needs the reason why it stops."""
     with stop_signals(max_seconds) as asked:
         if jax.process_count() == 1:
             yield asked
@@ -208,13 +208,13 @@ def _refuse() -> int:
 
 
 def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
-    """Whether any process is asked to stop, with the same answer in all at the same step.
+    """Returns whether any process is asked to stop, with the same result in all processes.
 
-    Each call dispatches an all-reduce of the processes' levels and reads the result of the call
-    before, which the devices have computed by then, so that no process waits for another.
+    Each call dispatches an all-reduce of the levels, and reads the result of the previous call,
+    which is then ready, so that no process waits for another.
     """
     everywhere = NamedSharding(mesh, P(mesh.axis_names))
-    # Each process fills its own part, so that an array holds the levels of all processes.
+    # Each process fills its own part of an array with the levels of all processes.
     of_all = lambda level: jax.make_array_from_callback(
         (mesh.size,), everywhere, lambda _: np.full(1, level, np.int32)
     )
@@ -235,8 +235,8 @@ def agreed(mesh: Mesh, asked: StopRequest) -> StopRequest:
 def stop_signals(max_seconds: int | float | None = None) -> Iterator[StopRequest]:
     """Turns the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP into a flag; a second ends the process.
 
-    Gives a function that returns whether this process is asked to stop, to be called once after
-    each step. Python handles signals in the main thread only; in others, none is seen.
+    Yields a function that returns whether this process is asked to stop, to be called once after
+    each step. Python handles signals only in the main thread, so other threads see no signal.
     """
     outer = _enclosing.get()
     if outer is not None and max_seconds is None:
@@ -321,8 +321,9 @@ def _flagged(reasons: list[StopReason]) -> Iterator[None]:
 
 
 def _tell() -> None:
-    """Says at once, on a line after the terminal's `^C`, what a signal does; a step may be long."""
-    # Not `print`: the handler may have interrupted one, whose file is locked then.
+    """Prints what a signal does, on a line after the terminal's `^C`, because a step may take
+    long."""
+    # Not `print`, because the handler may have interrupted a call to it, which has locked the file.
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\nStopping after this step. A second Ctrl-C ends the process at once.\n"
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -337,7 +338,8 @@ def _preemption_notice() -> Callable[[], bool]:
     there = True
 
     def noticed() -> bool:
-        # All processes count alike. A SIGTERM that JAX's own handler got before ours shows here.
+        # All processes count the same steps. This also detects a SIGTERM that JAX's handler
+        # received first.
         nonlocal step, there
         step += 1
         try:

@@ -101,7 +101,5 @@ def test_a_run_is_no_part_of_a_transformed_function():
     models = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 8, key=key))(
         jax.random.split(jax.random.key(0), 2)
     )
-    with pytest.raises(
-        TypeError, match=r"`fit` was called inside `jax\.vmap`.*To train several"
-    ):
+    with pytest.raises(TypeError, match=r"`fit` was called inside `jax\.vmap`.*To train several"):
         eqx.filter_vmap(fit)(models)

@@ -1,1 +1,2 @@
-"""Trees on disk: Orbax checkpoints that are complete or not there, checksums, and what is kept."""
+"""Saves trees to disk: atomic Orbax checkpoints, checksums, and the policy that deletes old
+ones."""

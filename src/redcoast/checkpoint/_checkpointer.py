@@ -1,4 +1,5 @@
-"""The checkpoints of a training loop: restored at its start, saved in the background."""
+"""The checkpoints of a training loop, which are restored at its start and saved in the
+background."""
 
 import contextlib
 from collections.abc import Mapping
@@ -19,14 +20,14 @@ from ._tree import arrays_to_save
 
 
 class Restored(NamedTuple):
-    """What [`redcoast.Checkpointer`][] restores.
+    """A checkpoint that [`redcoast.Checkpointer`][] restored.
 
     **Attributes:**
 
     - `state`: the tree that was saved.
-    - `step`: the number of steps that it had taken.
-    - `data`: the state of its data, or anything else that was saved as `data`.
-    - `metrics`: the metrics that it was saved with.
+    - `step`: its number of training steps.
+    - `data`: the state of the data, or other values that were saved as `data`.
+    - `metrics`: the metrics that were saved with it.
     """
 
     state: PyTree
@@ -39,7 +40,7 @@ class Checkpointer:
     """Restores the newest checkpoint of a run and saves new ones in the background.
 
     It is a context manager. Only one run at a time may use a directory. On exit, it waits for the
-    save in progress. A failed save is a warning, or an error on exit if it was the last one.
+    save in progress. A failed save raises a warning, or, if it was the last one, an error on exit.
 
     **Arguments:**
 
@@ -47,8 +48,8 @@ class Checkpointer:
 
     **Raises:**
 
-    `ValueError` when entered, if another run uses the directory, or if it is not shared by all
-    processes; [`redcoast.CheckpointNotSaved`][] when left, if the last state could not be saved.
+    `ValueError` on entry, if another run uses the directory, or if it is not shared by all
+    processes; [`redcoast.CheckpointNotSaved`][] on exit, if the last state could not be saved.
 
     !!! Example
 
@@ -83,7 +84,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def locked(self) -> Any:
-        """Keeps other runs out of the directory before the first save, while a loop is set up."""
+        """Locks the directory against other runs, already before the first save."""
         with lock_run(self.directory):
             check_shared(self.directory)
             self._locked = True
@@ -94,7 +95,8 @@ class Checkpointer:
 
     @hide_frames
     def restore(self, like: PyTree, shardings: PyTree[NamedSharding | None]) -> Restored | None:
-        """The newest checkpoint that is not damaged; `None` if there is no checkpoint.
+        """Restores the newest checkpoint that is not damaged; returns `None` if there is no
+        checkpoint.
 
         **Arguments:**
 
@@ -106,7 +108,7 @@ class Checkpointer:
         `TypeError` if a checkpoint cannot store the dtype of an array; it names the array.
         """
         if self._checkpoints is not None:
-            arrays_to_save(like)  # raises now what would be raised by the first save
+            arrays_to_save(like)  # raises the errors of the first save early
         found = self._checkpoints and restore_newest(self._checkpoints, like, shardings)
         if found is None:
             return None
@@ -116,7 +118,7 @@ class Checkpointer:
     def wants(
         self, step: int, metrics: Mapping[str, float] | None = None, *, epoch_end: bool = False
     ) -> bool:
-        """Whether a checkpoint is due after a step, given the evaluation after it."""
+        """Returns whether a checkpoint is due after a step, given its evaluation."""
         saver = self._open_saver()
         return saver is not None and saver.wants(step, metrics or {}, epoch_ended=epoch_end)
 
@@ -128,15 +130,15 @@ class Checkpointer:
         data: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Starts to save a state, whose arrays may be donated as soon as this returns.
+        """Starts to save a state. Its arrays may be donated as soon as this returns.
 
-        The state of the step that was saved last is not saved again.
+        A step that was just saved is not saved again.
 
         **Arguments:**
 
-        - `step`: the number of steps that the state has taken.
+        - `step`: the number of training steps of the state.
         - `state`: any PyTree.
-        - `data`: the state of the data, `batches.get_state()`, or anything else that JSON holds.
+        - `data`: the state of the data, `batches.get_state()`, or other values that JSON supports.
         - `metrics`: the metrics of an evaluation of the state.
 
         **Raises:**

@@ -1,8 +1,7 @@
 """Saves and restores nested dicts of arrays with Orbax.
 
-It depends on names of Orbax's files and on the time of its calls, which Orbax does not document.
-They were tried with orbax-checkpoint 0.12.8. `tests/checkpoint/test_private_apis_orbax.py` fails if
-another version differs.
+It depends on undocumented file names and on the order of calls in Orbax, as in orbax-checkpoint
+0.12.8. `tests/checkpoint/test_private_apis_orbax.py` fails if another version differs.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ class CheckpointDamaged(ValueError):
 
 
 def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
-    """Makes an Orbax checkpointer that adds checksums to each checkpoint and syncs its files.
+    """Creates an Orbax checkpointer that adds checksums to each checkpoint and syncs its files.
 
     `barrier(key=..., timeout_ms=...)` replaces Orbax's barrier between processes in the background.
     """
@@ -62,13 +61,13 @@ def make_checkpointer(*, background: bool, barrier: Any = None) -> Any:
     start, finish = handler.async_save, handler.finalize
 
     async def async_save(directory: Any, args: Any) -> list[Any]:
-        # Each process syncs what it wrote, because it may be in the memory of its host only. The
-        # barrier between the processes comes after these futures.
+        # Each process syncs its own files, which may only be in the memory of its host. The barrier
+        # between the processes comes after these futures.
         written = await start(directory, args=args) or []
         return [future.ChainedFuture(written, lambda: sync_tree(Path(directory)))]
 
     def finalize(directory: Any) -> None:
-        # Only process 0 gets here: after all processes have written their files, and before the
+        # Only process 0 runs this, after all processes have written their files and before the
         # checkpoint is renamed to its final name.
         finish(directory)
         write_checksums(Path(directory))

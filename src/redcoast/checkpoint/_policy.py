@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they are, which one is restored, and which ones are kept."""
+"""The checkpoints of a run: where they are stored, which one is restored, and which are kept."""
 
 import contextlib
 import dataclasses
@@ -27,21 +27,21 @@ NO_CHECKPOINT = "There is no checkpoint."
 @hide_frames_of_init
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often `fit` saves its state, and which checkpoints it keeps.
+    """Where and how often [`redcoast.fit`][] saves its state, and which checkpoints it keeps.
 
     **Arguments:**
 
     - `directory`: the directory of the run. A relative path is resolved at once, so that a later
         `os.chdir` does not change it. Checkpoints are written to `checkpoints/<step>` inside
         it, and the metrics to `metrics.jsonl`.
-    - `every`: the number of steps between checkpoints. By default `fit` saves at each evaluation
+    - `every`: the number of steps between checkpoints. By default, `fit` saves at each evaluation
         and at the end of each epoch. It always saves at the end of training.
-    - `keep`: the number of newest checkpoints to keep. With 1, there is none to fall back on if the
-        newest one is damaged.
+    - `keep`: the number of newest checkpoints to keep. With 1, there is no older one to fall back
+        on if the newest is damaged.
     - `best`: the evaluation metric (`"loss"`, `"rouge2"`, ...) whose best checkpoint is kept too.
         `fit` then also saves at each evaluation that is the best so far.
-    - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is. It may be
-        left out for `"loss"`.
+    - `mode`: `"min"` if a smaller value of `best` is better, `"max"` if a larger one is. The
+        default for `"loss"` is `"min"`; other metrics require a mode.
     - `resume`: whether to resume from the newest checkpoint in `directory`, if it has one. With
         `False`, a directory that contains checkpoints raises an error.
 
@@ -92,7 +92,7 @@ class Checkpoints:
 
 
 def default_mode(metric: str, caller: str) -> Literal["min", "max"]:
-    """The mode of a metric without one: a smaller loss is better, and others are not known.
+    """The default mode: `"min"` for the loss. Other metrics have none.
 
     **Raises:**
 
@@ -100,14 +100,14 @@ def default_mode(metric: str, caller: str) -> Literal["min", "max"]:
     """
     if metric != "loss":
         raise ValueError(
-            f"`{caller}` needs a `mode`: pass mode='max' if a larger {metric!r} is better, as of "
+            f"`{caller}` needs a `mode`: pass mode='max' if a larger {metric!r} is better, as for "
             "an accuracy, or mode='min' if a smaller one is."
         )
     return "min"
 
 
 def as_checkpoints(checkpoints: Any) -> Checkpoints | None:
-    """The checkpoints of a run that is given them, or the path of its directory."""
+    """Returns the `Checkpoints` of a run, from themselves or from the path of its directory."""
     if checkpoints is None or isinstance(checkpoints, Checkpoints):
         return checkpoints
     if isinstance(checkpoints, str | os.PathLike):
@@ -220,7 +220,7 @@ def metric_of(checkpoints: Checkpoints, metrics: Mapping[str, Any]) -> float:
 
 
 def is_best(checkpoints: Checkpoints, value: float, values: Mapping[int, float]) -> bool:
-    """Whether a value of the metric `best` is better than those of all checkpoints."""
+    """Whether a value of the metric `best` is better than in all checkpoints."""
     sign = -1.0 if checkpoints.mode == "min" else 1.0
     best = max((sign * x for x in values.values()), default=-math.inf)
     return checkpoints.best is not None and sign * value > best

@@ -1,7 +1,7 @@
 """Reduces a failed save to one warning.
 
-On a full disk, each of the tasks and threads of Orbax and TensorStore that fails prints a traceback
-of its own, which is hundreds of lines around the warning that says what happened.
+On a full disk, each failed task and thread of Orbax and TensorStore prints a traceback, hundreds of
+lines that hide the warning of redcoast.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The tasks of Orbax are reported by `asyncio` when nobody reads their results.
+# `asyncio` reports failed tasks of Orbax whose results are never read.
 LOGGERS = ("absl", "asyncio")
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Drops what Orbax and TensorStore print about errors; the save raises the first of them."""
+    """Suppresses the errors that Orbax and TensorStore print. The save raises the first of them."""
     import orbax.checkpoint as ocp
 
     files = str(Path(ocp.__file__).parent)
@@ -55,7 +55,8 @@ def _concerns(record: logging.LogRecord, files: str) -> bool:
 
 
 def _is_late_result(error: BaseException | None, trace: Any) -> bool:
-    """Whether a thread of TensorStore had a result for an event loop that an error had ended."""
+    """Whether a thread of TensorStore had a result for an event loop that is closed after an
+    error."""
     if threading.current_thread() is threading.main_thread() or trace is None:
         return False
     *_, (frame, _) = traceback.walk_tb(trace)

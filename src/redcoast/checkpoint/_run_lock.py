@@ -23,13 +23,13 @@ TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 def lock_run(directory: Path | None) -> Iterator[None]:
     """Locks a run's directory, if it has one, so that no other run uses it.
 
-    The operating system holds the lock (`flock`) and releases it when the process ends, however it
-    ends. The file only records which process holds it.
+    The operating system holds the lock (`flock`), and releases it when the process ends for any
+    reason. The file only records which process holds it.
 
     **Raises:**
 
     `ValueError` that names the host and the process of the run that holds the lock;
-    `FileExistsError` or `NotADirectoryError` if the path is that of a file or inside of one.
+    `FileExistsError` or `NotADirectoryError` if the path is a file, or inside one.
     """
     if directory is None or not is_main():
         yield
@@ -38,8 +38,7 @@ def lock_run(directory: Path | None) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise type(error)(
-            f"The directory of the run, {directory}, is a file or is inside of one. Choose a "
-            "directory."
+            f"The directory of the run, {directory}, is a file, or inside one. Choose a directory."
         ) from None
     with (directory / FILE).open("ab+", buffering=0) as file:
         if _try_lock(file, directory):

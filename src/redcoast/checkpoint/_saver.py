@@ -75,7 +75,7 @@ class Together:
 logger = logging.getLogger("redcoast")
 
 DELETING = ".deleting"
-# The seconds between attempts to save the final state, for a disk that is full for a while.
+# The seconds between attempts to save the final state, in case a disk is full temporarily.
 WAITS = (1, 2, 4, 8, 15)
 # Less than any checkpoint takes.
 PROBE_BYTES = 4096
@@ -85,7 +85,7 @@ UNFINISHED = re.compile(rf"\d+({re.escape(TEMPORARY)}.*|{re.escape(DELETING)})")
 class CheckpointNotSaved(OSError):
     """Raised at the end of [`redcoast.fit`][] if the final state could not be saved.
 
-    Its `__cause__` is the error of the save. The checkpoint before it is complete.
+    Its `__cause__` is the error of the save. The previous checkpoint is complete.
 
     !!! Example
 
@@ -105,8 +105,8 @@ class CheckpointNotSaved(OSError):
 class Saver:
     """Saves checkpoints in the background and deletes those that the policy does not keep.
 
-    On exit it waits for the save in progress. A failed save is a warning, or `CheckpointNotSaved`
-    on exit if it was the last one.
+    On exit, it waits for the save in progress. A failed save is a warning, or, if it was the last
+    one, `CheckpointNotSaved` on exit.
     """
 
     def __init__(self, checkpoints: Checkpoints):
@@ -233,7 +233,7 @@ class Saver:
             self._failed = self._save_again = None
 
     def _save_final_again(self) -> None:
-        """Tries again to save the last state, which is lost otherwise."""
+        """Tries again to save the last state, which would be lost otherwise."""
         self._is_final = True
         for seconds in WAITS:
             if self._failed is None or self._save_again is None:
@@ -255,7 +255,7 @@ class Saver:
                 *(self._last, _reason(error), newest_checkpoint(self._checkpoints)),
             )
         logger.debug("The error of this save:", exc_info=error)
-        # Its remains, on disk and in Orbax, would make the next save fail.
+        # Its remains on disk and in Orbax would make the next save fail.
         with contextlib.suppress(Exception):
             self._checkpointer.close()
         if is_main():

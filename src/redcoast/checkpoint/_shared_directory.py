@@ -12,18 +12,18 @@ from ..distributed._agreement import agree
 from ..distributed._kv_store import decide, exchange, is_main
 from ..distributed._rendezvous import name_processes
 
-_PATIENCE = 15.0  # seconds in which a network file system shows a new file to other machines
+_PATIENCE = 15.0  # seconds until a network file system shows a new file to other machines
 
 
 def check_shared(directory: Path | None) -> None:
     """Checks that processes see the files that process 0 writes to a directory.
 
-    Process 0 creates the directory, and for a moment a file of which only it knows the name.
+    Process 0 creates the directory, and temporarily a file with a random name.
 
     **Raises:**
 
-    `ValueError` in all processes if not, or if they were given different directories. It names the
-    processes that do not see the file.
+    `ValueError` in all processes if one does not see them, or if their directories differ. It names
+    the processes that do not see the file.
     """
     if jax.process_count() == 1:
         return

@@ -73,14 +73,14 @@ def save_checkpoint(
     """Saves the arrays of a PyTree as a nested dict, with Orbax.
 
     The checkpoint does not depend on the sharding of the arrays, and can be read with Orbax alone.
-    It appears under its name only when it is complete, and its files are synced to the disk. Leaves
-    that are not arrays (functions, sizes, Python numbers) belong to the code and are not saved.
+    It is written atomically, and its files are synced to the disk. Leaves that are not arrays
+    (functions, sizes, Python numbers) belong to the code and are not saved.
 
     **Arguments:**
 
     - `path`: a directory that does not exist yet.
     - `tree`: any PyTree; typed PRNG keys are saved as their data.
-    - `metadata`: additional values to save, of types that JSON supports.
+    - `metadata`: other values to save, of types that JSON supports.
 
     **Raises:**
 
@@ -182,11 +182,10 @@ def load_checkpoint(
     **Arguments:**
 
     - `path`: the directory of the checkpoint.
-    - `like`: a tree with the structure that was saved, concrete or abstract
-        (`eqx.filter_eval_shape`). Its arrays give the shapes and dtypes. Its other leaves are
-        copied to the result.
-    - `shardings`: the shardings of the arrays, as [`redcoast.infer_shardings`][] returns them for
-        `like`. By default each array gets the sharding of the array in `like`.
+    - `like`: a tree with the saved structure, concrete or abstract (`eqx.filter_eval_shape`). Its
+        arrays specify the shapes and dtypes. Its other leaves are copied to the result.
+    - `shardings`: the shardings of the arrays, as returned by [`redcoast.infer_shardings`][] for
+        `like`. By default, each array has the sharding of the array in `like`.
     - `subtree`: a path inside the checkpoint such as `"model"` or `"model/layers/0"`. Only this
         part is read, and `like` must have its structure.
 
@@ -199,9 +198,9 @@ def load_checkpoint(
 
     `FileNotFoundError` if `path` does not exist. [`redcoast.CheckpointDamaged`][] if it is not a
     checkpoint, or if a file has changed since it was saved (the message names the file).
-    [`redcoast.CheckpointMismatch`][] if it has no `subtree`, or if the structure, shapes or dtypes
-    differ from those of `like` (the message names the paths that differ). Both are `ValueError`s.
-    `ValueError` if `shardings` are not those of the arrays of `like`.
+    [`redcoast.CheckpointMismatch`][] if it has no `subtree`, or if its structure, shapes or dtypes
+    do not match `like` (the message names the paths). Both are `ValueError`s. `ValueError` if
+    `shardings` do not match the arrays of `like`.
 
     !!! Example
 
@@ -228,7 +227,7 @@ def load_arrays(
 ) -> PyTree:
     """Loads a checkpoint whose files have been checked and whose metadata has been read.
 
-    With `resuming`, the message about a mismatch is for a user of `fit`, who passes no `like`.
+    With `resuming`, the message about a mismatch is for users of `fit`, who pass no `like`.
     """
     verified = document.get("checksums") is not None
     empty = _empty_arrays(path, document)
@@ -280,7 +279,7 @@ def _empty_arrays(path: Path, document: Mapping[str, Any]) -> dict[Names, np.nda
 def _read(
     path: Path, wanted: Mapping[Names, Any], empty: Mapping[Names, np.ndarray]
 ) -> dict[Names, Any]:
-    """Reads arrays, each with its sharding; those without elements are not in the files."""
+    """Reads arrays, each with its sharding. Arrays without elements are not in the files."""
     stored = {names: place for names, place in wanted.items() if names not in empty}
     tree = read_arrays(path, stored) if stored else {}
     found = {names: get(tree, names) for names in stored}
@@ -319,7 +318,7 @@ def check_whole(path: Path, *, part: int = 0, parts: int = 1) -> None:
 
 
 def _inside(path: Path) -> str:
-    """Which path to pass in place of one that is not a checkpoint, such as that of a run."""
+    """Which path to pass instead of one that is not a checkpoint, such as a run's directory."""
     found = [x.parent for name in ("", "checkpoints") for x in (path / name).glob(f"*/{ARRAYS}")]
     steps = sorted((x for x in found if x.name.isdigit()), key=lambda x: int(x.name))
     if not steps:
@@ -402,7 +401,7 @@ def _placed(x: Any, sharding: Sharding | None) -> tuple[Any, Sharding | None]:
 def _check_match(
     path: Path, wanted: dict[Names, Any], saved: dict[Names, Any], *, resuming: bool
 ) -> None:
-    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from those that are wanted."""
+    """Raises `CheckpointMismatch` if names, shapes or dtypes differ from the expected ones."""
     if not (found := _differences(wanted, saved, "this run" if resuming else "`like`")):
         return
     if resuming:

@@ -1,1 +1,1 @@
-"""Meshes, the processes of a run and their agreement, and arrays that several processes share."""
+"""Meshes, checks that the processes of a run agree, and arrays over several processes."""

@@ -24,14 +24,14 @@ _MOST = 200_000  # lines that are compared one by one: their checksums have to f
 
 @dataclass(frozen=True)
 class Listing:
-    """Something large that is compared as a whole, and line by line if it differs.
+    """A text that is compared by its checksum, and line by line if that differs.
 
     **Attributes:**
 
     - `lines`: what is compared.
     - `where`: where line `i` comes from, such as `train.py:12`; it is not compared.
-    - `varies`: whether the lines are different each time that they are made, as those of random
-        data are. It is asked only after processes were found to differ, and then nothing is wrong.
+    - `varies`: returns whether the lines are random, and therefore need not be equal. It is only
+        called if the lines of processes differ.
     """
 
     lines: list[str]
@@ -49,8 +49,8 @@ def agree(
 
     **Raises:**
 
-    `ValueError` in all processes if not. It names the values and the first lines that differ, and
-    the processes that have them.
+    `ValueError` in all processes if they disagree. It names the values and the first lines that
+    differ, and the processes that have them.
     """
     if jax.process_count() == 1:
         return
@@ -85,11 +85,11 @@ def tree_listing(tree: PyTree) -> Listing:
 
 
 def agree_on_program(name: str, jaxpr: AnyJaxpr, mesh: Mesh) -> None:
-    """Checks that all processes are about to run the same program, if it runs on all of them.
+    """Checks that all processes are about to run the same program, if it runs on all devices.
 
     **Raises:**
 
-    `ValueError` in all processes if not, with the first equation that differs and its line.
+    `ValueError` in all processes if they differ, with the first such equation and its line.
     """
     if jax.process_count() == 1:
         return
@@ -127,7 +127,7 @@ def _first_difference(name: str, listing: Listing) -> str:
 
 
 def _parts_that_differ(lines: Sequence[str]) -> list[str]:
-    """Shortens long lines to the parts around the first letter that differs."""
+    """Shortens long lines to the parts around the first difference."""
     letters = enumerate(zip(*lines, strict=False))
     shortest = min(map(len, lines))
     same = next((i for i, column in letters if len(set(column)) > 1), shortest)

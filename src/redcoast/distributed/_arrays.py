@@ -1,4 +1,4 @@
-"""Places host arrays on devices. Each process provides the shards that its own devices hold."""
+"""Places host arrays on devices. Each process provides the shards of its own devices."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ._mesh import ambient_or_default, batch_sharding, batch_shards
 
 
 def own_rows(mesh: Mesh, rows: int) -> list[int]:
-    """The indices of a batch's rows that the devices of this process hold."""
+    """Returns the indices of a batch's rows that are on the devices of this process."""
     if jax.process_count() == 1:
         return list(range(rows))
     held = batch_sharding(mesh, rows).addressable_devices_indices_map((rows,)).values()
@@ -59,7 +59,7 @@ def place_rows(arrays: PyTree, mesh: Mesh, rows: int) -> PyTree:
 
 
 def place_batch(arrays: PyTree, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) -> PyTree:
-    """Shards arrays along the first dimension where its size is divisible; replicates others.
+    """Shards arrays along the first dimension if its size is divisible; replicates others.
 
     Each process passes the complete arrays, with the same values in all processes.
     """
@@ -74,11 +74,11 @@ def place_array(x: Any, mesh: Mesh, *, kinds: tuple[type, ...] = (np.ndarray,)) 
 
 @hide_frames
 def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[NamedSharding | None]:
-    """Returns the shardings of a batch: the first dimension is split over `data` and `fsdp`.
+    """Returns shardings that split the first dimension over `data` and `fsdp`, like a batch.
 
-    Use it for other state of a custom training loop, such as the environments and the replay buffer
-    of reinforcement learning, whose first dimension is the environment, or a state for
-    each client of federated learning. Each device then computes with its own rows.
+    Use it for other state of a custom training loop: environments and replay buffers in
+    reinforcement learning, whose first dimension is the environment, or one state for each client
+    in federated learning. Each device then computes with its own rows.
 
     **Arguments:**
 
@@ -122,7 +122,8 @@ def batch_shardings(tree: PyTree[Any], mesh: Mesh | None = None) -> PyTree[Named
 
 
 def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
-    """The shapes and shardings that `place_batch` gives; abstract arrays count as NumPy arrays."""
+    """The shapes and shardings of the result of `place_batch`. Abstract arrays count as NumPy
+    arrays."""
 
     def describe(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None:
@@ -134,7 +135,7 @@ def abstract_batch(arrays: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _batch_place(x: Any, mesh: Mesh, kinds: tuple[type, ...]) -> Sharding | None:
-    """The sharding that `place_batch` gives an array; `None` leaves the array where it is."""
+    """The sharding of an array in the result of `place_batch`; `None` if the array is not moved."""
     # On a single CPU device, jitted functions take NumPy arrays without a copy.
     host = isinstance(x, np.ndarray)
     alone = host and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
@@ -166,7 +167,7 @@ def place_tree(tree: PyTree, shardings: PyTree, *, copy: bool = False) -> PyTree
     refuse_deleted(
         tree,
         "The model, or the state that it is a part of,",
-        "Pass that of the state that the last step returned, or a copy made before the step.",
+        "Pass the model of the state that the last step returned, or a copy made before the step.",
     )
     tree = tree_to_jax_dtypes(tree, "the model or state")
     leaves, structure = jax.tree.flatten(tree)
@@ -207,7 +208,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _wrap(data: jax.Array, keys: jax.Array) -> jax.Array:
-    """Makes keys of the same kind as others of their data."""
+    """Creates keys from their data, of the same kind as `keys`."""
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 

@@ -37,7 +37,7 @@ def skip_barrier_on_error() -> None:
 
     def leave(*error: Any) -> None:
         before(*error)
-        # An interactive session prints errors by this hook too, and goes on.
+        # An interactive session also prints errors by this hook, and continues.
         if not hasattr(sys, "ps1"):
             forget_connections()
 
@@ -69,8 +69,8 @@ class Service:
 class CoordinatorWatch:
     """Ends this process with a sentence if the coordinator can no longer be reached.
 
-    JAX would abort it. It has no way to be told otherwise: its callback for this case cannot be a
-    function of Python (an `absl::Status` has no Python type), so its own limit is longer.
+    Otherwise JAX would abort it, and offers no callback for Python (an `absl::Status` has no Python
+    type). So JAX's own limit is set to a longer time.
     """
 
     def __init__(self, address: str):
@@ -105,7 +105,7 @@ class CoordinatorWatch:
                 self._leave(f"has not answered for {silent:.0f} s")
 
     def _explain_abort(self, number: int) -> None:
-        """Called while JAX aborts this process: it does so at once if the connection is closed."""
+        """Called while JAX aborts this process, as it does at once if the connection is closed."""
         try:
             socket.create_connection(split_address(self._address), INTERVAL).close()
         except OSError as error:
@@ -124,7 +124,7 @@ class CoordinatorWatch:
 
 def _handle_aborts(handler: Any) -> None:
     """Sets the C function that is called when this process aborts; `None` for the default."""
-    # A handler of Python's `signal` would run only after the abort.
+    # A handler of Python's `signal` module would only run after the abort.
     if os.name == "posix":
         ctypes.CDLL(None).signal(int(signal.SIGABRT), handler or ctypes.c_void_p(signal.SIG_DFL))
 
@@ -142,7 +142,7 @@ def wait_for_all(watch: CoordinatorWatch) -> None:
     """Waits at exit until all processes are done, since they need each other to communicate."""
     client = key_value_store()
     if _left_alone:
-        # The others wait in a collective, or have ended.
+        # The other processes wait in a collective, or have ended.
         forget_connections()
     elif client is not None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process may have died

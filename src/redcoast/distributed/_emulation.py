@@ -1,8 +1,8 @@
-"""Emulated devices need threads: their collectives deadlock if XLA's pool has too few.
+"""Provides threads for emulated devices, whose collectives deadlock if XLA's pool is too small.
 
 A device blocks a thread of the pool in each collective that it waits for, and may wait for several
-at once. By default the pool has one thread for each device, or for each core if those are more. Its
-size is read from the environment variable NPROC when JAX is first used.
+at once. By default, the pool has as many threads as there are devices or cores, whichever is more.
+Its size is read from the environment variable NPROC when JAX is first used.
 """
 
 import logging
@@ -22,7 +22,7 @@ from ._private_jax import has_chosen_devices
 logger = logging.getLogger("redcoast")
 
 THREADS = 4  # for each device
-_FEWEST = 2  # for each device; with fewer, programs were seen to deadlock
+_FEWEST = 2  # for each device; with fewer, some programs deadlock
 OVERDUE = 120.0  # seconds after which a step on emulated devices is reported
 _POLL = 10.0  # seconds
 _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -32,9 +32,9 @@ _warned: set[str] = set()
 
 
 def provide_threads(count: int | None = None) -> None:
-    """Sets NPROC for emulated devices, unless it is set or JAX has been used already.
+    """Sets NPROC for emulated devices, unless it is set or JAX has already been used.
 
-    Without `count`, it is the number of devices that XLA_FLAGS or JAX's configuration ask for.
+    The default `count` is the number of devices in XLA_FLAGS or JAX's configuration.
     """
     if count is None:
         count = _configured_devices()
@@ -44,7 +44,7 @@ def provide_threads(count: int | None = None) -> None:
 
 
 def warn_of_few_threads() -> None:
-    """Warns once if JAX has emulated devices with too few threads; JAX has to be in use."""
+    """Warns once if JAX has emulated devices with too few threads. JAX must be initialised."""
     count = _local_cpu_devices()
     threads = pool_threads(count)
     if count > 1 and threads < _FEWEST * count and "threads" not in _warned:
@@ -84,7 +84,7 @@ def _remedy(count: int) -> str:
 class Overdue:
     """Warns if a program on emulated devices does not return for minutes.
 
-    It is told when a call begins, and given an array of its result. A thread looks at the last one.
+    It is notified when a call begins, and of an array of its result. A thread checks the last call.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -94,7 +94,7 @@ class Overdue:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Records that a call begins: as long as calls begin, none of them hangs."""
+        """Records that a call begins. As long as calls begin, none of them hangs."""
         self._begun, self._result = self._clock(), None
         if self._thread is None:
             self._thread = threading.Thread(
@@ -103,15 +103,14 @@ class Overdue:
             self._thread.start()
 
     def end(self, result: Any) -> None:
-        """Records that a call has returned an array, which the devices may still compute; or
-        `None`."""
+        """Records the array that a call has returned, which may still be computed, or `None`."""
         if result is None:
             self._begun = None
         else:
             self._result = weakref.ref(result)
 
     def look(self) -> None:
-        """Warns once if the last call began long ago and its result is not there."""
+        """Warns once if the last call began long ago and its result is not ready."""
         begun = self._begun
         if begun is None or self._is_done() or self._clock() - begun < OVERDUE:
             return
@@ -142,6 +141,6 @@ _overdue = Overdue()
 
 
 def overdue_on(mesh: Mesh) -> Overdue | None:
-    """What watches the calls of a program on a mesh of emulated devices; `None` on others."""
+    """The watch for calls of a program on emulated devices; `None` on other devices."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     return _overdue if on_cpu and _local_cpu_devices() > 1 and mesh.size > 1 else None

@@ -23,8 +23,8 @@ logger = logging.getLogger("redcoast")
 
 BEAT = 1.0  # seconds between heartbeats
 DEAD = 20.0  # seconds without a heartbeat until a process counts as dead
-SLOW = 60.0  # seconds in the user's code, or in reading data, until the others warn about it
-GRACE = 10.0  # seconds for the main thread to end by itself after another process is lost
+SLOW = 60.0  # seconds in the user's code, or in reading data, after which the others warn about it
+GRACE = 10.0  # seconds for the main thread to end after another process is lost
 _KEY = "redcoast/watch"
 
 # Errors of Gloo and of the coordination service are of several types, `ValueError` among them.
@@ -84,7 +84,7 @@ def watching() -> Iterator[None]:
 
 
 def _may_be_of_a_collective(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is what is raised if another process is gone."""
+    """Whether an error, or its cause, is of a kind that a lost process can raise."""
     while error is not None:
         text = str(error)
         kind = isinstance(error, jax.errors.JaxRuntimeError | TimeoutError)
@@ -97,8 +97,7 @@ def _may_be_of_a_collective(error: BaseException | None) -> bool:
 class _Watch:
     """A context in which a thread monitors the other processes.
 
-    If another one is the cause that this process cannot continue, `found` is set, and `reason` says
-    why.
+    If this process cannot continue because of another one, `found` is set, and `reason` says why.
     """
 
     def __init__(self):
@@ -106,7 +105,7 @@ class _Watch:
         self._ended = threading.Event()
         self.found = threading.Event()
         self.reason: str | None = None
-        self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and when it was new
+        self._seen: dict[int, tuple[int, float]] = {}  # the last heartbeat, and its time
         self._hosts: dict[int, str] = {}
         self._warned: dict[int, float] = {}
 
@@ -139,7 +138,7 @@ class _Watch:
                 return
 
     def _look(self) -> str | None:
-        """Why this run cannot continue, if another process is lost."""
+        """Returns why this run cannot continue, if another process is lost."""
         for other, text in failures().items():
             return f"{self._name(other)} has failed: {text}"
         now = time.monotonic()
@@ -178,7 +177,7 @@ class _Watch:
         self.reason = reason
         self.found.set()
         if not self._ended.wait(GRACE):
-            # The main thread waits for ever in a collective, and nothing else can end it.
+            # The main thread waits forever in a collective, and nothing else can end it.
             words = f"redcoast: {reason} This process exits."
             print(words, file=forgiving(sys.stderr), flush=True)
             os._exit(LOST)

@@ -1,4 +1,4 @@
-"""Connects the processes of a run, from explicit addresses or what a launcher sets."""
+"""Connects the processes of a run, from explicit addresses or the variables of a launcher."""
 
 import atexit
 import logging
@@ -65,7 +65,7 @@ def initialize(
     local_devices: int | None = None,
     timeout: int | float = 300,
 ) -> None:
-    """Connects this process to the other processes of its job, so that a mesh has all devices.
+    """Connects this process to the other processes of its job, so that a mesh contains all devices.
 
     Each process runs the same script, and calls this before anything that uses JAX's devices.
     Arguments that are not given are read from the environment variables `REDCOAST_COORDINATOR`,
@@ -76,25 +76,25 @@ def initialize(
     supports them.
 
     If the job has only one process, nothing is connected, so the same script also runs on one
-    machine. If a launcher's variables name several processes nevertheless, a warning is logged,
-    unless `processes=1` is passed. A second call does nothing.
+    machine. If the variables of a launcher indicate several processes that are not connected, a
+    warning is logged, unless `processes=1` is passed. A second call has no effect.
 
     **Arguments:**
 
-    - `coordinator`: `host:port`: an address of process 0's machine that the others can reach, and
-        a free port on it.
+    - `coordinator`: `host:port`, an address of process 0's machine that the others can reach, and a
+        free port on it.
     - `processes`: the number of processes, at least 1.
     - `process_id`: the index of this process, from 0.
     - `local_devices`: emulates this many CPU devices in each process, as
-        [`emulate_devices`][redcoast.emulate_devices] does. By default a process has the devices
-        that JAX finds. If SLURM, Open MPI or torchrun start several processes on a machine, each
+        [`emulate_devices`][redcoast.emulate_devices] does. By default, a process has the devices
+        that JAX finds. If SLURM, Open MPI or torchrun starts several processes on a machine, each
         has one of its accelerators.
     - `timeout`: how long to wait for the other processes, in seconds.
 
     **Raises:**
 
     - `ValueError` if arguments are wrong or incomplete, if the processes disagree about their
-        number, or if JAX has been used already.
+        number, or if JAX has already been used.
     - `TimeoutError` in all connected processes if others are missing; it names the missing ones.
     - `ConnectionError` if process 0 cannot be reached; it gives the address and the reason.
     - `OSError` if process 0 cannot listen on its port.
@@ -181,7 +181,7 @@ def _complete(job: _Job, timeout: int | float) -> _Job:
     """Fills in missing arguments from the launcher that started this process."""
     if job.processes == 1 or None not in (job.coordinator, job.processes, job.process_id):
         return job
-    # Inside of a job of SLURM, say, torchrun may have started several processes for each task.
+    # Inside a SLURM job, for example, torchrun may have started several processes for each task.
     job = _with_launcher(_with_torchrun(job), timeout)
     parts = {x: getattr(job, x) for x in ("coordinator", "processes", "process_id")}
     missing = [name for name, value in parts.items() if value is None]
@@ -237,7 +237,7 @@ def _with_launcher(job: _Job, timeout: int | float) -> _Job:
 
 
 def _with_open_mpi(job: _Job) -> _Job:
-    """Since version 5, Open MPI sets the number and rank, but not the address of process 0."""
+    """Open MPI 5 and later sets the number and rank, but not the address of process 0."""
     size, rank = (os.environ.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "RANK"))
     if size is None or rank is None:
         return job
@@ -248,8 +248,7 @@ def _with_open_mpi(job: _Job) -> _Job:
 
 
 def _unjoined() -> str:
-    """The warning about a launcher that has started several processes, none of which is
-    connected."""
+    """The warning about a launcher that has started several processes that are not connected."""
     counts = {name: os.environ.get(name, "").strip() for name in _LAUNCHERS}
     several = [name for name, text in counts.items() if text.isdigit() and int(text) > 1]
     if "SLURM_STEP_NODELIST" in os.environ:  # in a step, SLURM has been asked

@@ -12,10 +12,10 @@ import jax
 from ._private_jax import key_value_store
 from ._rendezvous import name_processes
 
-# How often each topic was exchanged. All processes count alike, since they run the same program.
+# How many times each topic was exchanged. The count is the same in all processes.
 _rounds: defaultdict[str, itertools.count] = defaultdict(itertools.count)
 TIMEOUT = 600.0  # seconds; the other processes may still be compiling or reading data
-# How often a run has started or ended here. A failure in one run must not end the next.
+# How many times a run has started or ended here. A failure in one run must not end the next.
 _runs = itertools.count()
 _run = next(_runs)
 
@@ -43,7 +43,7 @@ def is_main() -> bool:
 
 
 def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
-    """Gathers a value from all processes. All of them must call this equally often.
+    """Gathers a value from all processes, all of which must call this.
 
     **Arguments:**
 
@@ -57,8 +57,8 @@ def exchange(topic: str, value: Any, *, timeout: float = TIMEOUT) -> list[Any]:
 
     **Raises:**
 
-    `ProcessLost` that names a process which has failed meanwhile. `TimeoutError` that names the
-    processes which did not respond in time.
+    `ProcessLost`, with the name of a process that has failed meanwhile. `TimeoutError`, with the
+    names of the processes that did not respond in time.
     """
     count, own = jax.process_count(), jax.process_index()
     if count == 1:

@@ -33,24 +33,24 @@ def make_mesh(
 
     **Arguments:**
 
-    - `data`: the number of data-parallel groups. The batch is sharded over them, and each has its
-        own copy of the model.
+    - `data`: the number of data-parallel groups. The batch is sharded over them, and each has a
+        copy of the model.
     - `fsdp`: the number of devices over which parameters and optimizer state are FSDP-sharded
-        (ZeRO-3), to be all-gathered where they are used. The batch is sharded over them too.
+        (ZeRO-3), and all-gathered where they are used. The batch is sharded over them too.
     - `model`: the degree of tensor parallelism: the number of devices over which each large
         matrix, and the computation with it, is sharded.
-    - `pipe`: the number of stages of a pipeline. Each stage has a part of the layers, and
-        microbatches go from stage to stage.
+    - `pipe`: the number of pipeline stages. Each stage has a part of the layers, and microbatches
+        are passed from stage to stage.
     - `devices`: the devices to arrange; `jax.devices()` by default.
 
-    One of the sizes may be -1, which stands for all devices that the others leave.
+    One of the sizes may be -1, and is then inferred from the number of devices.
 
     **Returns:**
 
     A `jax.sharding.Mesh` with all three axes (of size 1 if unused), of type `AxisType.Auto`; with
-    more than one stage, `"pipe"` is a fourth axis before them. Devices with fast links (in
-    one host or one slice) are neighbours along `model`; slower links connect the devices along
-    `data`, and the slowest the stages.
+    several stages, `"pipe"` is a fourth axis before them. Devices with fast links (in one host or
+    one slice) are neighbours along `model`. Slower links connect devices along `data`, and the
+    slowest ones connect the stages.
 
     **Raises:**
 
@@ -69,14 +69,14 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     warn_of_few_threads()
     sizes = {"data": data, "fsdp": fsdp, "model": model}
-    # Without stages, meshes and the plans for them are as they are without the axis.
+    # Meshes without stages do not have the axis.
     sizes = sizes if isinstance(pipe, int | np.integer) and pipe == 1 else {PIPE: pipe, **sizes}
     shape = _resolve(sizes, len(devices))
     return Mesh(_arrange(devices, shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def _resolve(sizes: dict[str, int], count: int) -> tuple[int, ...]:
-    """Replaces -1 by the number of devices that the other sizes leave of `count`."""
+    """Replaces -1 by `count` divided by the other sizes."""
     if count == 0:
         raise ValueError("A mesh needs at least one device, but `devices` is empty.")
     for axis, size in sizes.items():
@@ -173,7 +173,7 @@ def ambient_or_default(mesh: Mesh | None) -> Mesh:
 
 @hide_frames
 def emulate_devices(count: int) -> None:
-    """Emulates several devices on the CPU of this machine, to try a mesh without accelerators.
+    """Emulates several devices on the CPU, to try a mesh without accelerators.
 
     **Arguments:**
 
@@ -181,8 +181,8 @@ def emulate_devices(count: int) -> None:
 
     **Raises:**
 
-    `ValueError` if `count` is not positive, or if JAX has already been used in this process: it
-    chooses its devices when it is first used. `TypeError` if `count` is not an integer.
+    `ValueError` if `count` is not positive, or if JAX has already been used in this process,
+    because JAX creates its devices at first use. `TypeError` if `count` is not an integer.
 
     !!! Example
 

@@ -1,7 +1,6 @@
 """The private APIs of JAX's distributed runtime that this package uses.
 
-They were tried with jax and jaxlib 0.10.2. `tests/distributed/test_private_apis_jax_runtime.py`
-fails if another version lacks one of them.
+`tests/distributed/test_private_apis_jax_runtime.py` fails if a version of jaxlib lacks one of them.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """A rendezvous of all processes of a job before JAX connects them.
 
-JAX's own service aborts a process in C++ if another one is missing, without naming it. Here
-process 0 listens on the coordinator's port until all others have connected, and every process
-learns what went wrong.
+If a process is missing, JAX's own service aborts the others in C++ without naming it. Here, process
+0 listens on the coordinator's port until all others have connected, and notifies every process of
+errors.
 """
 
 import contextlib

@@ -1,1 +1,1 @@
-"""Loggers (console, W&B, TensorBoard, trackio, JSON lines) and the metrics that they are given."""
+"""Loggers (console, W&B, TensorBoard, trackio, JSON lines) and their metrics."""

@@ -47,7 +47,7 @@ class JsonlLogger:
             self._warn(step, "only a part of the line was written.")
 
     def _warn(self, step: int, reason: str) -> None:
-        # Missing metrics are no reason to end a run, and one warning about a full disk is enough.
+        # Missing metrics do not end a run, and one warning about a full disk is enough.
         if not self._warned:
             logger.warning(
                 "The metrics of step %d could not be written to %s; metrics of later steps may be "
@@ -64,11 +64,11 @@ class JsonlLogger:
 def jsonl_logger(path: str | PathLike[str]) -> JsonlLogger:
     """Creates a logger that appends the metrics of each call to a file as one line of JSON.
 
-    A line is `{"step": ..., "time": ..., <metrics>}`, with the time in Unix seconds. It has been
-    passed to the operating system when the call returns. If the file ends with an incomplete line,
-    which a kill can leave, a line break is added first. If a line cannot be written, for example on
-    a full disk, a warning is logged once, and later lines are still tried. NaN and infinity are
-    written as `NaN` and `Infinity`, as Python reads them.
+    A line is `{"step": ..., "time": ..., <metrics>}`, with the time in Unix seconds. It is passed
+    to the operating system before the call returns. If the file ends with an incomplete line,
+    because a run was killed, a line break is added first. If a line cannot be written, for example
+    on a full disk, a warning is logged once, and later lines are still attempted. NaN and infinity
+    are written as `NaN` and `Infinity`, which Python's `json` reads.
 
     !!! example
 
@@ -95,8 +95,8 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Reads the metrics of a run from its `metrics.jsonl`, as one dictionary for each step.
 
     Training and evaluation metrics of the same step are merged. A resumed run repeats the steps
-    after its checkpoint; the last value of each metric is kept. Incomplete lines, which a kill can
-    leave, are ignored.
+    after its checkpoint; the last value of each metric is kept. Incomplete lines of killed runs are
+    ignored.
 
     !!! Example
 

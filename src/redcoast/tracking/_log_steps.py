@@ -1,14 +1,14 @@
-"""The steps whose metrics are printed: the same in each run of a length, however fast it is."""
+"""The steps whose metrics are printed, which depend only on the length of the run."""
 
-_LINES = 20  # at least, of a run that has as many steps
+_LINES = 20  # at least, if a run has as many steps
 
 
 def is_logged(step: int, steps: int | None, *, lines: int = _LINES) -> bool:
-    """Whether a step is printed in a run of so many steps.
+    """Whether a step is printed in a run of `steps` steps.
 
-    They are the first, and those that a round number (1, 2, 5, 10, 20, ...) divides, so that there
-    are from `lines` to two and a half times as many. If the length is not known, they are 1 to 10,
-    20, 30, ..., 100, 200, ...
+    The first step is printed, and every multiple of a round number (1, 2, 5, 10, 20, ...), so that
+    there are between `lines` and 2.5 times as many lines. If the length is unknown, the steps are 1
+    to 10, 20, 30, ..., 100, 200, ...
     """
     if step == 1:
         return True
@@ -18,6 +18,6 @@ def is_logged(step: int, steps: int | None, *, lines: int = _LINES) -> bool:
 
 
 def _round_below(number: int) -> int:
-    """The largest of 1, 2, 5, 10, 20, 50, ... that is not above a number; at least 1."""
+    """The largest of 1, 2, 5, 10, 20, 50, ... that is at most `number`; at least 1."""
     power = 10 ** (len(str(max(number, 1))) - 1)
     return max(factor * power for factor in (1, 2, 5) if factor == 1 or factor * power <= number)

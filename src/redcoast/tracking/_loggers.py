@@ -1,8 +1,8 @@
 """Starts and closes the loggers of a run, which are callables `(metrics, step) -> None`.
 
 A logger may also have the methods `start(run)`, called before the first step with a `RunInfo`;
-`close()`, called at the end, however the run ends; and `fail(error)`, called before `close()` if
-the run ends with an error. Loggers of this package that are called by another logger join its run.
+`close()`, always called at the end; and `fail(error)`, called before `close()` if the run ends with
+an error. Loggers of this package that are called by another logger join its run.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ Logger = Callable[[dict[str, float], int], None]
 
 
 class _Stop:
-    """What a function in `log` returns to stop the run after the current step.
+    """A value that a function in `log` returns to stop the run after the current step.
 
-    [`redcoast.fit`][] then saves the state and returns it. With several processes, all of them stop
-    after the same step, one step later.
+    [`redcoast.fit`][] then saves the state and returns it. Several processes all stop after the
+    same step, which is the next one.
 
     !!! Example
 
@@ -51,7 +51,7 @@ class _Stop:
 
 
 STOP = _Stop()
-"""What a function in `log` of [`redcoast.fit`][] returns to stop the run after the current step."""
+"""A value that a function in `log` returns to stop a run of [`redcoast.fit`][]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ class RunInfo:
     - `plan`: the summary and the table of the plan, as text.
     - `config`: the settings of the run: batch size, number of examples and of parameters, mesh,
         devices, versions; from `fit`, also the optimizer, the compute dtype and others.
-    - `step`, `steps`: the number of steps completed before, and in total if that is known.
-    - `rows`: the arrays of the plan, as dicts with the same keys: how each is sharded, and why.
+    - `step`, `steps`: the number of steps completed before this run, and the total number if known.
+    - `rows`: how each array is sharded and why, as dicts with the same keys.
     """
 
     directory: Path | None = None
@@ -78,7 +78,7 @@ class RunInfo:
     rows: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        # Loggers write later, when a function of the user may have called `os.chdir`.
+        # Loggers write later, when the user's code may have called `os.chdir`.
         if self.directory is not None:
             object.__setattr__(self, "directory", self.directory.expanduser().absolute())
 
@@ -139,7 +139,7 @@ def plain_data(value: Any) -> Any:
 
 @ft.cache
 def say_once(line: str) -> None:
-    """Prints a line that a process needs only once."""
+    """Prints a line once per process."""
     say(line)
 
 
@@ -175,8 +175,8 @@ class _ConsoleLogger:
 def console_logger(*, every: int | float | None = None, steps: int | None = None) -> _ConsoleLogger:
     """Creates a logger that prints metrics to standard output, in aligned lines.
 
-    Training metrics are printed at the same steps in each run of a length: by default, those that a
-    round number divides, 20 to 50 of them. They are also printed at the end. Metrics whose names
+    The steps whose training metrics are printed depend only on the length of the run: by default,
+    multiples of a round number that give 20 to 50 lines, and the last step. Metrics whose names
     begin with `eval/` are always printed. The lines do not break a progress bar.
 
     !!! example
@@ -190,7 +190,7 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
     **Arguments:**
 
     - `steps`: the number of steps between lines of training metrics.
-    - `every`: in place of it, the minimum time between such lines, in seconds; 0 prints all lines.
+    - `every`: alternatively, the minimum time between such lines, in seconds; 0 prints all lines.
 
     **Returns:**
 
@@ -207,7 +207,7 @@ def console_logger(*, every: int | float | None = None, steps: int | None = None
     return _ConsoleLogger(every, steps)
 
 
-# Weights are for the means over batches; steps are rarely skipped.
+# Weights only matter for means over batches, and steps are rarely skipped.
 _HIDDEN, _HIDDEN_IF_ZERO = ("weight", "eval/weight"), ("skipped", "skipped_total")
 
 
@@ -254,7 +254,7 @@ def all_loggers(log: Any) -> list[Any]:
     return logs if any(isinstance(x, ProgressLogger) for x in logs) else [*logs, progress_logger()]
 
 
-# How the loggers of this package are created.
+# The calls that create the loggers of this package.
 _CALLS = {
     "console": "console_logger()",
     "jsonl": 'jsonl_logger("metrics.jsonl")',
@@ -334,7 +334,7 @@ def start_loggers(
 
 
 def _write_plan(directory: Path, run: RunInfo) -> None:
-    """Writes `plan.txt`; of a resumed run with another plan, `plan_<step>.txt`."""
+    """Writes `plan.txt`, or `plan_<step>.txt` if a run is resumed with another plan."""
     later = (f"plan_{run.step}{f'_{i}' * (i > 1)}.txt" for i in itertools.count(1))
     path = directory / "plan.txt"
     try:
@@ -348,7 +348,7 @@ def _write_plan(directory: Path, run: RunInfo) -> None:
 
 def join_run(logger: Any) -> RunInfo | None:
     """Adds a logger to the current run, which closes it, and returns the information about the run;
-    `None` outside of a run."""
+    `None` outside a run."""
     run = _current_run.get()
     if run is None:
         return None

@@ -83,9 +83,9 @@ def read_step_metrics(metrics: PackedMetrics | Mapping[str, Any]) -> dict[str, f
 
 
 class StepMetrics(Mapping[str, float]):
-    """The metrics of a step, of which any is read when it is first asked for.
+    """The metrics of a step, each of which is read when it is first accessed.
 
-    Reading waits until the devices have taken the step.
+    Reading waits until the devices have finished the step.
     """
 
     def __init__(self, metrics: PackedMetrics | Mapping[str, Any]):
@@ -118,8 +118,8 @@ class MetricsReader:
 
     **Attributes:**
 
-    - `stop_reason`: which logger returned [`redcoast.STOP`][] in this process; `None` before. The
-        loop has to look at it.
+    - `stop_reason`: which logger returned [`redcoast.STOP`][] in this process, or `None`. The loop
+        must check it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class MetricsReader:
         inspect: Callable[[], str] | None = None,
         state: Any = None,
     ) -> None:
-        """Stores the metrics of a dispatched step, and reads those of the step before it.
+        """Stores the metrics of a dispatched step, and reads the metrics of the previous step.
 
         Loggers with a parameter `state` are called at once. They wait for the step if they read the
         state or the metrics.
@@ -164,7 +164,7 @@ class MetricsReader:
         **Raises:**
 
         `FloatingPointError` if `max_skipped` steps in a row were skipped because the loss or the
-        gradient was NaN or infinite; `ValueError` if the loss of the first step is.
+        gradient was NaN or infinite; `ValueError` if the loss of the first step is NaN or infinite.
         """
         before, self._pending = self._pending, (step, metrics, inspect)
         if before is not None:
@@ -191,7 +191,7 @@ class MetricsReader:
         *,
         state: Any = None,
     ) -> None:
-        """Passes other metrics to the loggers, such as those of an evaluation.
+        """Passes other metrics to the loggers, such as the metrics of an evaluation.
 
         `rates` are figures such as the throughput, for loggers with the attribute `wants_rates`.
         `state` is the state after the step, for loggers with a parameter `state`.
@@ -201,7 +201,8 @@ class MetricsReader:
             self._show_state(metrics, step, state)
 
     def _write(self, metrics: dict[str, float], step: int, rates: Mapping[str, float]) -> None:
-        """Passes metrics to the loggers that take no state; the rates to those that want them."""
+        """Passes metrics to the loggers without a parameter `state`, and rates if they want
+        them."""
         for log in self._logs if metrics else ():
             others = rates if getattr(log, "wants_rates", False) else {}
             others = {name: x for name, x in others.items() if name not in metrics}
@@ -258,7 +259,7 @@ class MetricsReader:
             getattr(log, method, lambda *_: None)(*args)
 
     def report_skipped(self) -> None:
-        """Logs a warning that says how many of all steps were skipped, if any were."""
+        """Logs a warning with the number of skipped steps, if there are any."""
         if self._skipped_steps:
             logger.warning(
                 "%d of %d steps were skipped, because the loss or the gradient was NaN or "
@@ -308,17 +309,17 @@ def metrics_reader(
     **Arguments:**
 
     - `log`: as for [`redcoast.fit`][].
-    - `run`: the information about the run for the loggers, from [`redcoast.run_info`][]. If the run
-        has a directory, metrics are also written to `metrics.jsonl` there.
-    - `max_skipped`: the number of steps skipped in a row, because the loss or the gradient is NaN
-        or infinite, after which an error is raised. With 1, each step is read at once. Steps with a
-        [`redcoast.LossScale`][] above 1 do not count.
+    - `run`: the information about the run, from [`redcoast.run_info`][]. If the run has a
+        directory, metrics are also written to `metrics.jsonl` there.
+    - `max_skipped`: the number of consecutive skipped steps, because the loss or the gradient is
+        NaN or infinite, after which an error is raised. With 1, each step is read at once. Steps
+        with a [`redcoast.LossScale`][] above 1 do not count.
 
     **Returns:**
 
     A context manager that returns a [`redcoast.MetricsReader`][]; pass the metrics of each step to
-    its `push`. Loggers are started on entry, in process 0 only; those with a parameter `state`, in
-    each process. On exit, the last step is read and the loggers are closed.
+    its `push`. On entry, loggers are started, in process 0 only or, if they have a parameter
+    `state`, in each process. On exit, the last step is read and the loggers are closed.
 
     **Raises:**
 

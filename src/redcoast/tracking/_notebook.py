@@ -1,4 +1,4 @@
-"""A bar in a notebook: a display that is updated, which needs no widgets."""
+"""A progress bar in a notebook, as a display that is updated. It needs no widgets."""
 
 import html
 import sys
@@ -10,7 +10,7 @@ _INTERVAL = 0.1  # seconds between two updates of an evaluation
 
 
 class Handle(Protocol):
-    """What shows an object, and can show it again; `IPython.display.DisplayHandle` is one."""
+    """Shows an object and updates it, such as `IPython.display.DisplayHandle`."""
 
     def update(self, obj: Any) -> None: ...
 
@@ -32,7 +32,7 @@ def notebook_display() -> Show | None:
 
 
 class NotebookBar:
-    """A bar with the methods of tqdm's that `Progress` calls."""
+    """A bar with the methods of tqdm that `Progress` calls."""
 
     def __init__(self, show: Show, *, label: str, total: int | None, initial: int = 0):
         self.n, self._total, self._label = initial, total, label
@@ -65,7 +65,7 @@ class NotebookBar:
 
 
 class NotebookEvaluation:
-    """An evaluation, whose progress stands behind the bar of the run while it lasts."""
+    """The progress of an evaluation, which is shown after the bar of the run."""
 
     def __init__(self, bar: NotebookBar, batches: int):
         self._bar, self._batches, self._done = bar, batches, 0

@@ -20,7 +20,7 @@ logger = logging.getLogger("redcoast")
 _WINDOW = 30.0
 _BAR_INTERVAL = 0.1
 _FIRST_LINE, _LINE_INTERVAL = 5.0, 30.0
-_LINES, _LONGEST_SILENCE = 40, 300.0  # of a run whose lines are at equal steps
+_LINES, _LONGEST_SILENCE = 40, 300.0  # for a run whose lines depend on its length
 _SHORTEST_BAR = 5  # columns
 
 
@@ -87,7 +87,7 @@ class Progress:
             self._paused_at = perf_counter()
 
     def evaluating(self, batches: int) -> None:
-        """Shows a bar of its own for an evaluation of so many batches, until `resume`."""
+        """Shows a separate bar for an evaluation of this many batches, until `resume`."""
         if self._bar is None or self._evaluation is not None:
             return
         if isinstance(self._bar, NotebookBar):
@@ -218,8 +218,8 @@ def progress(
       `True` always draws the bar, for consoles that are not terminals; `False` shows nothing.
     - `file`: the file to write to; standard error by default.
     - `steps_per_epoch`: if it is given, the epoch is shown too.
-    - `by_steps`: whether lines elsewhere than on a terminal are at the same steps in each run of a
-        length, 40 to 100 of them, and after five minutes without one.
+    - `by_steps`: whether the lines outside a terminal are printed at steps that depend only on the
+        length of the run, 40 to 100 of them, and after five minutes without a line.
 
     **Returns:**
 
@@ -263,7 +263,7 @@ class ProgressLogger:
         options = {"steps_per_epoch": examples and examples / self._rows, **self._options}
         options["by_steps"] = True
         if run.steps is not None and run.step >= run.steps:
-            return  # nothing is left to train, and a bar would show that it compiles
+            return  # nothing is left to train, and a bar would show "compiling"
         self._bar = progress(run.steps, start=run.step, **options)
 
     def __call__(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
@@ -291,9 +291,9 @@ def progress_logger(enabled: bool | None = None, *, file: Stream | None = None) 
 
     **Arguments:**
 
-    - `enabled`: `None` draws a bar on a terminal and in a notebook, and elsewhere prints lines at
-        the same steps in each run of a length; `True` always draws the bar; `False` shows nothing,
-        and `fit` does not print the plan.
+    - `enabled`: `None` draws a bar on a terminal and in a notebook, and prints lines elsewhere, at
+        steps that depend only on the length of the run; `True` always draws the bar; `False` shows
+        nothing, and `fit` does not print the plan.
     - `file`: the file to write to; standard error by default.
 
     **Returns:**

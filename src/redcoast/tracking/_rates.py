@@ -1,4 +1,4 @@
-"""How fast a run is: figures that are logged besides the metrics of each step."""
+"""The throughput of a run, which is logged with the metrics of each step."""
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
@@ -22,7 +22,7 @@ class Rates:
         self._paused_at: float | None = None
 
     def __call__(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """The figures of a step that is done, as far as they are known.
+        """The rates of a completed step, as far as they are known.
 
         `step_seconds`, `examples_per_second` or `tokens_per_second`, `epoch`, `peak_memory_gb`,
         and `mfu` (model FLOPs utilisation, from 0 to 1).
@@ -31,7 +31,7 @@ class Rates:
         self._last = (step, now)
         rows, examples = self._config.get("batch_size"), self._config.get("examples")
         found = {"epoch": step * rows / examples} if rows and examples else {}
-        # The most that was in use on a device; some devices do not report it.
+        # The peak memory of a device; some devices do not report it.
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         if peak is not None:
             found["peak_memory_gb"] = peak / 1e9

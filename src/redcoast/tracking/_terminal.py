@@ -1,4 +1,4 @@
-"""What a terminal can show: how wide its lines are, and whether it has colours."""
+"""The width of a terminal, and whether it has colours."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A logger for Weights & Biases that can neither stop nor delay the loop."""
+"""A logger for Weights & Biases that neither stops nor delays the loop."""
 
 import atexit
 import contextlib
@@ -143,7 +143,7 @@ class WandbLogger:
     def _announce(self, session: Any, offline: dict[str, str]) -> str:
         if session.disabled:
             return ""
-        # All parts of the run: those that resume it are directories of their own.
+        # All parts of the run: each resumed part has its own directory.
         folder = show_directory(Path(session.dir).parents[1])
         upload = f"wandb sync {shlex.quote(str(folder))}/*-{session.id}"
         if session.offline:
@@ -182,8 +182,7 @@ def wandb_logger(
 
     **Arguments:**
 
-    - `project`: the W&B project, or a run that `wandb.init` returned. You finish such a run
-        yourself, and its name and project are its own.
+    - `project`: the W&B project, or a run that `wandb.init` returned, which you finish yourself.
     - `config`: the experiment's settings: a mapping or a dataclass.
     - `name`: the run's name; by default W&B generates one.
     - `close_timeout`: the maximum time that `close()` waits for W&B, in seconds.
@@ -209,7 +208,7 @@ def wandb_logger(
         )
     if session is not None and (name is not None or init_options):
         given = ", ".join([*(["name"] if name is not None else []), *init_options])
-        raise ValueError(f"{given} cannot be set for a run of W&B that is given: leave it out.")
+        raise ValueError(f"{given} cannot be set for a run of W&B that has started: leave it out.")
     if not close_timeout >= 0:
         raise ValueError(f"`close_timeout` must be at least 0 seconds, but is {close_timeout}.")
     if queue_size < 1:
@@ -301,8 +300,8 @@ def has_account(settings: Any) -> bool:
 
 
 def _skip_exit_hook() -> None:
-    """Keeps W&B's exit hook from waiting for its service, which it does without limit."""
-    # There is no public way to do so; this was tried with wandb 0.31.0, and
+    """Prevents W&B's exit hook from waiting for its service without a time limit."""
+    # There is no public way to do so. This works with wandb 0.31.0, and
     # `tests/tracking/test_private_apis_wandb.py` fails if another version differs. The service
     # detects that this process has ended, and ends.
     with contextlib.suppress(AttributeError, KeyError):
